@@ -1,0 +1,39 @@
+"""The ``vl-plugins`` command. Each module of :mod:`vl_plugins.commands` adds one subcommand."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vl_plugins import __version__
+from vl_plugins.errors import UserError
+
+__all__ = ["main"]
+
+COMMANDS = ("losses", "shards", "toy", "evaluate", "plot", "demo")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with every subcommand registered."""
+    parser = argparse.ArgumentParser(
+        prog="vl-plugins", description="Losses, data and evaluation of vision-language retrieval.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"vl_plugins {__version__}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"vl_plugins.commands.{name}").register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return 0, or 2 after one line on standard error when the input is wrong."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except UserError as error:
+        print(f"vl-plugins {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
