@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 
-__all__ = ["__version__"]
+from vl_plugins.registry import create_loss, list_losses
+
+__all__ = ["__version__", "create_loss", "list_losses"]
 
 __version__ = version("vl_plugins")

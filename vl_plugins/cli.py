@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,10 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return 0, or 2 after one line on standard error when the input is wrong."""
     arguments = build_parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
     except UserError as error:
         print(f"vl-plugins {arguments.command}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["MissingExtraError", "UserError", "unknown_name"]
+__all__ = ["MissingExtraError", "UserError", "did_you_mean", "unknown_name"]
+
+MOST_NAMES_LISTED = 30
 
 
 class UserError(ValueError):
@@ -17,11 +19,29 @@ class MissingExtraError(UserError, ImportError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """Build the error for a name that is not among the known ones, with the nearest match.
 
+    Of many known names only the nearest are listed.
+
     >>> str(unknown_name("loss", "unifed", ["unified", "vlc"]))
     "unknown loss 'unifed' (did you mean 'unified'?); known: unified, vlc"
     """
     known = sorted(known)
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    nearest = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
-    hint = f" (did you mean {by_lower[nearest[0]]!r}?)" if nearest else ""
+    hint = did_you_mean(name, known)
+    if len(known) > MOST_NAMES_LISTED:
+        nearest = ", ".join(_nearest(name, known, number=5, cutoff=0.0))
+        return UserError(f"unknown {kind} {name!r}{hint}; the nearest of {len(known)}: {nearest}")
     return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that is nearest, or an empty string where none is near.
+
+    >>> did_you_mean("marge", ["margin", "scale"])
+    " (did you mean 'margin'?)"
+    """
+    nearest = _nearest(name, known, number=1, cutoff=0.6)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def _nearest(name: str, known: Iterable[str], number: int, cutoff: float) -> list[str]:
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    return [by_lower[match] for match in difflib.get_close_matches(str(name).lower(), by_lower, number, cutoff)]

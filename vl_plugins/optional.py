@@ -20,4 +20,6 @@ def require(module: str, extra: str) -> ModuleType:
         # A module that is installed but broken must not be reported as missing.
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise MissingExtraError(f"{module} is not installed; install it with: pip install 'vl_plugins[{extra}]'") from error
+        raise MissingExtraError(
+            f"{module} is not installed; install it with: pip install 'vl_plugins[{extra}]'"
+        ) from error

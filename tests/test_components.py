@@ -1,0 +1,75 @@
+import pytest
+from pytorch_metric_learning import distances, miners, reducers, regularizers
+
+from vl_plugins.components import create_component, list_components, resolve_components
+from vl_plugins.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("distance", "LpDistance", {"p": 1}),
+        ("miner", "MultiSimilarityMiner", {"epsilon": 0.3}),
+        ("reducer", "ThresholdReducer", {"low": 0.1}),
+        ("regularizer", "LpRegularizer", {"power": 2}),
+    ],
+)
+def test_create_component(kind, name, options):
+    component = create_component(kind, name, **options)
+    package = {"distance": distances, "miner": miners, "reducer": reducers, "regularizer": regularizers}[kind]
+    assert type(component) is getattr(package, name)
+    for option, value in options.items():
+        assert getattr(component, option) == value
+
+
+def test_every_component_of_the_installed_version_is_listed():
+    for kind, package, base in (
+        ("distance", distances, distances.BaseDistance),
+        ("miner", miners, miners.BaseMiner),
+        ("reducer", reducers, reducers.BaseReducer),
+        ("regularizer", regularizers, regularizers.BaseRegularizer),
+    ):
+        names = list_components(kind)
+        assert len(names) > 3
+        assert list(names) == sorted(names)
+        assert set(names) == {cls.__name__ for cls in subclasses(base) if cls.__module__.startswith(package.__name__)}
+
+
+def subclasses(cls):
+    direct = set(cls.__subclasses__())
+    return direct.union(*(subclasses(subclass) for subclass in direct))
+
+
+def test_names_among_the_options_are_created():
+    regularizer = regularizers.LpRegularizer()
+    resolved = resolve_components(
+        {"distance": "SNRDistance", "reducer": "SumReducer", "embedding_regularizer": regularizer, "margin": "0.1"}
+    )
+    assert type(resolved["distance"]) is distances.SNRDistance
+    assert type(resolved["reducer"]) is reducers.SumReducer
+    assert resolved["embedding_regularizer"] is regularizer
+    assert resolved["margin"] == "0.1"
+    assert type(create_component("reducer", "PerAnchorReducer", reducer="SumReducer").reducer) is reducers.SumReducer
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "message"),
+    [
+        ("miners", "BatchHardMiner", {}, r"unknown kind of component 'miners' \(did you mean 'miner'\?\)"),
+        (
+            "miner",
+            "BatchHardMinr",
+            {},
+            r"unknown miner 'BatchHardMinr' \(did you mean 'BatchHardMiner'\?\); known: Angul",
+        ),
+        ("miner", "BaseMiner", {}, "unknown miner 'BaseMiner'"),
+        ("miner", "MultiSimilarityMiner", {"epsilom": 1}, r"option 'epsilom' .* \(did you mean 'epsilon'\?\)"),
+        ("miner", "BatchHardMiner", {"distance": "Cosine"}, r"unknown distance 'Cosine'.*CosineSimilarity"),
+        ("reducer", "ClassWeightedReducer", {}, "refuses to be made without options: .*'weights'; options: weights"),
+        ("reducer", "ThresholdReducer", {}, "At least one of low or high must be specified"),
+        ("distance", "CosineSimilarity", {"is_inverted": False}, "refuses is_inverted=False: .* multiple values"),
+    ],
+)
+def test_wrong_names_and_options(kind, name, options, message):
+    with pytest.raises(UserError, match=message):
+        create_component(kind, name, **options)

@@ -1,0 +1,76 @@
+"""Distances, reducers, miners and regularizers of pytorch-metric-learning by their class names."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from vl_plugins.errors import unknown_name
+from vl_plugins.options import construct
+
+__all__ = ["create_component", "list_components", "resolve_components"]
+
+BASE_CLASSES = {
+    "distance": "BaseDistance",
+    "miner": "BaseMiner",
+    "reducer": "BaseReducer",
+    "regularizer": "BaseRegularizer",
+}
+
+KIND_OF_OPTION = {
+    "distance": "distance",
+    "embedding_regularizer": "regularizer",
+    "reducer": "reducer",
+}
+
+
+def create_component(kind: str, name: str, /, **options: Any) -> Any:
+    """Return a new component of pytorch-metric-learning.
+
+    Args:
+        kind: ``"distance"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
+        name: its class name, as in ``list_components(kind)``.
+        options: what its constructor takes. A distance, reducer or embedding regularizer may be given by class name.
+
+    Raises:
+        UserError: an unknown kind, name or option.
+        ValueError: an option out of its range.
+
+    >>> create_component("miner", "BatchHardMiner", distance="CosineSimilarity").distance
+    CosineSimilarity()
+    """
+    classes = _component_classes(kind)
+    if name not in classes:
+        raise unknown_name(kind, name, classes)
+    return construct(kind, name, classes[name], resolve_components(options))
+
+
+def list_components(kind: str) -> tuple[str, ...]:
+    """Return the class names of a kind, sorted.
+
+    >>> list_components("distance")
+    ('CosineSimilarity', 'DotProductSimilarity', 'LpDistance', 'SNRDistance')
+    """
+    return tuple(sorted(_component_classes(kind)))
+
+
+def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with every component that is given by its class name created."""
+    return {
+        option: create_component(KIND_OF_OPTION[option], value)
+        if option in KIND_OF_OPTION and isinstance(value, str)
+        else value
+        for option, value in options.items()
+    }
+
+
+def _component_classes(kind: str) -> dict[str, type]:
+    if kind not in BASE_CLASSES:
+        raise unknown_name("kind of component", kind, BASE_CLASSES)
+    package = importlib.import_module(f"pytorch_metric_learning.{kind}s")
+    base_class = getattr(package, BASE_CLASSES[kind])
+    return {
+        name: value
+        for name, value in vars(package).items()
+        if inspect.isclass(value) and issubclass(value, base_class) and value is not base_class
+    }

@@ -1,0 +1,79 @@
+"""What all losses of a similarity matrix share: checks, precision, directions and reduction."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vl_plugins.functional.precision import full_precision, zero_or_nan
+
+__all__ = ["AnchorLoss", "check_pairs", "reduce_positive_pairs"]
+
+AnchorLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``(similarities, negative_mask, anchors, positives) -> values``, with the rows as anchors.
+
+``anchors`` and ``positives`` (M,) index the positive pairs, ``values`` (M,) are their losses.
+"""
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def reduce_positive_pairs(
+    anchor_loss: AnchorLoss,
+    similarities: Tensor,
+    positive_mask: Tensor,
+    negative_mask: Tensor,
+    *,
+    symmetric: bool,
+    reduction: str,
+) -> Tensor:
+    """Apply ``anchor_loss`` to every positive pair, in one direction or both, and reduce.
+
+    Args:
+        anchor_loss: the losses of the positive pairs with the rows as anchors; not called without such pairs.
+        similarities: (A, C), anchors x candidates, larger is closer. Computed in float32 at least.
+        positive_mask: (A, C), bool.
+        negative_mask: (A, C), bool.
+        symmetric: add the loss with the columns as anchors to each pair's value.
+        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"``.
+
+    Returns:
+        A scalar; with ``"none"`` (M,), in the order of ``torch.where(positive_mask)``. Without positive pairs the
+        scalar is 0, connected to ``similarities``. Any NaN or infinity in ``similarities`` makes the result NaN, also
+        at a pair in neither mask.
+
+    Raises:
+        ValueError: wrong shape, type, device or reduction.
+    """
+    check_pairs(similarities, positive_mask, negative_mask)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    (similarities,) = full_precision(similarities)
+
+    anchors, positives = torch.where(positive_mask)
+    if len(anchors) == 0:  # torch has no maximum over zero rows or columns
+        values = similarities.new_zeros(0)
+    else:
+        values = anchor_loss(similarities, negative_mask, anchors, positives)
+        if symmetric:
+            values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors)
+
+    if reduction != "none":
+        values = values.sum()
+    if reduction == "mean":
+        values = values / max(len(anchors), 1)
+    return values + zero_or_nan(similarities)
+
+
+def check_pairs(similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> None:
+    """Raise ``ValueError`` unless both masks are bool and match the (A, C) matrix in shape and device."""
+    if similarities.ndim != 2:
+        raise ValueError(f"similarities must have the shape (anchors, candidates), got {tuple(similarities.shape)}")
+    for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
+        for what, expected, actual in (
+            ("shape", tuple(similarities.shape), tuple(mask.shape)),
+            ("dtype", torch.bool, mask.dtype),
+            ("device", similarities.device, mask.device),
+        ):
+            if actual != expected:
+                raise ValueError(f"{name} must have the {what} {expected}, got {actual}")

@@ -1,0 +1,35 @@
+"""Single precision at least, and no value that hides a NaN."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["full_precision", "zero_or_nan"]
+
+
+def full_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the tensors in their common type, float32 at least; None stays None.
+
+    Gradients come back in each tensor's own type.
+
+    >>> [tensor.dtype for tensor in full_precision(torch.ones(2, dtype=torch.float16), torch.ones(2))]
+    [torch.float32, torch.float32]
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def zero_or_nan(tensor: Tensor) -> Tensor:
+    """Return 0 connected to ``tensor``, or NaN when any of its elements is NaN or infinite; its gradient likewise.
+
+    Added to a loss, it keeps the loss in the graph where nothing contributes to it, and shows what a mask, a
+    rectifier or a threshold would hide.
+
+    >>> zero_or_nan(torch.tensor([1.0, 2.0])), zero_or_nan(torch.tensor([1.0, float("inf")]))
+    (tensor(0.), tensor(nan))
+    """
+    total = tensor.sum()
+    # The second factor makes the gradient NaN too: a GradScaler looks at gradients, not at the loss.
+    return total * 0 * total

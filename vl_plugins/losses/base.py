@@ -1,0 +1,190 @@
+"""Losses of positive pairs and of triplets as pytorch-metric-learning losses."""
+
+import torch
+from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.losses import BaseMetricLossFunction
+from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from torch import Tensor
+
+from vl_plugins.functional import triplet_margin
+from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.losses.checks import non_negative
+
+__all__ = ["PairLoss", "TripletLoss"]
+
+IndicesTuple = tuple[Tensor, ...]
+
+
+class PairLoss(BaseMetricLossFunction):
+    """A function of similarities, positive pairs and negative pairs, as a pytorch-metric-learning loss.
+
+    Called as ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``:
+
+    - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
+      positive, all others negative; image to text plus text to image.
+    - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is an anchor, so each
+      pair already occurs in both directions and none is added.
+    - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
+      the labels' pairs, in the direction that it mined: its anchors are the queries.
+
+    The reducer receives one value per positive pair, ``reduction_type="pos_pair"``. Everything is computed in float32
+    at least, also under autocast; gradients have the type of the embeddings. A batch without pairs gives 0, connected
+    to all embeddings. NaN or infinity in any embedding gives NaN, whatever the reducer.
+
+    Args:
+        symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
+        kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
+            ``embedding_regularizer``, ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
+    """
+
+    equation: str
+    paper: str
+
+    def __init__(self, symmetric: bool = True, **kwargs):
+        super().__init__(**kwargs)
+        self.symmetric = symmetric
+
+    def pair_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
+    ) -> Tensor:
+        """Return the loss of each positive pair, in the order of ``torch.where(positive_mask)``.
+
+        Args:
+            similarities: (A, C), larger is closer.
+            positive_mask: (A, C), bool.
+            negative_mask: (A, C), bool.
+            symmetric: rows and columns are anchors; otherwise rows only.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the reduced loss.
+
+        Args:
+            embeddings: (A, D).
+            labels: (A,); may be left out with an ``indices_tuple``.
+            indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
+            ref_emb: (C, D); the embeddings themselves if left out.
+            ref_labels: (C,).
+
+        Raises:
+            ValueError: labels missing, or tensors that do not fit each other.
+        """
+        if ref_emb is embeddings:
+            ref_emb = None
+        check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        if isinstance(loss, Tensor):  # DoNothingReducer returns a dict
+            # Only here, because a reducer may drop what it was given: no NaN is above AvgNonZeroReducer's threshold.
+            loss = loss + sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
+        return loss
+
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
+        similarities = self.similarities(embeddings, ref_emb)
+        one_set = ref_emb is embeddings
+        if indices_tuple is None:
+            # PML's own pairs leave the diagonal out whenever labels and ref_labels are the same object.
+            positive_mask = labels[:, None] == ref_labels[None, :]
+            negative_mask = ~positive_mask
+            if one_set:
+                positive_mask.fill_diagonal_(False)
+        else:
+            anchors, positives, negative_anchors, negatives = loss_and_miner_utils.convert_to_pairs(
+                indices_tuple, labels
+            )
+            positive_mask = _mask(similarities, anchors, positives)
+            negative_mask = _mask(similarities, negative_anchors, negatives)
+        symmetric = self.symmetric and indices_tuple is None and not one_set
+        losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric)
+        return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
+
+    def similarities(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return (A, C) similarities, larger is closer, by the loss's distance."""
+        distances = self.distance(embeddings, ref_emb)
+        return distances if self.distance.is_inverted else -distances
+
+    def loss_dict(self, losses: Tensor, indices: IndicesTuple, reduction_type: str) -> dict[str, dict]:
+        """Return what a PML reducer takes. ``DivisorReducer`` divides the sum by the number of values."""
+        if len(losses) == 0:
+            return self.zero_losses()
+        return {
+            "loss": {
+                "losses": losses,
+                "indices": indices,
+                "reduction_type": reduction_type,
+                "divisor": len(losses),
+            }
+        }
+
+    def get_default_distance(self):
+        return CosineSimilarity()
+
+
+class TripletLoss(PairLoss):
+    """A triplet loss: given triplets are used as they are, ``relu(margin + S_an - S_ap)`` each.
+
+    The reducer then receives one value per triplet, ``reduction_type="triplet"``.
+
+    Args:
+        margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
+        kwargs: see :class:`PairLoss`.
+    """
+
+    def __init__(self, margin: float = 0.2, **kwargs):
+        super().__init__(**kwargs)
+        self.margin = non_negative("margin", margin)
+        self.add_to_recordable_attributes(name="margin")
+
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
+        if indices_tuple is None or len(indices_tuple) != 3:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        anchors, positives, negatives = indices_tuple
+        similarities = self.similarities(embeddings, ref_emb)
+        losses = triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
+        return self.loss_dict(losses, indices_tuple, "triplet")
+
+
+def check_embeddings(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    indices_tuple: IndicesTuple | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+) -> None:
+    """Raise ``ValueError`` for a call that PML would answer with a wrong value or an obscure error."""
+    common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
+    check_labels("labels", labels, embeddings)
+    if indices_tuple is not None and len(indices_tuple) not in (3, 4):
+        raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
+    if ref_emb is None:
+        return
+    if ref_emb.shape[-1] != embeddings.shape[-1]:
+        raise ValueError(
+            f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
+        )
+    if ref_emb.device != embeddings.device:
+        raise ValueError(f"ref_emb must be on the device of embeddings, {embeddings.device}, got {ref_emb.device}")
+    if indices_tuple is None and ref_labels is None:
+        raise ValueError("ref_labels cannot be None when ref_emb is given without an indices_tuple")
+    check_labels("ref_labels", ref_labels, ref_emb)
+
+
+def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
+    """Raise ``ValueError`` unless there is one label for each embedding."""
+    if labels is not None and labels.shape != embeddings.shape[:1]:
+        raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
+
+
+def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    mask = torch.zeros_like(similarities, dtype=torch.bool)
+    mask[rows, columns] = True
+    return mask
