@@ -1,0 +1,163 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vl_plugins.errors import MissingExtraError, UserError
+from vl_plugins.retrieval import plot_training_curves, read_results
+from vl_plugins.retrieval.plots import COLOURS, MARKERS, _draw_training_curves
+
+
+def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
+    return {
+        "epoch": epoch,
+        "rsum": rsum,
+        "positive_similarity": positive,
+        "hardest_negative_similarity": negative,
+        "image_to_text_R@1": 40.0,
+    }
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return path
+
+
+@pytest.mark.parametrize("place", ["checkpoints/results.jsonl", "results.jsonl"])
+def test_reads_a_run_folder_or_its_file(tmp_path, place):
+    file = write_rows(tmp_path / "run" / place, [row(1), row(2)])
+    assert read_results(tmp_path / "run") == read_results(str(file)) == [row(1), row(2)]
+
+
+def test_later_row_of_an_epoch_counts_and_epochs_are_in_order(tmp_path):
+    file = write_rows(tmp_path / "results.jsonl", [row(1), row(2, rsum=10), row(3, rsum=10), row(2), row(3), row(0)])
+    assert read_results(file) == [row(0), row(1), row(2), row(3)]
+
+
+def test_blank_lines_and_rows_of_zero_shot_classification_are_left_out(tmp_path):
+    file = write_rows(tmp_path / "results.jsonl", [{"imagenet-zeroshot-val-top1": 0.5}, row(1)])
+    file.write_text(file.read_text() + "\n")
+    assert read_results(file) == [row(1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"epoch": 1, "rsum"', r"results.jsonl, line 2 is not JSON"),
+        ("[1, 2]", r"results.jsonl, line 2 is not a JSON object: \[1, 2\]"),
+        (
+            '{"epoch": 1, "image_to_text_R@1": 0.5}',
+            r"line 2 has no number for rsum, positive_.*open_clip's own validation",
+        ),
+        (json.dumps({**row(1), "rsum": "300"}), r"line 2 has no number for rsum;"),
+        (json.dumps({**row(1), "epoch": None}), r"line 2 has no number for epoch;"),
+        (b"\xff\xfe", r"line 2 is not JSON"),
+    ],
+)
+def test_bad_line_is_named(tmp_path, content, message):
+    file = write_rows(tmp_path / "results.jsonl", [row(1)])
+    file.write_bytes(file.read_bytes() + (content if isinstance(content, bytes) else content.encode()))
+    with pytest.raises(UserError, match=message):
+        read_results(file)
+
+
+def test_missing_results_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no such results file or run folder: .*absent"):
+        read_results(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no results.jsonl in .*--val-data"):
+        read_results(tmp_path)
+    empty = write_rows(tmp_path / "results.jsonl", [])
+    with pytest.raises(UserError, match="holds no validation results"):
+        read_results(empty)
+
+
+def test_picture_has_the_stated_size_and_is_not_blank(tmp_path):
+    pil_image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "curves.png"
+    plot_training_curves({"clip": [row(1), row(2, rsum=350.0)], "unified": [row(1), row(2, rsum=400.0)]}, out)
+    with pil_image.open(out) as picture:
+        assert (picture.format, picture.size) == ("PNG", (1200, 504))
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(maxcolors=1 << 20)}
+    for colour in COLOURS[:2]:
+        assert tuple(bytes.fromhex(colour[1:])) in colours
+    assert [path.name for path in out.parent.iterdir()] == ["curves.png"]
+
+
+def test_lines_hold_the_rows():
+    pytest.importorskip("matplotlib")
+    runs = {"clip": [row(1, 100, 0.3, 0.2), row(3, 200, 0.5, 0.4)], "unified": [row(1)]}
+    rsum_axes, similarity_axes = _draw_training_curves(runs).axes
+    assert [line.get_label() for line in rsum_axes.lines] == ["clip", "unified"]
+    assert rsum_axes.lines[0].get_xydata().tolist() == [[1, 100], [3, 200]]
+    positive, negative, *_ = similarity_axes.lines
+    assert positive.get_xydata().tolist() == [[1, 0.3], [3, 0.5]]
+    assert negative.get_xydata().tolist() == [[1, 0.2], [3, 0.4]]
+    assert (positive.get_linestyle(), negative.get_linestyle()) == ("-", "--")
+    # On a single epoch there is no line, only the markers tell them apart.
+    assert positive.get_markerfacecolor() != negative.get_markerfacecolor()
+    assert positive.get_color() == negative.get_color() == rsum_axes.lines[0].get_color()
+    assert positive.get_color() != similarity_axes.lines[2].get_color()
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (rsum_axes, similarity_axes)]
+    assert legends == [["clip", "unified"], ["positives", "hardest negatives"]]
+
+
+def test_many_runs_can_be_told_apart():
+    pytest.importorskip("matplotlib")
+    count = len(COLOURS) * len(MARKERS)
+    lines = _draw_training_curves({str(index): [row(1)] for index in range(count)}).axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == count
+
+
+@pytest.mark.parametrize("suffix", [".pdf", ".svg"])
+def test_pictures_for_papers(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / f"curves{suffix}"
+    plot_training_curves({"clip": [row(1)]}, out)
+    assert out.read_bytes()[:5] in (b"%PDF-", b"<?xml")
+
+
+def test_failed_write_keeps_the_old_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "curves.png"
+    out.write_bytes(b"old")
+
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", fail)
+    with pytest.raises(UserError, match=r"cannot write .*curves.png: No space left on device"):
+        plot_training_curves({"clip": [row(1)]}, out)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("curves.png", b"old")]
+
+
+@pytest.mark.parametrize(
+    ("runs", "name", "message"),
+    [
+        ({}, "curves.png", "at least one named run"),
+        ({"clip": [row(1)], "unified": []}, "curves.png", "runs without results: unified"),
+        ({"clip": [row(1)]}, "curves.jpg", r"must end in .png, .pdf or .svg, got .*curves.jpg"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, runs, name, message):
+    with pytest.raises(UserError, match=message):
+        plot_training_curves(runs, tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"vl_plugins\[eval\]"):
+        plot_training_curves({"clip": [row(1)]}, tmp_path / "curves.png")
+
+
+def test_importing_the_package_needs_only_torch():
+    code = (
+        "import sys; import vl_plugins.retrieval; "
+        "print([m for m in ('matplotlib', 'open_clip', 'webdataset', 'PIL') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,104 @@
+"""Recall@K, RSUM, median and mean rank from ranks, and a table of them."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from vl_plugins.retrieval.ranks import Ranks
+
+__all__ = ["format_metrics_table", "retrieval_metrics"]
+
+RSUM_RECALLS = (1, 5, 10)
+DIRECTIONS = ("image_to_text", "text_to_image")
+
+
+def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RSUM_RECALLS) -> dict[str, float]:
+    """Sum up ranks under the names that open_clip's validation uses.
+
+    For ``image_to_text`` and ``text_to_image``, with open_clip's counterpart where it differs:
+
+    - ``*_R@K``: queries with a rank of at most K, in percent [0, 100]; open_clip gives fractions [0, 1].
+    - ``*_mean_rank``: 1 is the best.
+    - ``*_median_rank``: 1 is the best; halfway between the two middle ranks of an even number of queries, which
+      open_clip rounds down.
+
+    Besides, over both directions:
+
+    - ``rsum``: R@1, R@5 and R@10 of both directions added, [0, 600]; absent where ``recall_at`` lacks one of them.
+    - ``positive_similarity``: mean over all pairs of a caption and its image.
+    - ``hardest_negative_similarity``: mean over the images and mean over the captions, averaged.
+
+    Args:
+        ranks: of :func:`vl_plugins.retrieval.retrieval_ranks`.
+        recall_at: the K of Recall@K, positive.
+
+    Raises:
+        ValueError: a K is not positive.
+
+    >>> import torch
+    >>> from vl_plugins.retrieval import retrieval_ranks
+    >>> embeddings = torch.eye(4)
+    >>> metrics = retrieval_metrics(retrieval_ranks(embeddings, embeddings, torch.tensor([0, 1, 3, 2])))
+    >>> metrics["image_to_text_R@1"], metrics["text_to_image_median_rank"], metrics["rsum"]
+    (50.0, 2.5, 500.0)
+    """
+    if any(k < 1 for k in recall_at):
+        raise ValueError(f"recall_at must hold positive numbers, got {tuple(recall_at)}")
+    metrics = {}
+    for direction in DIRECTIONS:
+        direction_ranks = getattr(ranks, direction).tolist()
+        metrics[f"{direction}_mean_rank"] = statistics.fmean(direction_ranks)
+        metrics[f"{direction}_median_rank"] = float(statistics.median(direction_ranks))
+        for k in recall_at:
+            metrics[f"{direction}_R@{k}"] = 100 * sum(rank <= k for rank in direction_ranks) / len(direction_ranks)
+    if set(RSUM_RECALLS) <= set(recall_at):
+        metrics["rsum"] = sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RSUM_RECALLS)
+    hardest_negatives = (ranks.image_to_text_hardest_negative, ranks.text_to_image_hardest_negative)
+    metrics["positive_similarity"] = ranks.positive_similarity.double().mean().item()
+    metrics["hardest_negative_similarity"] = statistics.fmean(part.double().mean().item() for part in hardest_negatives)
+    return metrics
+
+
+def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:
+    """Set named results of :func:`retrieval_metrics` side by side: one line each, recalls in percent.
+
+    Args:
+        results: name -> metrics; a metric that is missing shows as ``-``.
+        markdown: a Markdown table in place of plain text.
+
+    Raises:
+        ValueError: ``results`` is empty.
+
+    >>> metrics = {"image_to_text_R@1": 12.5, "image_to_text_R@5": 50.0, "image_to_text_median_rank": 5.5}
+    >>> print(format_metrics_table({"clip": metrics}))
+          i2t R@1   R@5  R@10  median  t2i R@1  R@5  R@10  median  RSUM
+    clip     12.5  50.0     -     5.5        -    -     -       -     -
+    """
+    if not results:
+        raise ValueError("results must hold at least one named result, got none")
+    columns = [
+        column
+        for direction, label in zip(DIRECTIONS, ("i2t ", "t2i "), strict=True)
+        for column in (
+            (f"{label}R@1", f"{direction}_R@1"),
+            ("R@5", f"{direction}_R@5"),
+            ("R@10", f"{direction}_R@10"),
+            ("median", f"{direction}_median_rank"),
+        )
+    ]
+    columns.append(("RSUM", "rsum"))
+
+    table = [["", *(heading for heading, _ in columns)]]
+    for name, metrics in results.items():
+        numbers = [f"{metrics[key]:.1f}" if key in metrics else "-" for _, key in columns]
+        table.append([name.replace("|", r"\|") if markdown else name, *numbers])
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    if markdown:
+        # A delimiter row needs at least one dash before the colon that aligns a column to the right.
+        table.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    lines = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in table
+    ]
+    if markdown:
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join("  ".join(line) for line in lines)

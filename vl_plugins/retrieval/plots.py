@@ -1,0 +1,153 @@
+"""Curves of retrieval quality over training, from the ``results.jsonl`` that open_clip's trainer writes."""
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+
+__all__ = ["find_results", "plot_training_curves", "read_results"]
+
+CURVE_KEYS = ("epoch", "rsum", "positive_similarity", "hardest_negative_similarity")
+
+# Okabe and Ito's palette, which people with any common colour vision deficiency can tell apart, without its yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def find_results(run: str | os.PathLike[str]) -> Path:
+    """Return the ``results.jsonl`` of a run folder (open_clip's ``<logs>/<name>``), or ``run`` if it is a file.
+
+    Raises:
+        UserError: there is none.
+    """
+    run = Path(run)
+    if run.is_file():
+        return run
+    for candidate in (run / "checkpoints" / "results.jsonl", run / "results.jsonl"):
+        if candidate.is_file():
+            return candidate
+    if run.is_dir():
+        raise UserError(
+            f"no results.jsonl in {run} nor in its checkpoints folder; "
+            "a run writes it after its first validation (--val-data)"
+        )
+    raise UserError(f"no such results file or run folder: {run}")
+
+
+def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the validation results of a run, one row per epoch in the order of epochs.
+
+    Rows without an ``epoch`` (open_clip's zero-shot classification alone) are left out. Where an epoch occurs twice,
+    as after resuming a run, the later row counts.
+
+    Args:
+        run: a ``results.jsonl``, or a run folder that holds one.
+
+    Returns:
+        At least one row, each with at least ``epoch``, ``rsum`` (percent, [0, 600]), ``positive_similarity`` and
+        ``hardest_negative_similarity``; all numbers as they stand in the file.
+
+    Raises:
+        UserError: no such file, a line that is not a JSON object, or a row that lacks one of these numbers.
+    """
+    path = find_results(run)
+    rows = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number} is not a JSON object: {line.decode()}")
+        if "epoch" not in row:
+            continue
+        missing = [key for key in CURVE_KEYS if not isinstance(row.get(key), Real)]
+        if missing:
+            raise UserError(
+                f"{path}, line {number} has no number for {', '.join(missing)}; open_clip's own validation does not "
+                "write these, vl_plugins' validation does"
+            )
+        rows[row["epoch"]] = row
+    if not rows:
+        raise UserError(f"{path} holds no validation results")
+    return [rows[epoch] for epoch in sorted(rows)]
+
+
+def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: str | os.PathLike[str]) -> None:
+    """Draw RSUM and the similarities of positives and hardest negatives over epochs, as Figures 3 and 4 of
+    "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval" do.
+
+    Args:
+        runs: name -> rows as :func:`read_results` returns them, ordered by epoch.
+        out: the picture, by its suffix ``.png`` (1200 x 504 pixels), ``.pdf`` or ``.svg``; its folder is created.
+
+    Raises:
+        UserError: no run, a run without rows, another suffix, or a picture that cannot be written.
+        MissingExtraError: matplotlib is not installed.
+    """
+    out = Path(out)
+    if not runs:
+        raise UserError("runs must hold at least one named run, got none")
+    empty = [name for name, rows in runs.items() if not rows]
+    if empty:
+        raise UserError(f"runs without results: {', '.join(empty)}")
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"the picture must end in .png, .pdf or .svg, got {out}")
+
+    picture = io.BytesIO()
+    _draw_training_curves(runs).savefig(picture, format=out.suffix[1:])
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(picture.getbuffer())
+        unfinished.replace(out)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
+    """Return the ``matplotlib.figure.Figure``."""
+    # A Figure of its own, not pyplot's, neither needs a display nor changes the caller's current figure.
+    figure = require("matplotlib.figure", extra="eval").Figure(figsize=(10, 4.2), dpi=120, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    ticker = require("matplotlib.ticker", extra="eval")
+    rsum_axes, similarity_axes = figure.subplots(1, 2)
+
+    for index, (name, rows) in enumerate(runs.items()):
+        # The shift pairs a repeated colour with another marker.
+        style = {
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+            "markersize": 4,
+            # About a dozen markers: on a long run they would hide which lines are dashed.
+            "markevery": 1 + len(rows) // 12,
+        }
+        epochs = [row["epoch"] for row in rows]
+        rsum_axes.plot(epochs, [row["rsum"] for row in rows], label=name, **style)
+        similarity_axes.plot(epochs, [row["positive_similarity"] for row in rows], "-", **style)
+        hardest_negatives = [row["hardest_negative_similarity"] for row in rows]
+        similarity_axes.plot(epochs, hardest_negatives, "--", markerfacecolor="white", **style)
+
+    rsum_axes.set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
+    rsum_axes.legend()
+    similarity_axes.set(title="Similarity of pairs", ylabel="mean cosine similarity")
+    for label, line_style, face in (("positives", "-", "0.3"), ("hardest negatives", "--", "white")):
+        similarity_axes.plot(
+            [], [], line_style, marker="o", color="0.3", markerfacecolor=face, markersize=4, label=label
+        )
+    similarity_axes.legend()
+    for axes in (rsum_axes, similarity_axes):
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
