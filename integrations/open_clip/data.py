@@ -1,0 +1,154 @@
+"""Our shard reader in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
+
+import logging
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_train.data import DataInfo, SharedEpoch, get_dataset_size
+from torch.utils.data import DataLoader
+
+from vl_plugins.data.reader import evaluation_pipeline, expand_shards, read_shard_info, training_pipeline
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.options import PluginOptions
+
+__all__ = ["AllCaptions", "Reader", "choose_reader", "get_data"]
+
+
+class AllCaptions(DataInfo):
+    """Validation data whose batches hold every caption of an image, for image-text retrieval."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Which splits our reader serves; open_clip's own serves the others.
+
+    Args:
+        captions_per_image: of the training split, or None for open_clip's reader.
+        validation: whether the validation split is read with all captions.
+    """
+
+    captions_per_image: str | int | None = None
+    validation: bool = False
+
+
+def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
+    """Choose who reads which split, and find what is wrong with the shards before training starts.
+
+    Our reader serves the splits that ``vl-plugins shards`` wrote when ``--loss`` or ``--captions-per-image`` is given,
+    and any training shards when ``--captions-per-image`` is given. With neither flag, open_clip reads everything.
+
+    Args:
+        options: the launcher's flags.
+        args: open_clip's flags, as its parser returns them.
+
+    Raises:
+        UserError: a shard does not exist, the number of samples is not known, there are too few shards for open_clip's
+            reader, or ``--captions-per-image`` is given for data that are not shards.
+    """
+    requested = options.captions_per_image
+    asked = requested is not None or options.loss is not None
+    captions_per_image, validation = None, False
+    if _is_shards(args.train_data, args.dataset_type):
+        info = read_shard_info(expand_shards(args.train_data))
+        if requested is not None or (asked and info is not None):
+            captions_per_image = requested or "random"
+        else:
+            _check_for_host_reader(args)
+    elif requested is not None and args.train_data:
+        raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
+    if _is_shards(args.val_data, args.dataset_type):
+        info = read_shard_info(expand_shards(args.val_data))
+        validation = asked and info is not None
+    return Reader(captions_per_image, validation)
+
+
+def get_data(
+    args: Namespace,
+    preprocess_fns: tuple[Callable, Callable],
+    epoch: int = 0,
+    tokenizer: Callable | None = None,
+    *,
+    reader: Reader,
+    host_get_data: Callable,
+) -> dict[str, Any]:
+    """Stand in for ``open_clip_train.data.get_data``."""
+    preprocess_train, preprocess_val = preprocess_fns
+    of_host = copy(args)
+    if reader.captions_per_image is not None:
+        of_host.train_data = None
+    if reader.validation:
+        of_host.val_data = None
+    data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+    if reader.captions_per_image is not None:
+        data["train"] = _training_data(args, preprocess_train, epoch, tokenizer, reader.captions_per_image)
+        logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
+    if reader.validation:
+        data["val"] = _validation_data(args, preprocess_val, tokenizer)
+    if "train" in data:
+        _warn_of_long_warmup(args, data["train"].dataloader.num_batches)
+    return data
+
+
+def _training_data(args, transform, epoch, tokenizer, captions_per_image) -> DataInfo:
+    shared_epoch = SharedEpoch(epoch)
+    batches = training_pipeline(
+        args.train_data,
+        transform,
+        tokenizer,
+        args.batch_size,
+        captions_per_image=captions_per_image,
+        seed=args.seed,
+        epoch=shared_epoch,
+        num_samples=args.train_num_samples,
+        rank=args.rank,
+        world_size=args.world_size,
+    )
+    dataloader = _loader(batches, args.workers)
+    dataloader.num_batches = len(batches)
+    dataloader.num_samples = len(batches) * args.batch_size * args.world_size
+    return DataInfo(dataloader, shared_epoch=shared_epoch)
+
+
+def _validation_data(args, transform, tokenizer) -> AllCaptions:
+    dataloader = _loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
+    dataloader.num_samples = read_shard_info(args.val_data).num_samples
+    dataloader.num_batches = math.ceil(dataloader.num_samples / args.batch_size)
+    return AllCaptions(dataloader)
+
+
+def _loader(batches, workers: int) -> DataLoader:
+    return DataLoader(batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+
+
+def _is_shards(path: str | None, dataset_type: str) -> bool:
+    return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
+
+
+def _check_for_host_reader(args: Namespace) -> None:
+    """Say in advance, and with a remedy, what open_clip's reader would stop at with an assertion or a RuntimeError."""
+    size, num_shards = get_dataset_size(args.train_data)
+    if args.train_num_samples is None and not size:
+        raise UserError(
+            f"the number of samples in {args.train_data} is not known: give --train-num-samples, or put a sizes.json "
+            "beside the shards"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if not args.dataset_resampled and num_shards < args.workers * processes:
+        raise UserError(
+            f"{num_shards} shards are too few for --workers {args.workers} in {processes} processes: "
+            f"give --workers {num_shards // processes} or --dataset-resampled, or write more and smaller shards"
+        )
+
+
+def _warn_of_long_warmup(args: Namespace, num_batches: int) -> None:
+    steps = num_batches // args.accum_freq * args.epochs
+    if args.warmup >= steps and not args.skip_scheduler:
+        logging.warning(
+            f"--warmup {args.warmup} is not shorter than the whole training of {steps} steps, so the learning rate "
+            f"never reaches --lr {args.lr}; a tenth, --warmup {max(1, steps // 10)}, is usual for fine-tuning."
+        )

@@ -1,0 +1,231 @@
+"""The launcher's own flags, and configuration files that set any flag of ours or of open_clip's."""
+
+import argparse
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vl_plugins.data.reader import parse_captions_per_image
+from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.integrations.open_clip import host
+
+__all__ = ["PluginOptions", "format_help", "parse_arguments"]
+
+DESCRIPTION = """\
+open_clip's trainer with the losses of vl_plugins. Every flag of open_clip keeps its meaning; without --loss it trains
+exactly as open_clip does."""
+
+EPILOG = """\
+example:
+  torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip -- \\
+      --model ViT-B-32 --pretrained openai --train-data 'shards/coco-train-{000000..000113}.tar' \\
+      --loss unified --loss-kwargs margin=0.2 scale=50 --warmup 500 --lr 1e-5 --epochs 10"""
+
+
+@dataclass
+class PluginOptions:
+    """What the launcher's own flags ask for; the defaults leave open_clip as it is."""
+
+    loss: str | None = None
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    miner: str | None = None
+    miner_kwargs: dict[str, Any] = field(default_factory=dict)
+    reducer: str | None = None
+    reducer_kwargs: dict[str, Any] = field(default_factory=dict)
+    captions_per_image: str | int | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UserError` instead of a usage dump of a hundred flags."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+
+class _KeyValues(argparse.Action):
+    """``key=value ...`` into a dict, added to what an earlier occurrence of the flag has set.
+
+    Values are Python literals; anything else is a string.
+    """
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parsed = {}
+        for token in values:
+            key, separator, value = token.partition("=")
+            if not separator or not key.isidentifier():
+                raise UserError(f"{option_string}: expected key=value, got {token!r}")
+            parsed[key] = _literal(value)
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), **parsed})
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "null": None}.get(value, value)
+
+
+def _captions_per_image(text: str) -> str | int:
+    try:
+        return parse_captions_per_image(text)
+    except UserError as error:
+        # argparse replaces the message of a ValueError by the name of this function.
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _plugin_parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m vl_plugins.integrations.open_clip",
+        usage="%(prog)s [--config FILE.yaml] [--loss NAME] [open_clip options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    group = parser.add_argument_group("vl_plugins options")
+    group.add_argument("-h", "--help", action="store_true", help="show this help, ours and open_clip's, and exit")
+    group.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="flags from a file: a mapping of flag names (ours or open_clip's) to values; the command line wins",
+    )
+    group.add_argument(
+        "--loss", metavar="NAME", help="a loss of `vl-plugins losses` or of an installed package (default: open_clip's)"
+    )
+    kwargs = {"nargs": "+", "action": _KeyValues, "default": {}, "metavar": "KEY=VALUE"}
+    group.add_argument(
+        "--loss-kwargs",
+        **kwargs,
+        help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale",
+    )
+    group.add_argument(
+        "--miner",
+        metavar="CLASS",
+        help="a pytorch-metric-learning miner, such as BatchHardMiner; it mines images for texts and texts for images",
+    )
+    group.add_argument("--miner-kwargs", **kwargs, help="options of the miner, such as epsilon=0.1")
+    group.add_argument(
+        "--reducer", metavar="CLASS", help="a pytorch-metric-learning reducer, such as AvgNonZeroReducer"
+    )
+    group.add_argument("--reducer-kwargs", **kwargs, help="options of the reducer, such as low=0.05")
+    group.add_argument(
+        "--captions-per-image",
+        metavar="{random,first,all,N}",
+        type=_captions_per_image,
+        help="captions of an image in a batch: one at random (the default with --loss on shards of "
+        "`vl-plugins shards`), the first, all, or N of them; with --loss they are all positives of their image",
+    )
+    return parser
+
+
+def format_help() -> str:
+    """Return the help text: our flags, then open_clip's."""
+    ours = _plugin_parser()
+    theirs = host.parser()
+    theirs.usage = argparse.SUPPRESS
+    _flags(theirs)["--help"].help = argparse.SUPPRESS
+    return f"{ours.format_help()}\nopen_clip {theirs.format_help().lstrip()}\n{EPILOG}\n"
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namespace, list[str]]:
+    """Split a command line, with the configuration file it names, into our options and open_clip's.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        Our options; open_clip's options as its parser reads them; open_clip's part of the command line.
+
+    Raises:
+        UserError: an unknown flag or configuration key, a value that does not fit, a file that cannot be read.
+    """
+    config_file = _config_file(argv)
+    theirs = host.parser()
+    if config_file is not None:
+        argv = [*_config_arguments(config_file, argv, theirs), *argv]
+    namespace, rest = _plugin_parser().parse_known_args(argv)
+    _refuse_abbreviations_of_ours(rest, theirs)
+    theirs.__class__ = _Parser
+    host_namespace = theirs.parse_args(rest)
+    options = {name: value for name, value in vars(namespace).items() if name not in ("config", "help")}
+    return PluginOptions(**options), host_namespace, rest
+
+
+def _refuse_abbreviations_of_ours(rest: Sequence[str], theirs: argparse.ArgumentParser) -> None:
+    """open_clip's parser accepts unique prefixes: it would read ``--los unified`` as its own ``--loss-dist-impl``."""
+    ours = _flags(_plugin_parser())
+    for token in rest:
+        flag = token.partition("=")[0]
+        if not flag.startswith("--") or len(flag) == 2 or flag in _flags(theirs):
+            continue
+        meant = [known for known in ours if known.startswith(flag)]
+        if meant:
+            raise UserError(f"unknown option {flag}; did you mean {' or '.join(meant)}?")
+
+
+def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def _config_file(argv: Sequence[str]) -> Path | None:
+    finder = _Parser(allow_abbrev=False, add_help=False)
+    finder.add_argument("--config")
+    name = finder.parse_known_args(argv)[0].config
+    if name is None:
+        return None
+    shipped = resources.files("vl_plugins.configs") / "open_clip" / name
+    path = Path(name)
+    if not path.is_file() and shipped.is_file():
+        path = Path(str(shipped))
+    if not path.is_file():
+        raise UserError(f"--config: no such file: {name}")
+    return path
+
+
+def _config_arguments(path: Path, argv: Sequence[str], theirs: argparse.ArgumentParser) -> list[str]:
+    """Return the command-line form of a configuration file, to be put before the command line ``argv``."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, Mapping):
+        raise UserError(f"{path}: expected a mapping of flag names to values, got {type(config).__name__}")
+    flags = {**_flags(theirs), **_flags(_plugin_parser())}
+    for excluded in ("--help", "--config"):
+        del flags[excluded]
+    on_command_line = _plugin_parser().parse_known_args(argv)[0]
+
+    arguments: list[str] = []
+    for key, value in config.items():
+        flag = "--" + str(key).replace("_", "-")
+        if flag not in flags:
+            raise unknown_name(f"key in {path}", key, [known[2:] for known in flags])
+        action = flags[flag]
+        if isinstance(action, _KeyValues):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{path}: {key} must be a mapping such as {{margin: 0.2}}, got {value!r}")
+            owner = action.dest.removesuffix("_kwargs")
+            chosen = getattr(on_command_line, owner)
+            if chosen is not None and chosen != config.get(owner):
+                continue  # the command line names another loss, miner or reducer: these are not its options
+        arguments += _as_arguments(path, key, flag, action, value)
+    return arguments
+
+
+def _as_arguments(path: Path, key: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UserError(f"{path}: {key} must be true or false, got {value!r}")
+        return [flag] if value else []
+    if isinstance(value, Mapping):
+        return [flag, *(f"{name}={item}" for name, item in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]

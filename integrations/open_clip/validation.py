@@ -1,0 +1,114 @@
+"""Validation during training: image-text retrieval over all captions, in place of open_clip's one-caption metric."""
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip import get_input_dtype
+from open_clip_train.distributed import is_master
+from open_clip_train.precision import get_autocast
+from open_clip_train.train import unwrap_model
+
+from vl_plugins.integrations.open_clip.data import AllCaptions
+from vl_plugins.retrieval import format_metrics_table, retrieval_metrics, retrieval_ranks
+
+__all__ = ["encode", "evaluate", "validation_metrics"]
+
+
+@torch.inference_mode()
+def encode(
+    model: torch.nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode every image and every caption once.
+
+    Args:
+        model: an open_clip model (``encode_image``, ``encode_text``), in evaluation mode.
+        batches: of :func:`vl_plugins.data.reader.evaluation_pipeline`.
+        device: where the model is.
+        precision: as open_clip's ``--precision``.
+
+    Returns:
+        On the CPU and in the order of the shards: L2-normalised image embeddings (I, D), caption embeddings (C, D) and
+        the index of each caption's image (C,).
+    """
+    device = torch.device(device)
+    autocast = get_autocast(precision, device_type=device.type)
+    input_dtype = get_input_dtype(precision)
+    image_embeddings, caption_embeddings, image_of_caption = [], [], []
+    for images, captions, image_in_batch, positions in batches:
+        with autocast():
+            image_features = model.encode_image(
+                images.to(device=device, dtype=input_dtype, non_blocking=True), normalize=True
+            )
+            caption_features = model.encode_text(captions.to(device=device, non_blocking=True), normalize=True)
+        image_embeddings.append(image_features.cpu())
+        caption_embeddings.append(caption_features.cpu())
+        image_of_caption.append(positions[image_in_batch])
+    return torch.cat(image_embeddings), torch.cat(caption_embeddings), torch.cat(image_of_caption)
+
+
+def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
+    """Return :func:`vl_plugins.retrieval.retrieval_metrics` of a model, recalls in percent."""
+    image_embeddings, caption_embeddings, image_of_caption = encode(model, batches, device, precision)
+    # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
+    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption)
+    return {
+        **retrieval_metrics(ranks),
+        "num_samples": len(image_embeddings),
+        "num_captions": len(caption_embeddings),
+    }
+
+
+def evaluate(
+    model: torch.nn.Module,
+    data: Mapping[str, Any],
+    epoch: int,
+    args: Namespace,
+    tb_writer=None,
+    tokenizer=None,
+    *,
+    host_evaluate: Callable,
+) -> dict[str, float]:
+    """Stand in for ``open_clip_train.train.evaluate``, with retrieval over all captions where our reader reads ``val``.
+
+    Metrics go where open_clip's go, under its names and units: recalls are fractions, and only ``rsum`` is the papers'
+    sum of six percentages. The zero-shot ImageNet evaluation stays open_clip's.
+    """
+    if not isinstance(data.get("val"), AllCaptions):
+        return host_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+    rest = {name: split for name, split in data.items() if name != "val"}
+    metrics = host_evaluate(model, rest, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+    if not is_master(args) or not args.val_frequency:
+        return metrics
+    if epoch % args.val_frequency and epoch != args.epochs:
+        return metrics
+    model.eval()
+    in_percent = validation_metrics(unwrap_model(model), data["val"].dataloader, args.device, args.precision)
+    logging.info(f"Eval Epoch: {epoch} {in_percent['num_samples']} images, {in_percent['num_captions']} captions")
+    for line in format_metrics_table({f"epoch {epoch}": in_percent}).splitlines():
+        logging.info(line)
+    retrieval = {name: value / 100 if "_R@" in name else value for name, value in in_percent.items()}
+    _report({**retrieval, "epoch": epoch}, data, epoch, args, tb_writer)
+    return {**metrics, **retrieval}
+
+
+def _report(metrics: Mapping[str, float], data: Mapping[str, Any], epoch: int, args: Namespace, tb_writer) -> None:
+    """Write metrics to results.jsonl, TensorBoard and wandb, each as open_clip's own evaluation does."""
+    log_data = {f"val/{name}": value for name, value in metrics.items()}
+    if args.save_logs:
+        if tb_writer is not None:
+            for name, value in log_data.items():
+                tb_writer.add_scalar(name, value, epoch)
+        with (Path(args.checkpoint_path) / "results.jsonl").open("a") as results:
+            results.write(json.dumps(metrics) + "\n")
+    if args.wandb:
+        import wandb
+
+        step = None
+        if "train" in data:
+            step = data["train"].dataloader.num_batches // args.accum_freq * epoch
+        wandb.log({**log_data, "epoch": epoch}, step=step)

@@ -1,0 +1,38 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.shards import write_shards
+from vl_plugins.data.toy import write_toy_scenes
+
+# Several threads beside a busy process make small tensors slower, not faster.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def toy_scenes(tmp_path_factory) -> Path:
+    """Folder with the toy pictures (64 train, 24 val, 24 test) and ``dataset_toy.json``."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_scenes(folder, train=64, val=24, test=24)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_shards(toy_scenes, tmp_path_factory) -> Path:
+    """Folder with shards of 8 toy images: ``toy-train-{000000..000007}.tar`` and three each of ``val`` and ``test``."""
+    folder = tmp_path_factory.mktemp("toy_shards")
+    write_shards(read_karpathy(toy_scenes / "dataset_toy.json", "coco"), toy_scenes, folder, samples_per_shard=8)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stamps() -> Path:
+    """Folder of real captioned pictures in the format of COCO, ``dataset_stamps.json`` in it."""
+    default = Path(__file__).parents[2] / "shared" / "data" / "stamps"
+    folder = Path(os.environ.get("VL_PLUGINS_REAL_DATA", default))
+    if not (folder / "dataset_stamps.json").is_file():
+        pytest.skip(f"no dataset_stamps.json in {folder}; VL_PLUGINS_REAL_DATA can name another folder")
+    return folder

@@ -1,0 +1,79 @@
+import json
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.toy import COLOURS, write_toy_scenes
+from vl_plugins.errors import UserError
+
+
+def read_folder(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_seed_alone_decides_every_byte(tmp_path):
+    counts = {"train": 6, "val": 2, "test": 2}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        write_toy_scenes(tmp_path / name, seed=seed, **counts)
+    one, again, other = (read_folder(tmp_path / name) for name in ("one", "again", "other"))
+    assert len(one) == 11
+    assert one == again
+    assert one.keys() == other.keys()
+    assert not set(one.values()) & set(other.values())
+
+
+def test_the_converter_reads_it_as_coco(toy_scenes):
+    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    assert Counter(image.split for image in images) == {"train": 64, "val": 24, "test": 24}
+    assert {len(image.captions) for image in images} == {5}
+    assert {image.dataset for image in images} == {"toy"}
+    for image in images:
+        with Image.open(toy_scenes / image.file) as picture:
+            assert (picture.format, picture.size) == ("PNG", (64, 64))
+
+
+def test_entries_have_the_keys_of_karpathys_file(toy_scenes):
+    image = json.loads((toy_scenes / "dataset_toy.json").read_text())["images"][70]
+    assert set(image) == {"filepath", "filename", "split", "imgid", "cocoid", "sentids", "sentences"}
+    assert image["sentids"] == [sentence["sentid"] for sentence in image["sentences"]]
+    assert image["sentences"][2]["tokens"] == image["sentences"][2]["raw"].split()
+
+
+def test_captions_go_from_vague_to_exact(tmp_path):
+    images = read_karpathy(write_toy_scenes(tmp_path, train=600, val=100, test=100), "coco")
+    distinct = [len({image.captions[level] for image in images}) for level in range(5)]
+    assert distinct[4] == len(images), "the exact caption belongs to one image only"
+    assert max(distinct[:2]) < len(images) / 2, "the vague ones fit several"
+    vocabulary = {word for image in images for caption in image.captions for word in caption.split()}
+    assert len(vocabulary) < 32
+
+
+def test_pictures_show_what_the_exact_caption_says(toy_scenes):
+    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    checked = Counter()
+    for image in images:
+        words = image.captions[4].split()
+        colours = [word for word in words if word in COLOURS]
+        if len(set(colours)) < len(colours):
+            continue
+        pixels = np.asarray(Image.open(toy_scenes / image.file))
+        masks = [(pixels == COLOURS[colour]).all(axis=-1) for colour in colours]
+        assert all(mask.any() for mask in masks), image.captions
+        axis, relation = (1, "left") if "left" in words else (0, "above")
+        centres = [np.argwhere(mask).mean(axis=0) for mask in masks]
+        for first, second in pairwise(centres):
+            assert first[axis] < second[axis], image.captions
+            assert abs(first[1 - axis] - second[1 - axis]) < second[axis] - first[axis], image.captions
+            checked[relation] += 1
+    assert min(checked["left"], checked["above"]) > 20
+
+
+@pytest.mark.parametrize("options", [{"train": 0}, {"test": -1}, {"train": 10**6}, {"image_size": 8}])
+def test_numbers_out_of_range(tmp_path, options):
+    with pytest.raises(UserError, match=r"at least"):
+        write_toy_scenes(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,263 @@
+"""The launcher as its user runs it: a process with a command line, on real shards."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+import torch
+
+from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.toy import write_toy_scenes
+
+MODULE = "vl_plugins.integrations.open_clip"
+SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "16", "--workers", "0"]
+SHORT += ["--epochs", "1", "--warmup", "1", "--lr", "1e-3", "--log-every-n-steps", "1"]
+
+
+def run(command, cwd):
+    """Run a command to its end; its output is what a failing test shows."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    finished = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
+    print(finished.stdout, finished.stderr)
+    return finished
+
+
+def launch(cwd, *flags, module=MODULE):
+    return run([sys.executable, "-m", module, *flags], cwd)
+
+
+@pytest.fixture(scope="module")
+def train_data(toy_shards):
+    return ["--train-data", shard_pattern(toy_shards, "train")]
+
+
+@pytest.fixture(scope="module")
+def val_data(toy_shards):
+    return ["--val-data", shard_pattern(toy_shards, "val")]
+
+
+def shard_pattern(folder, split):
+    return "::".join(map(str, sorted(folder.glob(f"*-{split}-*.tar"))))
+
+
+def checkpoint(cwd, name, epoch=1):
+    return torch.load(cwd / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
+
+
+def assert_equal_nested(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            assert_equal_nested(actual[key], value)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal_nested(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+# vl-tiny is not open_clip's; nothing else distinguishes this from `python -m open_clip_train.main`.
+STOCK = """
+import sys
+import open_clip
+open_clip.add_model_config(sys.argv[1])
+from open_clip_train.main import main
+main(sys.argv[2:])
+"""
+
+
+def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path):
+    # A table, because open_clip's reader of shards shuffles without a seed.
+    write_toy_scenes(tmp_path / "toy", train=48, val=16, test=1)
+    for split in ("train", "val"):
+        images = read_karpathy(tmp_path / "toy" / "dataset_toy.json", "coco")
+        rows = [f"{tmp_path}/toy/{image.file}\t{image.captions[0]}" for image in images if image.split == split]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    flags = [*SHORT, "--train-data", tmp_path / "train.tsv", "--val-data", tmp_path / "val.tsv"]
+    flags += ["--name", "run", "--seed", "3", "--epochs", "2"]
+    for who in ("stock", "ours"):
+        (tmp_path / who).mkdir()
+    models = resources.files("vl_plugins.configs") / "models"
+    stock = run([sys.executable, "-c", STOCK, models, *flags], tmp_path / "stock")
+    ours = launch(tmp_path / "ours", *flags)
+    assert stock.returncode == ours.returncode == 0
+    expected = checkpoint(tmp_path / "stock", "run", epoch=2)
+    assert len(expected["state_dict"]) > 50
+    assert_equal_nested(checkpoint(tmp_path / "ours", "run", epoch=2), expected)
+    results = [(tmp_path / who / "logs/run/checkpoints/results.jsonl").read_text() for who in ("stock", "ours")]
+    assert results[0] == results[1]
+    assert len(results[0].splitlines()) == 2
+
+
+def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
+    finished = launch(
+        tmp_path,
+        *(*SHORT, *train_data, *val_data, "--name", "run", "--epochs", "2", "--report-to", "tensorboard"),
+        *("--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"),
+    )
+    assert finished.returncode == 0
+    assert "Training with the loss of vl_plugins: unified(margin=0.1, scale=30" in finished.stderr + finished.stdout
+    steps = re.findall(r"Unified_loss: (\S+)", finished.stderr + finished.stdout)
+    assert len(steps) == 2 * 4, "64 images, 16 in a batch, two epochs"
+    parameters = (tmp_path / "logs/run/params.txt").read_text().splitlines()
+    assert "loss: unified" in parameters
+    assert "loss_kwargs: {'margin': 0.1, 'scale': 30}" in parameters
+    assert "captions_per_image: None" in parameters
+
+    rows = [json.loads(line) for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert (row["num_samples"], row["num_captions"]) == (24, 120)
+        recalls = [row[f"{direction}_R@{k}"] for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+        assert all(0 <= recall <= 1 for recall in recalls), "open_clip's unit is the fraction"
+        assert row["rsum"] == pytest.approx(100 * sum(recalls))
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "logs/run/tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
+    assert len(events.Scalars("train/unified_loss")) == 8
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--accum-freq", "2"], id="accum-freq"),
+        pytest.param(["--accum-freq", "2", "--captions-per-image", "3"], id="accum-freq-several-captions"),
+        pytest.param(["--precision", "amp_bf16"], id="amp_bf16"),
+        pytest.param(["--grad-checkpointing"], id="grad-checkpointing"),
+        pytest.param(["--captions-per-image", "all", "--miner", "BatchHardMiner"], id="all-captions-miner"),
+        pytest.param(["--loss-kwargs", "scale=learned", "--workers", "3"], id="learned-scale-more-workers-than-shards"),
+        pytest.param(["--torchcompile"], id="torchcompile", marks=pytest.mark.slow),
+    ],
+)
+def test_trainer_flags(tmp_path, train_data, val_data, flags):
+    finished = launch(tmp_path, *SHORT, *train_data, *val_data, "--name", "run", "--loss", "unified", *flags)
+    assert finished.returncode == 0
+    values = [float(value) for value in re.findall(r"Unified_loss: (\S+)", finished.stderr + finished.stdout)]
+    assert values
+    assert all(0 < value < 2 for value in values)
+    assert "rsum" in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text()
+    # The step must have been taken: nothing in the model is as a fresh model of the same seed has it.
+    state = checkpoint(tmp_path, "run")["state_dict"]
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    frozen = {"visual.proj", "text_projection"} & {name for name, tensor in state.items() if not tensor.any()}
+    assert not frozen
+
+
+def test_resume_latest_goes_on(tmp_path, train_data, val_data):
+    flags = [*SHORT, *train_data, *val_data, "--name", "run", "--loss", "unified", "--save-most-recent"]
+    assert launch(tmp_path, *flags).returncode == 0
+    finished = launch(tmp_path, *flags, "--resume", "latest", "--epochs", "2")
+    assert finished.returncode == 0
+    assert "resuming checkpoint" in finished.stderr + finished.stdout
+    rows = (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()
+    assert [json.loads(row)["epoch"] for row in rows] == [1, 2]
+    assert checkpoint(tmp_path, "run", epoch=2)["epoch"] == 2
+
+
+@pytest.mark.parametrize("gather", [[], ["--gather-with-grad", "--local-loss"]], ids=["default", "gather-local"])
+def test_two_processes(tmp_path, train_data, val_data, gather):
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        MODULE,
+        "--",
+    ]
+    flags = [*SHORT, *train_data, *val_data, "--name", "run", "--loss", "unified", "--batch-size", "8", *gather]
+    finished = run([*torchrun, *flags], tmp_path)
+    assert finished.returncode == 0
+    assert len(re.findall(r"Unified_loss: ", finished.stderr + finished.stdout)) == 4
+    assert "module.logit_scale" in checkpoint(tmp_path, "run")["state_dict"]
+
+
+def test_a_run_repeats_exactly(tmp_path, train_data):
+    flags = [*SHORT, *train_data, "--loss", "unified", "--seed", "5", "--workers", "2"]
+    for name in ("one", "two"):
+        assert launch(tmp_path, *flags, "--name", name).returncode == 0
+    one, two = (checkpoint(tmp_path, name) for name in ("one", "two"))
+    assert_equal_nested(one["state_dict"], two["state_dict"])
+
+
+def test_config_file(tmp_path, train_data):
+    config = tmp_path / "run.yaml"
+    config.write_text("model: vl-tiny\nloss: triplet_hn\nloss-kwargs: {margin: 0.3}\nepochs: 5\nlr: 1e-3\nwarmup: 1\n")
+    finished = launch(tmp_path, "--config", config, *SHORT[2:], *train_data, "--name", "run")
+    assert finished.returncode == 0
+    assert "triplet_hn(margin=0.3" in finished.stderr + finished.stdout
+    assert checkpoint(tmp_path, "run")["epoch"] == 1
+
+
+WRONG = {
+    "loss": (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
+    "option": (
+        ["--loss", "unified", "--loss-kwargs", "margn=1"],
+        "unknown option 'margn' of loss 'unified' (did you mean",
+    ),
+    "value": (["--loss", "unified", "--loss-kwargs", "scale=-1"], "scale must be a finite number > 0, got -1"),
+    "miner": (["--loss", "unified", "--miner", "BatchHardMine"], "(did you mean 'BatchHardMiner'?)"),
+    "reducer": (["--loss", "unified", "--reducer", "MeanReduce"], "(did you mean 'MeanReducer'?)"),
+    "miner-without-loss": (["--miner", "BatchHardMiner"], "--miner needs --loss"),
+    "captions-without-loss": (["--captions-per-image", "5"], "--captions-per-image 5 needs --loss"),
+    "captions": (["--loss", "unified", "--captions-per-image", "0"], "got '0'"),
+    "model": (["--model", "ViT-B-33"], "unknown model 'ViT-B-33' (did you mean 'ViT-B-32'?)"),
+    "siglip": (["--loss", "unified", "--siglip"], "--loss unified and --siglip both name a loss"),
+    "coca": (["--loss", "unified", "--model", "coca_ViT-B-32"], "coca_ViT-B-32"),
+    "shard": (["--train-data", "no-such-{000..003}.tar"], "4 of 4 shards do not exist: no-such-000.tar"),
+    "workers": (["--workers", "40"], "shards are too few for --workers 40"),
+    "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_ends_with_one_line_and_nothing_written(tmp_path, train_data, flags, message, capfd, monkeypatch):
+    from vl_plugins.integrations.open_clip.launcher import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main([*SHORT, *train_data, "--name", "run", *flags]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("vl_plugins: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_input_in_a_process(tmp_path, train_data):
+    finished = launch(tmp_path, *SHORT, *train_data, "--loss", "unifed")
+    assert finished.returncode == 2
+    assert finished.stderr.splitlines()[-1].startswith("vl_plugins: error: unknown loss 'unifed'")
+    assert "Traceback" not in finished.stderr
+
+
+def test_config_key(tmp_path, capfd, monkeypatch):
+    from vl_plugins.integrations.open_clip.launcher import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("los: unified\n")
+    assert main(["--config", "run.yaml"]) == 2
+    assert "unknown key in run.yaml 'los' (did you mean 'loss'?)" in capfd.readouterr().err
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path, train_data):
+    flags = [*SHORT, *train_data, "--name", "run", "--loss", "unified"]
+    assert launch(tmp_path, *flags).returncode == 0
+    before = (tmp_path / "logs/run/out.log").read_bytes()
+    finished = launch(tmp_path, *flags)
+    assert finished.returncode == 2
+    assert "holds an earlier run; give another name, or --resume latest to go on" in finished.stderr
+    assert (tmp_path / "logs/run/out.log").read_bytes() == before

@@ -1,0 +1,275 @@
+import os
+import socket
+
+import pytest
+import torch
+import torch.nn.functional as F
+from open_clip.loss import ClipLoss
+from pytorch_metric_learning import losses as pml_losses
+from pytorch_metric_learning import miners
+from torch.nn.parallel import DistributedDataParallel
+
+from vl_plugins import create_loss
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.loss import ContrastiveLoss, build_loss, describe
+from vl_plugins.integrations.open_clip.options import PluginOptions
+
+B, D = 6, 16
+OPTIONS = {
+    "unified": {"margin": 0.2, "scale": 20},
+    "vlc": {"scale": 20},
+    "triplet_hn": {"margin": 0.3},
+    "triplet_sh": {"margin": 0.3},
+}
+
+
+class Towers(torch.nn.Module):
+    """The smallest thing with open_clip's output: two linear towers and a logit scale, float64."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.image = torch.nn.Parameter(torch.randn(D, D, generator=generator, dtype=torch.float64))
+        self.text = torch.nn.Parameter(torch.randn(D, D, generator=generator, dtype=torch.float64))
+        self.logit_scale = torch.nn.Parameter(torch.tensor(14.0, dtype=torch.float64))
+
+    def forward(self, images, texts):
+        return {
+            "image_features": F.normalize(images @ self.image, dim=1),
+            "text_features": F.normalize(texts @ self.text, dim=1),
+            "logit_scale": self.logit_scale,
+        }
+
+    def gradients(self):
+        return {name: parameter.grad.clone() for name, parameter in self.named_parameters()}
+
+
+def batch(images=B, captions=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return torch.randn(images, D, **draw), torch.randn(images * captions, D, **draw)
+
+
+def train_step(loss, images, texts):
+    """Return value and gradients of one of open_clip's training steps."""
+    towers = Towers()
+    losses = loss(**towers(images, texts), output_dict=True)
+    total = sum(losses.values())
+    total.backward()
+    return total.detach(), towers.gradients()
+
+
+def assert_same_step(actual, expected, factor=1.0, **tolerance):
+    torch.testing.assert_close(actual[0], factor * expected[0], **tolerance)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(actual[1][name], factor * gradient, **tolerance)
+
+
+def plugin(name, **fields):
+    return PluginOptions(loss=name, loss_kwargs=OPTIONS[name], **fields)
+
+
+@pytest.mark.parametrize("captions", [1, 5])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_the_metric_loss_with_images_as_labels(name, captions):
+    outputs = Towers()(*batch(captions=captions))
+    losses = build_loss(plugin(name))(**outputs, output_dict=True)
+    assert list(losses) == [f"{name}_loss"], "open_clip adds up every value of the dict"
+    expected = create_loss(name, **OPTIONS[name])(
+        outputs["image_features"],
+        torch.arange(B),
+        ref_emb=outputs["text_features"],
+        ref_labels=torch.tensor([image for image in range(B) for _ in range(captions)]),
+    )
+    torch.testing.assert_close(losses[f"{name}_loss"], expected, rtol=0, atol=1e-12)
+
+
+def test_vlc_with_the_learned_scale_is_twice_open_clips_loss():
+    learned = build_loss(PluginOptions(loss="vlc", loss_kwargs={"scale": "learned"}))
+    expected = train_step(ClipLoss(), *batch())
+    assert expected[1]["logit_scale"] != 0
+    assert_same_step(train_step(learned, *batch()), expected, factor=2.0)
+
+
+def test_logit_scale_and_bias_are_kept_in_the_graph():
+    outputs = Towers()(*batch())
+    for shape in ((), (1,)):
+        scale = torch.full(shape, 14.0, requires_grad=True)
+        bias = torch.full(shape, -10.0, requires_grad=True)
+        loss = build_loss(plugin("unified"))(outputs["image_features"], outputs["text_features"], scale, bias)
+        assert loss.ndim == 0
+        gradients = torch.autograd.grad(loss, [scale, bias])
+        assert all(gradient.shape == shape and gradient.item() == 0 for gradient in gradients)
+
+
+def test_a_one_dimensional_learned_scale():
+    outputs = Towers()(*batch())
+    loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": "learned"}))
+    values = [
+        loss(outputs["image_features"], outputs["text_features"], torch.full(shape, 14.0, dtype=torch.float64))
+        for shape in ((), (1,))
+    ]
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)
+    expected = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 14.0}))(**outputs)
+    torch.testing.assert_close(values[0], expected, rtol=0, atol=1e-12)
+
+
+def test_a_miner_mines_both_directions():
+    outputs = Towers()(*batch(captions=2))
+    image, text = outputs["image_features"], outputs["text_features"]
+    labels, text_labels = torch.arange(B), torch.arange(B).repeat_interleave(2)
+    metric_loss, miner = create_loss("unified", **OPTIONS["unified"]), miners.MultiSimilarityMiner(epsilon=-0.3)
+    expected = sum(
+        metric_loss(query, query_labels, miner(query, query_labels, other, other_labels), other, other_labels)
+        for query, query_labels, other, other_labels in (
+            (image, labels, text, text_labels),
+            (text, text_labels, image, labels),
+        )
+    )
+    options = plugin("unified", miner="MultiSimilarityMiner", miner_kwargs={"epsilon": -0.3})
+    actual = build_loss(options)(**outputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert not torch.isclose(actual, build_loss(plugin("unified"))(**outputs)), "the miner must matter"
+
+
+def test_reducer():
+    outputs = Towers()(*batch())
+    mean, total = (build_loss(plugin("unified", reducer=f"{kind}Reducer"))(**outputs) for kind in ("Mean", "Sum"))
+    torch.testing.assert_close(total, B * mean)
+
+
+def test_a_loss_that_knows_one_direction_only_is_called_for_both():
+    outputs = Towers()(*batch())
+    image, text = outputs["image_features"], outputs["text_features"]
+    labels = torch.arange(B)
+    metric_loss = pml_losses.NTXentLoss(temperature=0.1)
+    expected = metric_loss(image, labels, ref_emb=text, ref_labels=labels.clone()) + metric_loss(
+        text, labels, ref_emb=image, ref_labels=labels.clone()
+    )
+    torch.testing.assert_close(ContrastiveLoss("nt_xent", metric_loss)(**outputs), expected)
+
+
+@pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
+def test_autocast_computes_in_float32(miner):
+    image, text = (tensor.bfloat16() for tensor in batch(images=32))
+    loss = build_loss(plugin("unified", miner=miner))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = loss(image.requires_grad_(), text, torch.tensor(14.0))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, loss(image.float(), text.float(), torch.tensor(14.0)), rtol=0, atol=0)
+    assert torch.autograd.grad(actual, image)[0].dtype == torch.bfloat16
+
+
+def test_captions_that_do_not_divide():
+    with pytest.raises(ValueError, match="got 7 texts for 3 images"):
+        build_loss(plugin("unified"))(torch.ones(3, D), torch.ones(7, D), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (PluginOptions(loss="unifed"), "unknown loss 'unifed' (did you mean 'unified'?)"),
+        (PluginOptions(loss="unified", loss_kwargs={"marge": 1}), "unknown option 'marge' of loss 'unified'"),
+        (PluginOptions(loss="triplet_hn", loss_kwargs={"scale": "learned"}), "loss 'triplet_hn' has no scale"),
+        (
+            PluginOptions(loss="unified", miner="BatchHard"),
+            "unknown miner 'BatchHard' (did you mean 'BatchHardMiner'?)",
+        ),
+        (PluginOptions(loss="unified", reducer="AvgReducer"), "unknown reducer 'AvgReducer'"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(UserError) as raised:
+        build_loss(options)
+    assert message in str(raised.value)
+
+
+def test_a_loss_with_parameters_is_refused(monkeypatch):
+    def create(name, **kwargs):
+        return pml_losses.ArcFaceLoss(num_classes=3, embedding_size=D)
+
+    monkeypatch.setattr("vl_plugins.integrations.open_clip.loss.create_loss", create)
+    with pytest.raises(UserError, match="trainable parameters of its own"):
+        build_loss(plugin("unified"))
+
+
+def test_describe():
+    options = plugin("unified", miner="BatchHardMiner", reducer="ThresholdReducer", reducer_kwargs={"low": 0.1})
+    text = describe(options)
+    assert text.startswith("unified(margin=0.2, scale=20")
+    assert text.endswith("BatchHardMiner(), ThresholdReducer(low=0.1)")
+
+
+GATHERING = [
+    pytest.param(local_loss, gather_with_grad, id=f"local_loss={local_loss}-gather_with_grad={gather_with_grad}")
+    for local_loss in (False, True)
+    for gather_with_grad in (False, True)
+]
+
+
+def distributed_step(rank, world_size, port, loss_options, captions, gathering, results):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        images, texts = batch(captions=captions)
+        share = slice(rank * B // world_size, (rank + 1) * B // world_size)
+        text_share = slice(share.start * captions, share.stop * captions)
+        for local_loss, gather_with_grad in gathering:
+            for name, options in loss_options.items():
+                kwargs = {"rank": rank, "world_size": world_size}
+                kwargs |= {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
+                loss = ClipLoss(**kwargs) if options is None else build_loss(options, **kwargs)
+                towers = Towers()
+                model = DistributedDataParallel(towers)
+                for _ in range(2):  # a parameter without a gradient would make the second step fail
+                    towers.zero_grad()
+                    losses = loss(**model(images[share], texts[text_share]), output_dict=True)
+                    sum(losses.values()).backward()
+                if rank == 0:
+                    results[name, local_loss, gather_with_grad] = towers.gradients()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def run_distributed(loss_options, captions):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    gathering = [parameters.values for parameters in GATHERING]
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(
+            distributed_step, args=(2, port, loss_options, captions, gathering, results), nprocs=2
+        )
+        return dict(results)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one-caption", "three-captions"])
+def distributed_gradients(request):
+    """Gradients of two processes, by loss and gathering flags, and the number of captions per image."""
+    losses = {name: plugin(name) for name in OPTIONS}
+    losses |= {"mined": plugin("triplet_hn", miner="BatchHardMiner")}
+    losses |= {"learned": PluginOptions(loss="unified", loss_kwargs={"scale": "learned"})}
+    if request.param == 1:
+        losses |= {"stock": None}
+    return losses, run_distributed(losses, request.param), request.param
+
+
+@pytest.mark.parametrize(("local_loss", "gather_with_grad"), GATHERING)
+def test_two_processes_scale_gradients_as_open_clip_does(distributed_gradients, local_loss, gather_with_grad):
+    losses, gradients, captions = distributed_gradients
+    stock_factor = 1.0 if gather_with_grad else 0.5
+    assert len(gradients) == len(losses) * len(GATHERING)
+    for name, options in losses.items():
+        loss = ClipLoss() if options is None else build_loss(options)
+        _, expected = train_step(loss, *batch(captions=captions))
+        actual = gradients[name, local_loss, gather_with_grad]
+        assert set(actual) == {"image", "text", "logit_scale"}
+        for parameter in ("image", "text"):
+            if local_loss and not gather_with_grad:
+                # Stock's direction is wrong too: negatives of the other process get no gradient.
+                assert not torch.allclose(actual[parameter], expected[parameter], rtol=1e-3)
+                assert not torch.allclose(actual[parameter], stock_factor * expected[parameter], rtol=1e-3)
+            else:
+                torch.testing.assert_close(actual[parameter], stock_factor * expected[parameter], rtol=0, atol=1e-12)

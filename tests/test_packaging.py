@@ -1,0 +1,127 @@
+"""What a plain installation brings, and that nothing is missing from it."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"vl_plugins": ROOT / "vl_plugins", "vl_plugins.integrations": ROOT / "integrations"}
+PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
+
+# Whatever an extra brings. A module is found to be missing where None stands for it.
+EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
+
+
+def python(code, *arguments, path=None):
+    environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+    finished = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A built wheel, unpacked as pip does."""
+    target = tmp_path_factory.mktemp("wheel") / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, str(target), str(ROOT)], check=True, timeout=280)
+    return target
+
+
+def modules():
+    found = set()
+    for package, folder in PACKAGES.items():
+        for file in folder.rglob("*.py"):
+            if "__pycache__" not in file.parts:
+                parts = file.relative_to(folder).with_suffix("").parts
+                found.add(".".join([package, *parts]).removesuffix(".__init__"))
+    return found
+
+
+def test_the_wheel_holds_every_module_and_configuration(wheel):
+    expected = modules()
+    assert len(expected) > 30
+    for name in expected:
+        path = wheel.joinpath(*name.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
+    for file in (ROOT / "configs").rglob("*"):
+        if file.suffix in (".json", ".yaml"):
+            assert (wheel / "vl_plugins" / "configs" / file.relative_to(ROOT / "configs")).is_file(), file
+
+
+def test_every_module_of_the_wheel_can_be_imported(wheel):
+    names = sorted(name for name in modules() if not name.endswith("__main__"))
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; import vl_plugins; "
+    output = python(code + "print(vl_plugins.__file__)", *names, path=wheel)
+    assert Path(output.strip()).is_relative_to(wheel)
+
+
+def test_what_needs_no_extra_works_without_any():
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})
+from vl_plugins import create_loss, list_losses
+from vl_plugins.cli import main
+for name in list_losses():
+    create_loss(name)
+import vl_plugins.functional, vl_plugins.losses, vl_plugins.retrieval
+assert main(["losses"]) == 0
+"""
+    assert "unified" in python(code)
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        (["toy", "--out", "no-such-folder"], "data"),
+        (["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"], "open-clip"),
+        (["demo"], "open-clip"),
+    ],
+)
+def test_a_missing_extra_is_named(command, extra, tmp_path):
+    code = f"""
+import os, sys
+os.chdir(sys.argv[1])
+sys.modules |= dict.fromkeys({EXTRAS!r})
+from vl_plugins.cli import main
+assert main(sys.argv[2:]) == 2
+sys.stderr, error = sys.stdout, None
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), *command], capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert f"pip install 'vl_plugins[{extra}]'" in finished.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_launcher_names_its_extra():
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})
+from vl_plugins.integrations.open_clip.launcher import main
+assert main(["--loss", "unified"]) == 2
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "pip install 'vl_plugins[open-clip]'" in finished.stderr
+
+
+def test_declared_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [name.partition(">")[0] for name in project["dependencies"]] == ["torch", "pytorch-metric-learning"]
+    assert set(project["optional-dependencies"]) == {"open-clip", "data", "eval", "timm", "all", "dev"}
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
+    assert {script.value for script in scripts} == {"vl_plugins.cli:main"}

@@ -1,0 +1,551 @@
+"""Readers of shards: batches for training with one or several captions per image, and for evaluation in source order.
+
+Both readers are iterable data sets that already yield batches, for ``DataLoader(reader, batch_size=None)`` or
+``webdataset.WebLoader``. They can be pickled when the image transform and the tokenizer can.
+"""
+
+import io
+import json
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, cycle, islice
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlparse
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vl_plugins.data.annotations import read_json
+from vl_plugins.data.shards import IMAGE_EXTENSIONS, MANIFEST_FILE, SIZES_FILE, read_manifest
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+
+__all__ = [
+    "EvaluationPipeline",
+    "ShardInfo",
+    "SharedEpoch",
+    "TrainingPipeline",
+    "evaluation_pipeline",
+    "expand_shards",
+    "parse_captions_per_image",
+    "read_shard_info",
+    "training_pipeline",
+]
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
+
+ImageTransform = Callable[[Any], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+class EpochCounter(Protocol):
+    """What open_clip's ``SharedEpoch`` and ours have in common."""
+
+    def get_value(self) -> int: ...
+
+    def set_value(self, epoch: int) -> None: ...
+
+
+class SharedEpoch:
+    """Number of the epoch, seen by the worker processes of a loader too, forked or spawned."""
+
+    def __init__(self, epoch: int = 0):
+        # A tensor, because a `multiprocessing.Value` of one start method cannot be handed to workers of another.
+        self._epoch = torch.tensor(epoch).share_memory_()
+
+    def get_value(self) -> int:
+        return int(self._epoch)
+
+    def set_value(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What ``manifest.json`` says of some shards.
+
+    Args:
+        num_samples: number of images in these shards.
+        num_captions: number of captions in these shards.
+        min_captions: smallest number of captions of an image in the splits that the shards belong to.
+        max_captions: largest number of captions of an image in the splits that the shards belong to.
+    """
+
+    num_samples: int
+    num_captions: int
+    min_captions: int
+    max_captions: int
+
+
+def parse_captions_per_image(value: str | int) -> str | int:
+    """Return ``"random"``, ``"first"``, ``"all"`` or a positive int.
+
+    Raises:
+        UserError: the value is anything else.
+
+    >>> parse_captions_per_image("all"), parse_captions_per_image("3")
+    ('all', 3)
+    """
+    text = str(value)
+    if text in ("random", "first", "all"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UserError(f"captions per image must be 'random', 'first', 'all' or a positive number, got {text!r}")
+
+
+def expand_shards(pattern: str | Sequence[str]) -> list[str]:
+    """Return the shards that a pattern stands for, as open_clip's ``--train-data`` understands it.
+
+    Args:
+        pattern: a path or URL, with brace ranges such as ``coco-train-{000000..000113}.tar``; several of them joined by
+            ``::``; or a list of single shards. URLs (``pipe:``, ``s3://``, ``https://``) are not checked.
+
+    Raises:
+        UserError: the pattern is empty or malformed, or a local shard does not exist; the message says what does.
+
+    >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
+    ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
+    """
+    webdataset = require("webdataset", extra="data")
+    try:
+        shards = [shard for shard in webdataset.shardlists.expand_urls(pattern) if shard]
+    # An AssertionError is webdataset's way to say that a ${variable} is not set.
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
+    if not shards:
+        raise UserError(f"the shard pattern {pattern!r} names no shards")
+    missing = [shard for shard in shards if _is_local(shard) and not Path(shard).is_file()]
+    if missing:
+        folder = Path(missing[0]).parent
+        present = sorted(path.name for path in folder.glob("*.tar"))
+        beside = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
+        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}; {folder} holds {beside}")
+    return shards
+
+
+def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
+    """Return what the ``manifest.json`` beside the shards says of them, or None when a shard has none beside it.
+
+    Args:
+        shards: shards, or a pattern for :func:`expand_shards`.
+
+    Raises:
+        UserError: a shard does not exist, or a manifest cannot be read or does not list a shard of its folder.
+    """
+    paths = [Path(shard) if _is_local(shard) else None for shard in expand_shards(shards)]
+    manifests = {path.parent: read_manifest(path.parent) for path in paths if path}
+    if None in paths or None in manifests.values():
+        return None
+    entries, facts = [], []
+    for path in paths:
+        entry = next((entry for entry in manifests[path.parent].values() if path.name in entry["shards"]), None)
+        if entry is None:
+            raise UserError(f"{path.parent / MANIFEST_FILE} does not list {path.name}; write these shards again")
+        entries.append(entry)
+        facts.append(entry["shards"][path.name])
+    return ShardInfo(
+        num_samples=sum(fact["samples"] for fact in facts),
+        num_captions=sum(fact["captions"] for fact in facts),
+        min_captions=min(entry["captions_per_image"]["min"] for entry in entries),
+        max_captions=max(entry["captions_per_image"]["max"] for entry in entries),
+    )
+
+
+def training_pipeline(
+    shards: str | Sequence[str],
+    image_transform: ImageTransform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    *,
+    captions_per_image: str | int = "random",
+    num_captions: int | None = None,
+    seed: int = 0,
+    epoch: int | EpochCounter = 0,
+    num_samples: int | None = None,
+    shuffle_buffer: int = 5000,
+    with_labels: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> "TrainingPipeline":
+    """Return a reader of shuffled batches ``images (B, 3, H, W), texts (k*B, L)``.
+
+    ``texts[k*i : k*i + k]`` are the k captions of ``images[i]``; with k = 1 the batches are what open_clip's own
+    reader yields. An epoch has ``len(reader)`` batches in every process, which is the number of images divided by
+    ``batch_size * world_size`` and rounded down, with any number of loader workers and of shards. Within
+    an epoch every image occurs at most once over all processes and workers, so it never meets itself in a batch,
+    gathered or not. The less than ``batch_size * world_size`` images that are left over are others in every epoch.
+
+    Order and captions depend on ``seed``, the epoch, the rank, and the number of processes and workers; which captions
+    an image shows depends on ``seed``, the epoch and its key alone. The image transform draws its random numbers from
+    torch: seed that too for a run that repeats exactly.
+
+    A sample or shard that cannot be read is logged as a warning that names it and left out. The worker that lacks it
+    makes up the number of its batches by repeating its share, so that all processes take the same number of steps.
+
+    Args:
+        shards: shards, or a pattern for :func:`expand_shards`. Samples have ``jpg``, ``jpeg``, ``png`` or ``webp``, and
+            ``json`` with a list ``captions`` or otherwise ``txt``.
+        image_transform: from an RGB ``PIL.Image`` to a tensor (3, H, W).
+        tokenizer: from a list of n strings to a tensor (n, L), with the same L in every call.
+        batch_size: number B of images in a batch.
+        captions_per_image: how to choose captions. ``"random"``: one at random. ``"first"``: the first. A number k:
+            k different ones at random; an image that has fewer repeats them in turn. ``"all"``: all in source order,
+            where k is ``num_captions`` and an image that has fewer repeats them in turn.
+        num_captions: k for ``"all"``; by default the largest number of captions of an image, from ``manifest.json``.
+        seed: of order and captions.
+        epoch: number of the epoch: an object with ``get_value()`` that loader workers see, such as open_clip's
+            ``SharedEpoch``, or an int to start with; ``reader.set_epoch(n)`` changes it.
+        num_samples: number of images in an epoch; by default all. Needed for shards without a ``sizes.json`` beside
+            them, such as URLs. Those are read whole, each by one worker of one process, so there must be one for each
+            process; a worker whose shards end early repeats them, and one whose shards are larger leaves a part out.
+        shuffle_buffer: number of samples held by each worker to draw the next one from.
+        with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
+            itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
+            the captions: ``labels.repeat_interleave(k)``.
+        rank: number of this process; by default from the environment or ``torch.distributed``.
+        world_size: number of processes; by default likewise.
+
+    Raises:
+        UserError: a shard does not exist or is listed twice; their number of images is not known, or too small for one
+            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known.
+    """
+    shards = expand_shards(shards)
+    if len(set(shards)) < len(shards):
+        raise UserError("a shard is listed more than once, so an image would meet itself in a batch")
+    if batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+    selection = parse_captions_per_image(captions_per_image)
+    if selection != "all":
+        num_captions = selection if isinstance(selection, int) else 1
+    elif num_captions is None:
+        info = read_shard_info(shards)
+        if info is None:
+            raise UserError(f"captions_per_image 'all' needs a {MANIFEST_FILE} beside the shards, or num_captions")
+        num_captions = info.max_captions
+
+    sizes = _read_sizes(shards)
+    if sizes is None and num_samples is None:
+        raise UserError(
+            f"the number of images in {shards[0]} is not known: put a {SIZES_FILE} beside it, or give the number of "
+            "samples of an epoch"
+        )
+    if sizes is not None:
+        available = sum(sizes)
+        if num_samples is not None and num_samples > available:
+            logger.warning("an epoch has the %d images of the shards, not %d", available, num_samples)
+        num_samples = min(num_samples or available, available)
+    default_rank, default_world_size, *_ = require("webdataset", extra="data").utils.pytorch_worker_info()
+    rank = default_rank if rank is None else rank
+    world_size = default_world_size if world_size is None else world_size
+    if num_samples < batch_size * world_size:
+        raise UserError(
+            f"{num_samples} images make no full batch of {batch_size} for each of {world_size} processes; "
+            f"the batch size can be at most {num_samples // world_size}"
+        )
+    if sizes is None and len(shards) < world_size:
+        raise UserError(
+            f"{len(shards)} shards of unknown size cannot be shared by {world_size} processes: put a {SIZES_FILE} "
+            "beside them, or write smaller shards with --samples-per-shard"
+        )
+    return TrainingPipeline(
+        shards=shards,
+        sizes=sizes,
+        num_batches=num_samples // (batch_size * world_size),
+        image_transform=image_transform,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        selection=selection,
+        num_captions=num_captions,
+        seed=seed,
+        epoch=SharedEpoch(epoch) if isinstance(epoch, int) else epoch,
+        shuffle_buffer=shuffle_buffer,
+        with_labels=with_labels,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def evaluation_pipeline(
+    shards: str | Sequence[str],
+    image_transform: ImageTransform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    *,
+    max_captions: int | None = None,
+) -> "EvaluationPipeline":
+    """Return a reader of every image and all its captions once, in source order, in every process that iterates it.
+
+    Batches are ``images (B, 3, H, W), texts (C, L), image_of_caption (C,), positions (B,)``: C is the number of
+    captions of all B images, ``image_of_caption`` the int64 index in the batch of each caption's image, and
+    ``positions`` the int64 positions of the images in ``shards``. The last batch may be smaller.
+
+    Worker w of n makes the batches w, w + n, w + 2n, ..., and a ``DataLoader`` takes from its workers in turn, so
+    batches arrive in source order with any number of workers.
+
+    Args:
+        shards: as for :func:`training_pipeline`, in the order of evaluation.
+        image_transform: from an RGB ``PIL.Image`` to a tensor (3, H, W).
+        tokenizer: from a list of n strings to a tensor (n, L), with the same L in every call.
+        batch_size: number B of images in a batch.
+        max_captions: only the first so many captions of each image; all by default.
+
+    Raises:
+        UserError: a shard does not exist. While iterating: a sample or shard cannot be read, since results on the
+            remaining ones could not be compared with others.
+    """
+    for name, value in (("batch_size", batch_size), ("max_captions", max_captions)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    shards = expand_shards(shards)
+    return EvaluationPipeline(
+        shards=shards,
+        sizes=_read_sizes(shards),
+        image_transform=image_transform,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_captions=max_captions,
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainingPipeline(IterableDataset):
+    """Made by :func:`training_pipeline`."""
+
+    shards: list[str]
+    sizes: list[int] | None
+    num_batches: int
+    image_transform: ImageTransform
+    tokenizer: Tokenizer
+    batch_size: int
+    selection: str | int
+    num_captions: int
+    seed: int
+    epoch: EpochCounter
+    shuffle_buffer: int
+    with_labels: bool
+    rank: int
+    world_size: int
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iteration reads, in workers that persist too."""
+        self.epoch.set_value(epoch)
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch in this process."""
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        worker, num_workers = _worker()
+        epoch = self.epoch.get_value()
+        rng = random.Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
+        slices, remaining = self._share(epoch, worker, num_workers)
+        while remaining:
+            # A batch of one pass holds no images of the next, so an image that is repeated does not meet itself.
+            before = remaining
+            for batch in islice(self._batches(slices, epoch, rng), remaining):
+                remaining -= 1
+                yield batch
+            if remaining == before:
+                urls = ", ".join(part.url for part in slices)
+                raise UserError(f"no full batch of {self.batch_size} can be read from {urls}")
+
+    def _share(self, epoch: int, worker: int, num_workers: int) -> tuple[list["_Slice"], int]:
+        """Return what this worker reads in this epoch, and how many batches it makes of it."""
+        rng = random.Random(f"{self.seed}/{epoch}")
+        order = list(range(len(self.shards)))
+        rng.shuffle(order)
+        if self.sizes is None:
+            mine = order[self.rank :: self.world_size]
+            num_workers = min(num_workers, len(mine))
+            if worker >= num_workers:
+                return [], 0
+            first, stop = _share_of(self.num_batches, worker, num_workers)
+            # Shards without sizes still need positions that do not overlap.
+            slices = [_Slice(self.shards[index], 0, None, index << 32) for index in mine[worker::num_workers]]
+            return slices, stop - first
+        # The shards in this epoch's order form a ring, and every worker of every process takes the next section of it.
+        # The first begins anywhere, so that the images left over are not the last ones of a shard every time.
+        offsets = [0, *accumulate(self.sizes)]
+        ring = [_Slice(self.shards[index], 0, self.sizes[index], offsets[index]) for index in order]
+        start = rng.randrange(offsets[-1]) + self.rank * self.num_batches * self.batch_size
+        first, stop = _share_of(self.num_batches, worker, num_workers)
+        return _section(ring, start + first * self.batch_size, start + stop * self.batch_size), stop - first
+
+    def _batches(self, slices: list["_Slice"], epoch: int, rng: random.Random) -> Iterator[tuple[Tensor, ...]]:
+        webdataset = require("webdataset", extra="data")
+        shuffle = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 5, rng=rng)
+        samples = _decode(shuffle(_read(slices, _warn)), _warn)
+        samples = (sample._replace(captions=self._choose(sample, epoch)) for sample in samples)
+        return webdataset.batched(self.batch_size, collation_fn=self._collate, partial=False)(samples)
+
+    def _choose(self, sample: "_Sample", epoch: int) -> list[str]:
+        captions = sample.captions
+        if self.selection == "all" and len(captions) > self.num_captions:
+            raise UserError(f"{sample.key} has {len(captions)} captions, but num_captions is {self.num_captions}")
+        if self.selection not in ("first", "all"):
+            rng = random.Random(f"{self.seed}/{epoch}/{sample.key}")
+            captions = rng.sample(captions, min(self.num_captions, len(captions)))
+        return list(islice(cycle(captions), self.num_captions))
+
+    def _collate(self, samples: list["_Sample"]) -> tuple[Tensor, ...]:
+        images, texts = _collate(samples, self.image_transform, self.tokenizer)
+        if not self.with_labels:
+            return images, texts
+        return images, texts, torch.tensor([sample.position for sample in samples])
+
+
+@dataclass(eq=False, kw_only=True)
+class EvaluationPipeline(IterableDataset):
+    """Made by :func:`evaluation_pipeline`."""
+
+    shards: list[str]
+    sizes: list[int] | None
+    image_transform: ImageTransform
+    tokenizer: Tokenizer
+    batch_size: int
+    max_captions: int | None
+
+    def __len__(self) -> int:
+        """Number of batches, over all workers of a loader."""
+        if self.sizes is None:
+            raise TypeError(f"the length is not known without a {SIZES_FILE} beside the shards")
+        return ceil(sum(self.sizes) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        webdataset = require("webdataset", extra="data")
+        worker, num_workers = _worker()
+        sizes = self.sizes or [None] * len(self.shards)
+        slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
+        batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, _stop))
+        for number, batch in islice(enumerate(batches), worker, None, num_workers):
+            samples = [
+                sample._replace(captions=sample.captions[: self.max_captions]) for sample in _decode(batch, _stop)
+            ]
+            images, texts = _collate(samples, self.image_transform, self.tokenizer)
+            positions = torch.arange(len(samples))
+            captions = torch.tensor([len(sample.captions) for sample in samples])
+            yield images, texts, positions.repeat_interleave(captions), number * self.batch_size + positions
+
+
+class _Slice(NamedTuple):
+    """Samples ``start`` to ``stop`` of a shard whose first sample has the position ``offset``; None is its end."""
+
+    url: str
+    start: int
+    stop: int | None
+    offset: int
+
+
+class _Sample(NamedTuple):
+    key: str
+    image: Any
+    captions: list[str]
+    position: int
+
+
+def _worker() -> tuple[int, int]:
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
+
+
+def _share_of(total: int, number: int, parts: int) -> tuple[int, int]:
+    """Return the range of share ``number`` when ``total`` things are shared out as evenly as possible."""
+    return total * number // parts, total * (number + 1) // parts
+
+
+def _section(ring: list[_Slice], start: int, stop: int) -> list[_Slice]:
+    """Cut the range out of whole shards that are laid end to end, and once more for a range that passes the end."""
+    section = []
+    begin = 0
+    for part in [*ring, *ring]:
+        lower, upper = max(start - begin, 0), min(stop - begin, part.stop)
+        if lower < upper:
+            section.append(part._replace(start=lower, stop=upper))
+        begin += part.stop
+    return section
+
+
+def _read(slices: Iterable[_Slice], on_error: Callable[[str, Exception], None]) -> Iterator[dict[str, Any]]:
+    """Yield samples as bytes by extension."""
+    webdataset = require("webdataset", extra="data")
+    for url, start, stop, offset in slices:
+        position = start
+        try:
+            # Each shard on its own: webdataset would join the last sample of one to the first of the next by key.
+            for sample in islice(webdataset.tarfile_to_samples()(iter([{"url": url}])), start, stop):
+                yield sample | {"__position__": offset + position}
+                position += 1
+        except Exception as error:
+            on_error(f"shard {url}", error)
+        else:
+            if stop is not None and position < stop:
+                on_error(f"shard {url}", ValueError(f"it ends after {position} samples, expected {stop}"))
+
+
+def _decode(samples: Iterable[dict[str, Any]], on_error: Callable[[str, Exception], None]) -> Iterator[_Sample]:
+    image_module = require("PIL.Image", extra="data")
+    for sample in samples:
+        try:
+            data = next((sample[extension] for extension in EXTENSIONS if extension in sample), None)
+            if data is None:
+                raise ValueError(f"it has no image; expected one of {', '.join(EXTENSIONS)}")
+            image = image_module.open(io.BytesIO(data)).convert("RGB")
+            captions = _read_captions(sample)
+        # Decoders of damaged files raise nearly anything.
+        except Exception as error:
+            on_error(f"sample {sample['__key__']} of {sample['__url__']}", error)
+        else:
+            yield _Sample(sample["__key__"], image, captions, sample["__position__"])
+
+
+def _read_captions(sample: dict[str, Any]) -> list[str]:
+    metadata = json.loads(sample["json"]) if "json" in sample else {}
+    captions = metadata.get("captions") if isinstance(metadata, dict) else None
+    if captions is None:
+        if "txt" not in sample:
+            raise ValueError("it has no captions; expected a list 'captions' in json, or txt")
+        captions = [sample["txt"].decode()]
+    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
+        raise ValueError(f"'captions' must be a list of strings, got {captions!r:.60}")
+    return captions
+
+
+def _collate(samples: list[_Sample], image_transform: ImageTransform, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    images = torch.stack([image_transform(sample.image) for sample in samples])
+    return images, tokenizer([caption for sample in samples for caption in sample.captions])
+
+
+def _warn(place: str, error: Exception) -> None:
+    logger.warning("leaving out %s, which cannot be read: %r", place, error)
+
+
+def _stop(place: str, error: Exception) -> None:
+    raise UserError(f"cannot read {place}: {error!r}") from error
+
+
+def _is_local(shard: str) -> bool:
+    # The rule of webdataset's opener.
+    return urlparse(shard).scheme == ""
+
+
+def _read_sizes(shards: Sequence[str]) -> list[int] | None:
+    """Return the number of samples of each shard from ``sizes.json``, None when one has none beside it."""
+    if not all(_is_local(shard) for shard in shards):
+        return None
+    paths = [Path(shard) for shard in shards]
+    files = {path.parent: path.parent / SIZES_FILE for path in paths}
+    if not all(file.is_file() for file in files.values()):
+        return None
+    sizes = {folder: read_json(file) for folder, file in files.items()}
+    unlisted = [path for path in paths if path.name not in sizes[path.parent]]
+    if unlisted:
+        raise UserError(f"{files[unlisted[0].parent]} does not list {unlisted[0].name}")
+    return [int(sizes[path.parent][path.name]) for path in paths]

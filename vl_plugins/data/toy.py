@@ -1,0 +1,182 @@
+"""Toy data set: pictures of coloured shapes with captions from vague to exact, made from a seed."""
+
+import json
+import random
+from dataclasses import dataclass
+from math import cos, pi, sin
+from pathlib import Path
+from typing import Any
+
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+
+__all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
+
+TOY_ANNOTATIONS = "dataset_toy.json"
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 165, 70),
+    "blue": (50, 90, 230),
+    "yellow": (245, 205, 40),
+    "purple": (150, 60, 190),
+    "cyan": (60, 205, 215),
+}
+BACKGROUNDS = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (125, 125, 125)}
+SHAPES = ("circle", "square", "triangle", "star")
+# Radius as part of the picture's side; three large ones fit in a row.
+SIZES = {"large": 0.155, "small": 0.09}
+# How far an object may be off its row or column, so small that "left of" is never "above" as well.
+OFFSET = 0.05
+# An axis, the relation of each object to the next one along it, and that of the next one back.
+RELATIONS = {"horizontal": ("left of", "right of"), "vertical": ("above", "below")}
+
+# Far below the number of different scenes, so that drawing until one is new does not take long.
+MAX_SCENES = 100_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One object of a scene."""
+
+    size: str
+    colour: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Two or three objects along an axis; no two scenes of a data set are equal."""
+
+    shapes: tuple[Shape, ...]
+    axis: str
+    background: str
+
+
+def write_toy_scenes(
+    out: str | Path, seed: int = 0, train: int = 1600, val: int = 200, test: int = 200, image_size: int = 64
+) -> Path:
+    """Write pictures of coloured shapes, with five captions each, in the format of Karpathy's COCO splits.
+
+    A scene has two or three shapes in a row or a column, each of a colour and a size, on a plain background. Its
+    captions give the colours; the shapes; colours and shapes; those with the relation of neighbours; and everything.
+    The last one fits no other image of the data set; the first ones fit several.
+
+    Args:
+        out: folder for ``train/``, ``val/``, ``test/`` and ``dataset_toy.json``; made when missing.
+        seed: of scenes, positions and wordings. The same seed gives the same files.
+        train: number of training images.
+        val: number of validation images.
+        test: number of test images.
+        image_size: height and width in pixels, at least 16.
+
+    Returns:
+        The annotation file, to be read with ``read_karpathy(file, "coco")`` and ``out`` as the image root.
+
+    Raises:
+        UserError: a number is out of range, or the folder cannot be written.
+    """
+    counts = {"train": train, "val": val, "test": test}
+    if min(counts.values()) < 1 or sum(counts.values()) > MAX_SCENES:
+        raise UserError(f"toy splits need at least 1 image each and {MAX_SCENES:,} in all, got {counts}")
+    if image_size < 16:
+        raise UserError(f"image_size must be at least 16, got {image_size}")
+    out = Path(out)
+    rng = random.Random(seed)
+    scenes: set[Scene] = set()
+    items = []
+    try:
+        for split, count in counts.items():
+            (out / split).mkdir(parents=True, exist_ok=True)
+            for _ in range(count):
+                scene = _draw_new(rng, scenes)
+                item = _annotate(len(items), split, _describe(scene, rng))
+                _paint(scene, image_size, rng).save(out / item["filepath"] / item["filename"], format="PNG")
+                items.append(item)
+        annotation_file = out / TOY_ANNOTATIONS
+        annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the toy data set to {out}: {error.strerror}") from error
+    return annotation_file
+
+
+def _draw_new(rng: random.Random, scenes: set[Scene]) -> Scene:
+    while True:
+        shapes = tuple(
+            Shape(rng.choice(list(SIZES)), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+            for _ in range(rng.choice((2, 3)))
+        )
+        scene = Scene(shapes, rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
+        if scene not in scenes:
+            scenes.add(scene)
+            return scene
+
+
+def _describe(scene: Scene, rng: random.Random) -> list[str]:
+    """Return five captions, from vague to exact."""
+    forward, backward = RELATIONS[scene.axis]
+    # The same relation in either wording: only the order of the words tells them apart.
+    relation, ordered = rng.choice(((forward, scene.shapes), (backward, scene.shapes[::-1])))
+    # In any order, so that the captions without a relation do not give it away.
+    colours, kinds, both = (rng.sample(scene.shapes, len(scene.shapes)) for _ in range(3))
+    return [
+        " and ".join(f"a {shape.colour} shape" for shape in colours),
+        " and ".join(f"a {shape.kind}" for shape in kinds),
+        " and ".join(f"a {shape.colour} {shape.kind}" for shape in both),
+        f" {relation} ".join(f"a {shape.colour} {shape.kind}" for shape in ordered),
+        f" {forward} ".join(f"a {shape.size} {shape.colour} {shape.kind}" for shape in scene.shapes)
+        + f" on a {scene.background} background",
+    ]
+
+
+def _annotate(index: int, split: str, captions: list[str]) -> dict[str, Any]:
+    """Return the entry of image ``index``, numbered from 0, with the keys that COCO's entries have."""
+    sentence_ids = range(index * len(captions), (index + 1) * len(captions))
+    return {
+        "filepath": split,
+        "filename": f"toy_{split}_{index + 1:06d}.png",
+        "split": split,
+        "imgid": index,
+        "cocoid": index + 1,
+        "sentids": list(sentence_ids),
+        "sentences": [
+            {"raw": caption, "tokens": caption.split(), "imgid": index, "sentid": sentence_id}
+            for caption, sentence_id in zip(captions, sentence_ids, strict=True)
+        ],
+    }
+
+
+def _paint(scene: Scene, image_size: int, rng: random.Random) -> Any:
+    """Return the picture of a scene, a ``PIL.Image``; only the exact positions are left to chance."""
+    image_module, draw_module = (require(f"PIL.{name}", extra="data") for name in ("Image", "ImageDraw"))
+    # Painted larger and scaled down for smooth edges.
+    scale = 4
+    image = image_module.new("RGB", (image_size * scale, image_size * scale), BACKGROUNDS[scene.background])
+    draw = draw_module.Draw(image)
+    cell = 1 / len(scene.shapes)
+    margin = SIZES["large"] + OFFSET
+    line = rng.uniform(margin, 1 - margin)
+    for index, shape in enumerate(scene.shapes):
+        radius = SIZES[shape.size]
+        along = index * cell + rng.uniform(radius, cell - radius)
+        across = line + rng.uniform(-OFFSET, OFFSET)
+        x, y = (along, across) if scene.axis == "horizontal" else (across, along)
+        if shape.kind == "circle":
+            outline, draw_outline = [(-1.0, -1.0), (1.0, 1.0)], draw.ellipse
+        else:
+            outline, draw_outline = _corners(shape.kind), draw.polygon
+        points = [((x + radius * dx) * image.width, (y + radius * dy) * image.height) for dx, dy in outline]
+        draw_outline(points, fill=COLOURS[shape.colour])
+    return image.reduce(scale)
+
+
+def _corners(kind: str) -> list[tuple[float, float]]:
+    """Return the corners of a shape in the unit circle around its centre."""
+    # Number of corners, distance of every other corner from the centre, and turn of the first one from the top.
+    number, inner, turn = {"square": (4, 1.0, pi / 4), "triangle": (3, 1.0, 0.0), "star": (10, 0.4, 0.0)}[kind]
+    corners = []
+    for corner in range(number):
+        angle = turn + 2 * pi * corner / number
+        distance = inner if corner % 2 else 1.0
+        corners.append((distance * sin(angle), -distance * cos(angle)))
+    return corners
