@@ -1,4 +1,7 @@
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,22 @@ def stamps() -> Path:
     if not (folder / "dataset_stamps.json").is_file():
         pytest.skip(f"no dataset_stamps.json in {folder}; VL_PLUGINS_REAL_DATA can name another folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def install(tmp_path_factory):
+    """Function that installs a requirement such as ``.[open-clip]``, without dependencies, into a new folder.
+
+    It builds from a copy of the sources: setuptools writes beside them, and several test processes would meet there.
+    """
+    sources = tmp_path_factory.mktemp("sources") / "vl_plugins"
+    unwanted = shutil.ignore_patterns(".*", "build", "demo", "logs", "__pycache__", "*.egg-info")
+    shutil.copytree(Path(__file__).parents[1], sources, ignore=unwanted)
+
+    def install_into_new_folder(requirement: str) -> Path:
+        site = tmp_path_factory.mktemp("site")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, "--target", str(site), requirement], cwd=sources, check=True, timeout=280)
+        return site
+
+    return install_into_new_folder

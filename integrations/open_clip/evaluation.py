@@ -50,7 +50,8 @@ def evaluate_checkpoint(
         built, _, transform = open_clip.create_model_and_transforms(
             model, pretrained=checkpoint, precision=precision, device=device
         )
-    except (RuntimeError, pickle.UnpicklingError) as error:
+    # open_clip asserts that the widths of position embeddings agree.
+    except (AssertionError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(
             f"--checkpoint {checkpoint} does not fit model {model}: {str(error).splitlines()[0]}"
         ) from error

@@ -8,11 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vl_plugins.data.reader import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.optional import require
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 
@@ -189,6 +188,7 @@ def _config_file(argv: Sequence[str]) -> Path | None:
 
 def _config_arguments(path: Path, argv: Sequence[str], theirs: argparse.ArgumentParser) -> list[str]:
     """Return the command-line form of a configuration file, to be put before the command line ``argv``."""
+    yaml = require("yaml", extra="open-clip")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -81,6 +81,7 @@ def write_toy_scenes(
         raise UserError(f"toy splits need at least 1 image each and {MAX_SCENES:,} in all, got {counts}")
     if image_size < 16:
         raise UserError(f"image_size must be at least 16, got {image_size}")
+    require("PIL.Image", extra="data")  # before a folder is made
     out = Path(out)
     rng = random.Random(seed)
     scenes: set[Scene] = set()

@@ -1,0 +1,56 @@
+import re
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+
+def demo(cwd, *flags):
+    return subprocess.run(
+        [sys.executable, "-m", "vl_plugins.cli", "demo", *flags], cwd=cwd, capture_output=True, text=True, timeout=290
+    )
+
+
+def test_demo_from_scenes_to_table_and_again(tmp_path):
+    """A short one, in a folder with a space in its name; the second run replaces what the first has made."""
+    flags = ["--out", "a demo", "--epochs", "1", "--train-images", "64"]
+    (tmp_path / "a demo").mkdir()
+    first = demo(tmp_path, *flags)
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"^clip( +\d+\.\d){9}$", first.stdout, flags=re.MULTILINE)
+    assert re.search(r"^unified( +\d+\.\d){9}$", first.stdout, flags=re.MULTILINE)
+    assert "100%" in first.stderr, "the progress bar reaches its end"
+    with Image.open(tmp_path / "a demo" / "training.png") as picture:
+        assert min(picture.size) > 400
+
+    stray = tmp_path / "a demo" / "logs" / "stray"
+    stray.touch()
+    second = demo(tmp_path, *flags)
+    assert second.returncode == 0, second.stderr
+    assert not stray.exists()
+    table = first.stdout.partition("Test split")[2]
+    assert second.stdout.partition("Test split")[2] == table, "the same seed gives the same numbers"
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "thesis.txt").write_text("mine")
+    finished = demo(tmp_path)
+    assert finished.returncode == 2
+    assert (
+        finished.stderr == "vl-plugins demo: error: --out demo exists and was not made by the demo; name a new folder\n"
+    )
+    assert (tmp_path / "demo" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_the_unified_loss_learns_the_scenes(tmp_path):
+    finished = demo(tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    rsum = {
+        name: float(value) for name, value in re.findall(r"^(\w+) .* (\d+\.\d)$", finished.stdout, flags=re.MULTILINE)
+    }
+    chance = 100 * (1 + 5 + 10) / 200  # of one direction: 16 percent of 200 images, in percent
+    assert rsum["unified"] > 20 * chance
+    assert rsum["clip"] > 20 * chance
