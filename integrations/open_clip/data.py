@@ -12,7 +12,13 @@ from typing import Any
 from open_clip_train.data import DataInfo, SharedEpoch, get_dataset_size
 from torch.utils.data import DataLoader
 
-from vl_plugins.data.reader import evaluation_pipeline, expand_shards, read_shard_info, training_pipeline
+from vl_plugins.data.reader import (
+    check_first_sample,
+    evaluation_pipeline,
+    expand_shards,
+    read_shard_info,
+    training_pipeline,
+)
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.options import PluginOptions
 
@@ -40,7 +46,8 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
     """Choose who reads which split, and find what is wrong with the shards before training starts.
 
     Our reader serves the splits that ``vl-plugins shards`` wrote when ``--loss`` or ``--captions-per-image`` is given,
-    and any training shards when ``--captions-per-image`` is given. With neither flag, open_clip reads everything.
+    and any training shards when ``--captions-per-image`` is given. With neither flag, open_clip reads everything; it
+    also does the sampling with replacement of ``--dataset-resampled``.
 
     Args:
         options: the launcher's flags.
@@ -48,22 +55,24 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
 
     Raises:
         UserError: a shard does not exist, the number of samples is not known, there are too few shards for open_clip's
-            reader, or ``--captions-per-image`` is given for data that are not shards.
+            reader, or ``--captions-per-image`` is given where it cannot be followed.
     """
     requested = options.captions_per_image
     asked = requested is not None or options.loss is not None
     captions_per_image, validation = None, False
+    if requested is not None and args.dataset_resampled:
+        raise UserError("--captions-per-image reads every image once in an epoch: give it without --dataset-resampled")
     if _is_shards(args.train_data, args.dataset_type):
-        info = read_shard_info(expand_shards(args.train_data))
-        if requested is not None or (asked and info is not None):
+        shards = expand_shards(args.train_data)
+        if requested is not None or (asked and not args.dataset_resampled and read_shard_info(shards) is not None):
             captions_per_image = requested or "random"
+            check_first_sample(shards[0])
         else:
             _check_for_host_reader(args)
     elif requested is not None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
     if _is_shards(args.val_data, args.dataset_type):
-        info = read_shard_info(expand_shards(args.val_data))
-        validation = asked and info is not None
+        validation = read_shard_info(expand_shards(args.val_data)) is not None and asked
     return Reader(captions_per_image, validation)
 
 

@@ -9,7 +9,7 @@ from vl_plugins.components import create_component
 from vl_plugins.errors import UserError
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.options import constructor_options, format_options
+from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
 
 __all__ = ["ContrastiveLoss", "build_loss", "describe"]
@@ -157,6 +157,8 @@ def build_loss(
             raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
         del kwargs["scale"]
     if options.reducer is not None:
+        if "reducer" in kwargs:
+            raise UserError("--reducer and reducer= in --loss-kwargs both name a reducer: give one of them")
         kwargs["reducer"] = create_component("reducer", options.reducer, **options.reducer_kwargs)
     loss = create_loss(options.loss, **kwargs)
     if next(loss.parameters(), None) is not None:
@@ -172,7 +174,11 @@ def build_loss(
 def describe(options: PluginOptions) -> str:
     """Write the loss in force in one line, its own defaults included: ``unified(margin=0.2, scale=50.0, ...)``."""
     of_every_loss = constructor_options(BaseMetricLossFunction)
-    defaults = {name: value for name, value in loss_options(options.loss).items() if name not in of_every_loss}
+    defaults = {
+        name: value
+        for name, value in loss_options(options.loss).items()
+        if name not in of_every_loss and value is not REQUIRED
+    }
     parts = [f"{options.loss}({format_options({**defaults, **options.loss_kwargs})})"]
     if options.miner is not None:
         parts.append(f"{options.miner}({format_options(options.miner_kwargs)})")

@@ -30,6 +30,7 @@ __all__ = [
     "ShardInfo",
     "SharedEpoch",
     "TrainingPipeline",
+    "check_first_sample",
     "evaluation_pipeline",
     "expand_shards",
     "parse_captions_per_image",
@@ -157,6 +158,18 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
         min_captions=min(entry["captions_per_image"]["min"] for entry in entries),
         max_captions=max(entry["captions_per_image"]["max"] for entry in entries),
     )
+
+
+def check_first_sample(shard: str) -> None:
+    """Read the first sample of a local shard, to find before training that a shard holds no captioned images.
+
+    Raises:
+        UserError: the shard cannot be read, is empty, or its first sample lacks an image or captions.
+    """
+    if _is_local(shard):
+        sample = next(_decode(_read([_Slice(shard, 0, None, 0)], _stop), _stop), None)
+        if sample is None:
+            raise UserError(f"shard {shard} holds no samples")
 
 
 def training_pipeline(

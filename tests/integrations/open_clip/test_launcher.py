@@ -9,6 +9,7 @@ from importlib import resources
 
 import pytest
 import torch
+import webdataset
 
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
@@ -18,9 +19,9 @@ SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batc
 SHORT += ["--epochs", "1", "--warmup", "1", "--lr", "1e-3", "--log-every-n-steps", "1"]
 
 
-def run(command, cwd):
+def run(command, cwd, **variables):
     """Run a command to its end; its output is what a failing test shows."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     finished = subprocess.run(
         [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
@@ -100,11 +101,9 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path):
 
 
 def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
-    finished = launch(
-        tmp_path,
-        *(*SHORT, *train_data, *val_data, "--name", "run", "--epochs", "2", "--report-to", "tensorboard"),
-        *("--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"),
-    )
+    flags = [*SHORT, *train_data, *val_data, "--name", "run", "--epochs", "2", "--report-to", "tensorboard,wandb"]
+    flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
+    finished = run([sys.executable, "-m", MODULE, *flags], tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     assert finished.returncode == 0
     assert "Training with the loss of vl_plugins: unified(margin=0.1, scale=30" in finished.stderr + finished.stdout
     steps = re.findall(r"Unified_loss: (\S+)", finished.stderr + finished.stdout)
@@ -127,6 +126,9 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     events = EventAccumulator(str(tmp_path / "logs/run/tensorboard")).Reload()
     assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
     assert len(events.Scalars("train/unified_loss")) == 8
+    (wandb_log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"val/rsum" in wandb_log.read_bytes()
+    assert b"train/unified_loss" in wandb_log.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,8 @@ WRONG = {
     "coca": (["--loss", "unified", "--model", "coca_ViT-B-32"], "coca_ViT-B-32"),
     "shard": (["--train-data", "no-such-{000..003}.tar"], "4 of 4 shards do not exist: no-such-000.tar"),
     "workers": (["--workers", "40"], "shards are too few for --workers 40"),
+    "resampled": (["--captions-per-image", "random", "--dataset-resampled"], "give it without --dataset-resampled"),
+    "table": (["--captions-per-image", "random", "--train-data", "captions.csv"], "needs WebDataset shards (.tar)"),
     "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
 }
 
@@ -235,6 +239,44 @@ def test_wrong_input_ends_with_one_line_and_nothing_written(tmp_path, train_data
     assert error.count("\n") == 1
     assert message in error
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_caption_set(tmp_path, toy_scenes, capfd, monkeypatch):
+    from vl_plugins.integrations.open_clip.launcher import main
+
+    shard = tmp_path / "foreign-000000.tar"
+    with webdataset.TarWriter(str(shard)) as tar:
+        picture = next(toy_scenes.glob("train/*.png")).read_bytes()
+        tar.write({"__key__": "000", "png": picture, "json": {"captions": []}})
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    flags = [*SHORT, "--train-data", str(shard), "--train-num-samples", "16", "--captions-per-image", "random"]
+    assert main([*flags, "--loss", "unified"]) == 2
+    error = capfd.readouterr().err
+    assert f"cannot read sample 000 of {shard}" in error
+    assert "'captions' must be a list of strings, got []" in error
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "cwd").iterdir())
+
+
+def test_a_loss_of_another_package(tmp_path, train_data):
+    """A distribution that the launcher's process finds on its path, with an entry point and one direction only."""
+    site = tmp_path / "site"
+    (site / "their_losses-1.0.dist-info").mkdir(parents=True)
+    (site / "their_losses-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: their_losses\nVersion: 1.0\n"
+    )
+    (site / "their_losses-1.0.dist-info" / "entry_points.txt").write_text(
+        "[vl_plugins.losses]\ntheirs = their_losses:TheirLoss\n"
+    )
+    (site / "their_losses.py").write_text(
+        "from pytorch_metric_learning.losses import NTXentLoss\nclass TheirLoss(NTXentLoss):\n    'Theirs.'\n"
+    )
+    flags = [*SHORT, *train_data, "--name", "run", "--loss", "theirs", "--loss-kwargs", "temperature=0.1"]
+    finished = run([sys.executable, "-m", MODULE, *flags], tmp_path, PYTHONPATH=str(site))
+    assert finished.returncode == 0
+    assert "Training with the loss of vl_plugins: theirs(temperature=0.1)" in finished.stderr + finished.stdout
+    assert len(re.findall(r"Theirs_loss: ", finished.stderr + finished.stdout)) == 4
 
 
 def test_wrong_input_in_a_process(tmp_path, train_data):

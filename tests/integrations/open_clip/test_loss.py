@@ -176,6 +176,10 @@ def test_captions_that_do_not_divide():
             "unknown miner 'BatchHard' (did you mean 'BatchHardMiner'?)",
         ),
         (PluginOptions(loss="unified", reducer="AvgReducer"), "unknown reducer 'AvgReducer'"),
+        (
+            PluginOptions(loss="unified", loss_kwargs={"reducer": "MeanReducer"}, reducer="SumReducer"),
+            "both name a reducer",
+        ),
     ],
 )
 def test_wrong_options(options, message):
