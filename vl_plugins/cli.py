@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, message
 
 __all__ = ["main"]
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = arguments.run(arguments) or 0
         sys.stdout.flush()
     except UserError as error:
-        print(f"vl-plugins {arguments.command}: error: {error}", file=sys.stderr)
+        print(f"vl-plugins {arguments.command}: error: {message(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.

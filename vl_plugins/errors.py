@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["MissingExtraError", "UserError", "did_you_mean", "unknown_name"]
+__all__ = ["MissingExtraError", "UserError", "did_you_mean", "message", "unknown_name"]
 
 MOST_NAMES_LISTED = 30
 
@@ -14,6 +14,14 @@ class UserError(ValueError):
 
 class MissingExtraError(UserError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def message(error: UserError) -> str:
+    """Return what the error says; of one from a worker process of a ``DataLoader``, without its traceback."""
+    text = str(error)
+    if "\nOriginal Traceback" in text:
+        text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
+    return text
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -5,11 +5,12 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         return _run(*parse_arguments(argv))
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"vl_plugins: error: {error}", file=sys.stderr)
+            print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
         return 2
 
 
@@ -35,9 +36,10 @@ def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[st
 
     check(options, host_options)
     reader = data.choose_reader(options, host_options)
+    recorded = {**asdict(options), "captions_per_image": reader.captions_per_image}
     trainer = host.trainer()
     replacements = {
-        "parse_args": functools.partial(_parse_args, options=options, host_parse_args=trainer.parse_args),
+        "parse_args": functools.partial(_parse_args, recorded=recorded, host_parse_args=trainer.parse_args),
         "get_data": functools.partial(data.get_data, reader=reader, host_get_data=trainer.get_data),
         "evaluate": functools.partial(validation.evaluate, host_evaluate=trainer.evaluate),
     }
@@ -98,12 +100,9 @@ def _check_loss(options: PluginOptions) -> None:
         raise UserError(f"--loss {options.loss}: {error}") from error
 
 
-def _parse_args(argv: Sequence[str], *, options: PluginOptions, host_parse_args) -> Namespace:
+def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], host_parse_args: Callable) -> Namespace:
     """Add our options to open_clip's, which writes all of them to params.txt and wandb."""
-    args = host_parse_args(argv)
-    for name, value in asdict(options).items():
-        setattr(args, name, value)
-    return args
+    return Namespace(**vars(host_parse_args(argv)), **recorded)
 
 
 def _create_loss(args: Namespace, *, options: PluginOptions):

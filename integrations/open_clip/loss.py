@@ -20,9 +20,10 @@ LEARNED = "learned"
 class ContrastiveLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Both directions are trained, image to text and text to image. A loss that adds them itself (``symmetric``, as all of
-    ours do) is called once on the whole batch. A miner chooses pairs for one direction at a time, and ``local_loss``
-    has other candidates in each: there, as for any other loss, each direction is one call and the two are added.
+    Both directions are trained, image to text and text to image. A loss that adds them itself says so with an attribute
+    ``symmetric``, as all of ours do, and is called once on the whole batch. A miner chooses pairs for one direction at
+    a time, and ``local_loss`` has other candidates in each: there, as for any other loss, each direction is one call
+    and the two are added. Where the option ``symmetric`` is False it is image to text only.
 
     With several processes the features are gathered by open_clip's own function, so ``local_loss`` and
     ``gather_with_grad`` scale the gradients exactly as they do for ClipLoss.
@@ -57,8 +58,10 @@ class ContrastiveLoss(nn.Module):
         self.rank = rank
         self.world_size = world_size
         self.use_horovod = use_horovod
-        self.one_call = getattr(loss, "symmetric", False) and miner is None and not self.local_loss
-        if not self.one_call and hasattr(loss, "symmetric"):
+        adds_directions = hasattr(loss, "symmetric")
+        self.text_to_image = getattr(loss, "symmetric", True)
+        self.one_call = adds_directions and miner is None and not self.local_loss
+        if adds_directions and not self.one_call:
             loss.symmetric = False
 
     def forward(
@@ -110,9 +113,10 @@ class ContrastiveLoss(nn.Module):
         try:
             if self.one_call:
                 return self.loss(images, image_labels, ref_emb=texts, ref_labels=text_labels)
-            image_to_text = self._one_direction(images, image_labels, all_texts, all_text_labels)
-            text_to_image = self._one_direction(texts, text_labels, all_images, all_image_labels)
-            return image_to_text + text_to_image
+            loss = self._one_direction(images, image_labels, all_texts, all_text_labels)
+            if self.text_to_image:
+                loss = loss + self._one_direction(texts, text_labels, all_images, all_image_labels)
+            return loss
         finally:
             if self.learned_scale:
                 self.loss.scale = None  # hold no graph between steps

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import open_clip
 import pytest
@@ -90,6 +91,17 @@ def test_wrong_input(shards, checkpoint, change, message):
         evaluate_checkpoint(**arguments)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_shard_is_one_line(tmp_path, checkpoint, toy_shards, capsys, workers):
+    shard = tmp_path / "toy-val-000000.tar"
+    shard.write_bytes((toy_shards / shard.name).read_bytes()[:10_000])
+    shutil.copy(toy_shards / "sizes.json", tmp_path)
+    flags = ["--model", "vl-tiny", "--checkpoint", str(checkpoint), "--shards", str(shard), "--device", "cpu"]
+    assert main(["evaluate", *flags, "--workers", str(workers)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"vl-plugins evaluate: error: cannot read shard {shard}")
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path, shards):

@@ -111,7 +111,7 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     parameters = (tmp_path / "logs/run/params.txt").read_text().splitlines()
     assert "loss: unified" in parameters
     assert "loss_kwargs: {'margin': 0.1, 'scale': 30}" in parameters
-    assert "captions_per_image: None" in parameters
+    assert "captions_per_image: random" in parameters
 
     rows = [json.loads(line) for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]

@@ -150,6 +150,18 @@ def test_a_loss_that_knows_one_direction_only_is_called_for_both():
 
 
 @pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
+def test_symmetric_false_is_image_to_text_only(miner):
+    outputs = Towers()(*batch(captions=2))
+    options = PluginOptions(loss="unified", loss_kwargs={**OPTIONS["unified"], "symmetric": False}, miner=miner)
+    image, text = outputs["image_features"], outputs["text_features"]
+    labels, text_labels = torch.arange(B), torch.arange(B).repeat_interleave(2)
+    pairs = miner and miners.BatchHardMiner()(image, labels, text, text_labels)
+    metric_loss = create_loss("unified", **OPTIONS["unified"], symmetric=False)
+    expected = metric_loss(image, labels, pairs, text, text_labels)
+    torch.testing.assert_close(build_loss(options)(**outputs), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
 def test_autocast_computes_in_float32(miner):
     image, text = (tensor.bfloat16() for tensor in batch(images=32))
     loss = build_loss(plugin("unified", miner=miner))
