@@ -6,7 +6,10 @@ from vl_plugins.errors import UserError, message, unknown_name
 
 class Failing(torch.utils.data.IterableDataset):
     def __iter__(self):
-        raise UserError("shard 3 is not there")
+        try:
+            raise FileNotFoundError("no such file")
+        except FileNotFoundError as error:
+            raise UserError("shard 3 is not there") from error
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -19,7 +19,7 @@ class MissingExtraError(UserError, ImportError):
 def message(error: UserError) -> str:
     """Return what the error says; of one from a worker process of a ``DataLoader``, without its traceback."""
     text = str(error)
-    if "\nOriginal Traceback" in text:
+    if text.startswith("Caught ") and "\nOriginal " in text:  # as torch writes it
         text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
     return text
 
