@@ -6,17 +6,25 @@ import sys
 
 __all__ = ["register", "run"]
 
+DESCRIPTION = """\
+Encode every image and every caption of the shards once and print Recall@1, 5 and 10 in
+percent, median ranks and RSUM. Image to text counts a hit when any caption of the image is
+found; ties count against the model."""
+
+EPILOG = """\
+example:
+  vl-plugins evaluate --model ViT-B-32 --checkpoint logs/run/checkpoints/epoch_10.pt \\
+      --shards 'shards/coco-test-{000000..000004}.tar' --max-captions 5"""
+
 
 def register(subparsers) -> None:
     """Add the ``evaluate`` subcommand."""
     parser = subparsers.add_parser(
         "evaluate",
         help="retrieval recalls of an open_clip checkpoint on shards",
-        description="Encodes every image and every caption of the shards once and prints Recall@1, 5 and 10 in "
-        "percent, median ranks and RSUM. Image to text counts a hit when any caption of the image is found; ties count "
-        "against the model.",
-        epilog="example: vl-plugins evaluate --model ViT-B-32 --checkpoint logs/run/checkpoints/epoch_10.pt "
-        "--shards 'shards/coco-test-{000000..000004}.tar' --max-captions 5",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="name of an open_clip model, or vl-tiny")

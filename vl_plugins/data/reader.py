@@ -117,7 +117,8 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
     """
     webdataset = require("webdataset", extra="data")
     try:
-        shards = [shard for shard in webdataset.shardlists.expand_urls(pattern) if shard]
+        urls = webdataset.shardlists.expand_urls(pattern) if isinstance(pattern, str) else pattern
+        shards = [shard for shard in urls if shard]
     # An AssertionError is webdataset's way to say that a ${variable} is not set.
     except (ValueError, AssertionError) as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
