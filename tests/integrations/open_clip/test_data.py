@@ -1,0 +1,127 @@
+import logging
+from argparse import Namespace
+
+import open_clip_train.main
+import pytest
+import torch
+
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
+from vl_plugins.integrations.open_clip.options import PluginOptions
+
+UNIFIED = PluginOptions(loss="unified")
+RANDOM = PluginOptions(captions_per_image="random")
+
+
+@pytest.fixture
+def args(toy_shards):
+    def build(*flags):
+        data = ["--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar"]
+        data += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
+        arguments = host.parser().parse_args([*data, "--batch-size", "8", "--workers", "0", *flags])
+        return Namespace(**vars(arguments), rank=0, world_size=1, distributed=False)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "expected"),
+    [
+        (PluginOptions(), [], Reader()),
+        (UNIFIED, [], Reader("random", validation=True)),
+        (RANDOM, [], Reader("random", validation=True)),
+        (PluginOptions(loss="unified", captions_per_image=3), [], Reader(3, validation=True)),
+        (UNIFIED, ["--dataset-resampled"], Reader(None, validation=True)),
+        (UNIFIED, ["--dataset-type", "synthetic"], Reader()),
+    ],
+)
+def test_who_reads_what(args, options, flags, expected):
+    assert choose_reader(options, args(*flags)) == expected
+
+
+def test_shards_of_others_are_left_to_open_clip_unless_captions_are_asked_for(args, toy_shards, tmp_path):
+    for shard in toy_shards.glob("toy-*-000000.tar"):
+        (tmp_path / shard.name).write_bytes(shard.read_bytes())
+    flags = ["--train-data", f"{tmp_path}/toy-train-000000.tar", "--val-data", f"{tmp_path}/toy-val-000000.tar"]
+    sized = [*flags, "--train-num-samples", "8"]
+    assert choose_reader(UNIFIED, args(*sized)) == Reader()
+    assert choose_reader(RANDOM, args(*sized)) == Reader("random", validation=False)
+    with pytest.raises(UserError, match=r"the number of samples in .* is not known: give --train-num-samples"):
+        choose_reader(UNIFIED, args(*flags))
+
+
+def identity(image):
+    return torch.full((3, 4, 4), float(image.width))
+
+
+def tokenizer(texts):
+    return torch.tensor([[len(text), hash(text)] for text in texts])
+
+
+def read(args, reader):
+    return get_data(
+        args, (identity, identity), tokenizer=tokenizer, reader=reader, host_get_data=open_clip_train.main.get_data
+    )
+
+
+def test_batches_and_counts_as_the_trainer_needs_them(args):
+    data = read(args("--warmup", "1"), Reader(3, validation=True))
+    assert list(data) == ["train", "val"]
+    train = data["train"].dataloader
+    assert (train.num_batches, train.num_samples) == (8, 64)
+    epochs = []
+    for epoch in (0, 1):
+        data["train"].set_epoch(epoch)
+        batches = list(train)
+        assert [(images.shape, texts.shape) for images, texts in batches] == [((8, 3, 4, 4), (24, 2))] * 8
+        epochs.append(torch.cat([texts for _, texts in batches]))
+    assert not torch.equal(*epochs)
+
+    assert isinstance(data["val"], AllCaptions)
+    val = data["val"].dataloader
+    assert (val.num_batches, val.num_samples) == (3, 24)
+    assert [len(batch) for batch in val] == [4] * 3
+
+
+def test_each_process_reads_its_share(args):
+    texts = []
+    for rank in range(2):
+        arguments = args("--warmup", "1")
+        arguments.rank, arguments.world_size = rank, 2
+        train = read(arguments, Reader("first"))["train"].dataloader
+        assert (train.num_batches, train.num_samples) == (4, 64)
+        texts += [tuple(text) for _, batch in train for text in batch.tolist()]
+    assert len(texts) == 64
+
+
+def test_open_clip_reads_the_rest(args):
+    data = read(args("--warmup", "1"), Reader(None, validation=True))
+    assert type(data["train"]) is not AllCaptions
+    images, texts = next(iter(data["train"].dataloader))
+    assert (images.shape, texts.shape) == ((8, 3, 4, 4), (8, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        ([], True),
+        (["--warmup", "255"], False),
+        (["--warmup", "256"], True),
+        (["--warmup", "128", "--accum-freq", "2"], True),
+        (["--skip-scheduler"], False),
+    ],
+)
+def test_a_warmup_longer_than_the_training_is_said(args, flags, warned, caplog):
+    """Eight batches in each of 32 epochs."""
+    with caplog.at_level(logging.WARNING):
+        read(args(*flags), Reader("first"))
+    assert ("is not shorter than the whole training" in caplog.text) is warned
+
+
+def test_the_remedy_for_too_few_shards(args, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="8 shards are too few for --workers 5 in 2 processes: give --workers 4"):
+        choose_reader(PluginOptions(), args("--workers", "5"))
+    assert choose_reader(PluginOptions(), args("--workers", "4")) == Reader()
+    assert choose_reader(PluginOptions(), args("--workers", "5", "--dataset-resampled")) == Reader()

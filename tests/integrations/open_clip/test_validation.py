@@ -1,0 +1,105 @@
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from vl_plugins.integrations.open_clip.data import AllCaptions
+from vl_plugins.integrations.open_clip.validation import evaluate
+
+
+class Lookup(torch.nn.Module):
+    """Encodes image i and caption c as given rows, so that every rank is known."""
+
+    def __init__(self, images, captions):
+        super().__init__()
+        self.images, self.captions = images, captions
+        self.logit_scale = torch.nn.Parameter(torch.ones([]))
+
+    def encode_image(self, images, normalize=False):
+        assert normalize
+        assert not self.training
+        return self.images[images.long()]
+
+    def encode_text(self, texts, normalize=False):
+        assert normalize
+        return self.captions[texts]
+
+
+class Loader(list):
+    num_samples = 3
+    num_batches = 2
+
+
+@pytest.fixture
+def setting(tmp_path):
+    """Three images with two captions each, in two batches; caption 0 of image 0 looks like image 1."""
+    directions = torch.eye(3)
+    model = Lookup(directions, directions[[1, 0, 1, 1, 2, 2]])
+    batches = Loader(
+        [
+            (torch.tensor([0.0, 1.0]), torch.arange(4), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1])),
+            (torch.tensor([2.0]), torch.arange(4, 6), torch.tensor([0, 0]), torch.tensor([2])),
+        ]
+    )
+    args = Namespace(device="cpu", precision="fp32", rank=0, local_rank=0, val_frequency=2, epochs=5, save_logs=True)
+    args.wandb, args.checkpoint_path = False, str(tmp_path)
+    return model, {"val": AllCaptions(batches)}, args
+
+
+def host_evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None):
+    return {"host": sorted(data)}
+
+
+def results(args):
+    path = f"{args.checkpoint_path}/results.jsonl"
+    try:
+        with open(path) as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError:
+        return []
+
+
+def test_metrics_of_a_known_model(setting, caplog):
+    model, data, args = setting
+    model.train()
+    with caplog.at_level("INFO"):
+        metrics = evaluate(model, data, 2, args, host_evaluate=host_evaluate)
+    (row,) = results(args)
+    # Image 0 finds its second caption first; image 1 ties with caption 0, which is not its own, and the tie counts.
+    assert (row["image_to_text_R@1"], row["image_to_text_mean_rank"]) == pytest.approx((2 / 3, 4 / 3))
+    # Caption 0 ranks image 0 behind image 1, and behind image 2 by a tie.
+    assert (row["text_to_image_R@1"], row["text_to_image_mean_rank"]) == pytest.approx((5 / 6, 8 / 6))
+    assert row["rsum"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
+    assert (row["epoch"], row["num_samples"], row["num_captions"]) == (2, 3, 6)
+    assert metrics == {**{name: value for name, value in row.items() if name != "epoch"}, "host": []}
+    assert "3 images, 6 captions" in caplog.text
+    assert "66.7" in caplog.text
+
+
+@pytest.mark.parametrize(("epoch", "evaluated"), [(1, False), (2, True), (3, False), (4, True), (5, True)])
+def test_frequency_is_that_of_open_clip(setting, epoch, evaluated):
+    model, data, args = setting
+    evaluate(model, data, epoch, args, host_evaluate=host_evaluate)
+    assert bool(results(args)) is evaluated
+
+
+def test_only_the_first_process_evaluates(setting):
+    model, data, args = setting
+    args.rank = 1
+    assert evaluate(model, data, 2, args, host_evaluate=host_evaluate) == {"host": []}
+    assert not results(args)
+
+
+def test_other_validation_data_stay_with_open_clip(setting):
+    model, data, args = setting
+    data = {"val": object(), "imagenet-val": object()}
+    assert evaluate(model, data, 2, args, host_evaluate=host_evaluate) == {"host": ["imagenet-val", "val"]}
+    assert not results(args)
+
+
+def test_zero_shot_stays_with_open_clip(setting):
+    model, data, args = setting
+    metrics = evaluate(model, data | {"imagenet-val": object()}, 2, args, host_evaluate=host_evaluate)
+    assert metrics["host"] == ["imagenet-val"]
+    assert len(results(args)) == 1
