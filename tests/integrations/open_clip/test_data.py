@@ -77,6 +77,8 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
         assert [(images.shape, texts.shape) for images, texts in batches] == [((8, 3, 4, 4), (24, 2))] * 8
         epochs.append(torch.cat([texts for _, texts in batches]))
     assert not torch.equal(*epochs)
+    with_other_seed = read(args("--warmup", "1", "--seed", "1"), Reader(3))["train"].dataloader
+    assert not torch.equal(torch.cat([texts for _, texts in with_other_seed]), epochs[0])
 
     assert isinstance(data["val"], AllCaptions)
     val = data["val"].dataloader
@@ -93,6 +95,11 @@ def test_each_process_reads_its_share(args):
         assert (train.num_batches, train.num_samples) == (4, 64)
         texts += [tuple(text) for _, batch in train for text in batch.tolist()]
     assert len(texts) == 64
+
+
+def test_more_workers_than_shards(args):
+    """open_clip's reader, which is not asked, would stop with an assertion."""
+    assert len(list(read(args("--warmup", "1", "--workers", "9"), Reader("first"))["train"].dataloader)) == 8
 
 
 def test_open_clip_reads_the_rest(args):

@@ -172,6 +172,18 @@ def test_autocast_computes_in_float32(miner):
     assert torch.autograd.grad(actual, image)[0].dtype == torch.bfloat16
 
 
+def test_autocast_does_not_reach_losses_of_others():
+    image, text = (tensor.bfloat16() for tensor in batch(images=32))
+    metric_loss, labels = pml_losses.NTXentLoss(temperature=0.01), torch.arange(32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = ContrastiveLoss("nt_xent", metric_loss)(image, text, torch.tensor(14.0))
+    expected = sum(
+        metric_loss(query.float(), labels, ref_emb=other.float(), ref_labels=labels.clone())
+        for query, other in ((image, text), (text, image))
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_captions_that_do_not_divide():
     with pytest.raises(ValueError, match="got 7 texts for 3 images"):
         build_loss(plugin("unified"))(torch.ones(3, D), torch.ones(7, D), torch.tensor(1.0))
