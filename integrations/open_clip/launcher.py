@@ -58,6 +58,9 @@ def check(options: PluginOptions, host_options: Namespace) -> None:
     """
     from vl_plugins.integrations.open_clip.models import check_model
 
+    sources = (host_options.train_data, host_options.val_data, host_options.imagenet_val, host_options.imagenet_v2)
+    if not any(sources) and host_options.dataset_type != "synthetic":
+        raise UserError("there is nothing to do: give --train-data or --val-data, or --help for all options")
     model = host_options.model
     check_model(model)
     if options.loss is None:

@@ -12,12 +12,12 @@ from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
 
-__all__ = ["ContrastiveLoss", "build_loss", "describe"]
+__all__ = ["TwoTowerLoss", "build_loss", "describe"]
 
 LEARNED = "learned"
 
 
-class ContrastiveLoss(nn.Module):
+class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
     Both directions are trained, image to text and text to image. A loss that adds them itself says so with an attribute
@@ -147,7 +147,7 @@ def build_loss(
     rank: int = 0,
     world_size: int = 1,
     use_horovod: bool = False,
-) -> ContrastiveLoss:
+) -> TwoTowerLoss:
     """Build the loss that the launcher's flags ask for.
 
     Raises:
@@ -170,7 +170,7 @@ def build_loss(
             f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
         )
     miner = create_component("miner", options.miner, **options.miner_kwargs) if options.miner is not None else None
-    return ContrastiveLoss(
+    return TwoTowerLoss(
         options.loss, loss, miner, learned_scale, local_loss, gather_with_grad, rank, world_size, use_horovod
     )
 

@@ -241,6 +241,15 @@ def test_wrong_input_ends_with_one_line_and_nothing_written(tmp_path, train_data
     assert not list(tmp_path.iterdir())
 
 
+def test_no_flags_at_all(tmp_path, capfd, monkeypatch):
+    from vl_plugins.integrations.open_clip.launcher import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 2
+    assert "there is nothing to do: give --train-data or --val-data" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_caption_set(tmp_path, toy_scenes, capfd, monkeypatch):
     from vl_plugins.integrations.open_clip.launcher import main
 

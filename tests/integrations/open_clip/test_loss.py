@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vl_plugins import create_loss
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.loss import ContrastiveLoss, build_loss, describe
+from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, describe
 from vl_plugins.integrations.open_clip.options import PluginOptions
 
 B, D = 6, 16
@@ -146,7 +146,7 @@ def test_a_loss_that_knows_one_direction_only_is_called_for_both():
     expected = metric_loss(image, labels, ref_emb=text, ref_labels=labels.clone()) + metric_loss(
         text, labels, ref_emb=image, ref_labels=labels.clone()
     )
-    torch.testing.assert_close(ContrastiveLoss("nt_xent", metric_loss)(**outputs), expected)
+    torch.testing.assert_close(TwoTowerLoss("nt_xent", metric_loss)(**outputs), expected)
 
 
 @pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
@@ -176,7 +176,7 @@ def test_autocast_does_not_reach_losses_of_others():
     image, text = (tensor.bfloat16() for tensor in batch(images=32))
     metric_loss, labels = pml_losses.NTXentLoss(temperature=0.01), torch.arange(32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = ContrastiveLoss("nt_xent", metric_loss)(image, text, torch.tensor(14.0))
+        actual = TwoTowerLoss("nt_xent", metric_loss)(image, text, torch.tensor(14.0))
     expected = sum(
         metric_loss(query.float(), labels, ref_emb=other.float(), ref_labels=labels.clone())
         for query, other in ((image, text), (text, image))
