@@ -2,14 +2,14 @@
 
 import logging
 import math
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from open_clip_train.data import DataInfo, SharedEpoch, get_dataset_size
+from open_clip_train.data import DataInfo, get_dataset_size
+from open_clip_train.distributed import world_info_from_env
 from torch.utils.data import DataLoader
 
 from vl_plugins.data.reader import (
@@ -67,12 +67,15 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         if requested is not None or (asked and not args.dataset_resampled and read_shard_info(shards) is not None):
             captions_per_image = requested or "random"
             check_first_sample(shards[0])
+            # Made once for its checks; nothing is read before it is iterated.
+            _training_batches(args, captions_per_image, rank=0, world_size=_processes())
         else:
             _check_for_host_reader(args)
     elif requested is not None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
     if _is_shards(args.val_data, args.dataset_type):
-        validation = read_shard_info(expand_shards(args.val_data)) is not None and asked
+        shards = expand_shards(args.val_data)
+        validation = asked and read_shard_info(shards) is not None
     return Reader(captions_per_image, validation)
 
 
@@ -94,7 +97,7 @@ def get_data(
         of_host.val_data = None
     data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
     if reader.captions_per_image is not None:
-        data["train"] = _training_data(args, preprocess_train, epoch, tokenizer, reader.captions_per_image)
+        data["train"] = _training_data(args, reader.captions_per_image, preprocess_train, tokenizer, epoch)
         logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
@@ -103,24 +106,29 @@ def get_data(
     return data
 
 
-def _training_data(args, transform, epoch, tokenizer, captions_per_image) -> DataInfo:
-    shared_epoch = SharedEpoch(epoch)
-    batches = training_pipeline(
+def _training_batches(args, captions_per_image, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
+    return training_pipeline(
         args.train_data,
         transform,
         tokenizer,
         args.batch_size,
         captions_per_image=captions_per_image,
         seed=args.seed,
-        epoch=shared_epoch,
+        epoch=epoch,
         num_samples=args.train_num_samples,
-        rank=args.rank,
-        world_size=args.world_size,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def _training_data(args, captions_per_image, transform, tokenizer, epoch) -> DataInfo:
+    batches = _training_batches(
+        args, captions_per_image, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size
     )
     dataloader = _loader(batches, args.workers)
     dataloader.num_batches = len(batches)
     dataloader.num_samples = len(batches) * args.batch_size * args.world_size
-    return DataInfo(dataloader, shared_epoch=shared_epoch)
+    return DataInfo(dataloader, shared_epoch=batches.epoch)
 
 
 def _validation_data(args, transform, tokenizer) -> AllCaptions:
@@ -132,6 +140,11 @@ def _validation_data(args, transform, tokenizer) -> AllCaptions:
 
 def _loader(batches, workers: int) -> DataLoader:
     return DataLoader(batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+
+
+def _processes() -> int:
+    """Return the number of processes before they are joined; open_clip reads it from the environment likewise."""
+    return world_info_from_env()[2]
 
 
 def _is_shards(path: str | None, dataset_type: str) -> bool:
@@ -146,7 +159,7 @@ def _check_for_host_reader(args: Namespace) -> None:
             f"the number of samples in {args.train_data} is not known: give --train-num-samples, or put a sizes.json "
             "beside the shards"
         )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = _processes()
     if not args.dataset_resampled and num_shards < args.workers * processes:
         raise UserError(
             f"{num_shards} shards are too few for --workers {args.workers} in {processes} processes: "

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vl_plugins.data.annotations import read_json
-from vl_plugins.data.shards import IMAGE_EXTENSIONS, MANIFEST_FILE, SIZES_FILE, read_manifest
+from vl_plugins.data.shards import IMAGE_EXTENSIONS, MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
@@ -134,7 +134,7 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
 
 
 def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
-    """Return what the ``manifest.json`` beside the shards says of them, or None when a shard has none beside it.
+    """Return what the ``manifest.json`` beside the shards says of them, or None when a shard has none of ours.
 
     Args:
         shards: shards, or a pattern for :func:`expand_shards`.
@@ -143,7 +143,10 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
         UserError: a shard does not exist, or a manifest cannot be read or does not list a shard of its folder.
     """
     paths = [Path(shard) if _is_local(shard) else None for shard in expand_shards(shards)]
-    manifests = {path.parent: read_manifest(path.parent) for path in paths if path}
+    try:
+        manifests = {path.parent: read_manifest(path.parent) for path in paths if path}
+    except ForeignManifestError:
+        return None
     if None in paths or None in manifests.values():
         return None
     entries, facts = [], []

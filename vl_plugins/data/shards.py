@@ -21,7 +21,15 @@ from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_json
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
-__all__ = ["IMAGE_EXTENSIONS", "MANIFEST_FILE", "SIZES_FILE", "inspect_image", "read_manifest", "write_shards"]
+__all__ = [
+    "IMAGE_EXTENSIONS",
+    "MANIFEST_FILE",
+    "SIZES_FILE",
+    "ForeignManifestError",
+    "inspect_image",
+    "read_manifest",
+    "write_shards",
+]
 
 MANIFEST_FILE = "manifest.json"
 SIZES_FILE = "sizes.json"
@@ -29,6 +37,10 @@ REJECTED_FILE = "rejected.jsonl"
 
 # PIL's name of a format -> extension. MPO is what cameras write: a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+
+
+class ForeignManifestError(UserError):
+    """A ``manifest.json`` that :func:`write_shards` did not write."""
 
 
 def inspect_image(data: bytes) -> tuple[str, int, int]:
@@ -71,14 +83,15 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
     """Return the entries that :func:`write_shards` made, by ``<dataset>-<split>``; None when there is no manifest.
 
     Raises:
-        UserError: ``manifest.json`` cannot be read, or is something else.
+        UserError: ``manifest.json`` cannot be read.
+        ForeignManifestError: it is something else.
     """
     file = folder / MANIFEST_FILE
     if not file.exists():
         return None
     manifest = read_json(file)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
-        raise UserError(f"{file} is not a manifest of vl-plugins shards")
+        raise ForeignManifestError(f"{file} is not a manifest of vl-plugins shards")
     return manifest["splits"]
 
 

@@ -51,6 +51,25 @@ def test_shards_of_others_are_left_to_open_clip_unless_captions_are_asked_for(ar
         choose_reader(UNIFIED, args(*flags))
 
 
+def test_a_manifest_of_others_changes_nothing(args, toy_shards, tmp_path):
+    """Its name is a common one; ours cannot be told from it without reading it."""
+    for name in ("toy-train-000000.tar", "sizes.json"):
+        (tmp_path / name).write_bytes((toy_shards / name).read_bytes())
+    (tmp_path / "manifest.json").write_text('{"files": []}')
+    shard = f"{tmp_path}/toy-train-000000.tar"
+    arguments = args("--train-data", shard, "--val-data", shard)
+    assert choose_reader(PluginOptions(), arguments) == Reader()
+    assert choose_reader(UNIFIED, arguments) == Reader()
+    assert choose_reader(RANDOM, arguments) == Reader("random", validation=False)
+
+
+def test_all_captions_of_shards_of_others_are_refused_before_training(args, toy_shards, tmp_path):
+    (tmp_path / "toy-train-000000.tar").write_bytes((toy_shards / "toy-train-000000.tar").read_bytes())
+    arguments = args("--train-data", f"{tmp_path}/toy-train-000000.tar", "--train-num-samples", "8")
+    with pytest.raises(UserError, match=r"'all' needs a manifest\.json beside the shards"):
+        choose_reader(PluginOptions(loss="unified", captions_per_image="all"), arguments)
+
+
 def identity(image):
     return torch.full((3, 4, 4), float(image.width))
 

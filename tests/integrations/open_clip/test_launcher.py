@@ -224,6 +224,7 @@ WRONG = {
     "workers": (["--workers", "40"], "shards are too few for --workers 40"),
     "resampled": (["--captions-per-image", "random", "--dataset-resampled"], "give it without --dataset-resampled"),
     "table": (["--captions-per-image", "random", "--train-data", "captions.csv"], "needs WebDataset shards (.tar)"),
+    "batch": (["--loss", "unified", "--batch-size", "65"], "the batch size can be at most 64"),
     "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
 }
 
