@@ -78,6 +78,12 @@ assert main(["losses"]) == 0
     assert "unified" in python(code)
 
 
+def test_help_needs_no_torch():
+    assert python(
+        "import sys; from vl_plugins.cli import build_parser; build_parser(); print('torch' in sys.modules)"
+    ) == ("False\n")
+
+
 @pytest.mark.parametrize(
     ("command", "extra"),
     [

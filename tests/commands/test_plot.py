@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+import vl_plugins.retrieval
 from vl_plugins.commands import plot
 from vl_plugins.errors import UserError
 
@@ -26,7 +27,9 @@ def run_command():
 def drawn(monkeypatch):
     """What the command hands to the plot."""
     calls = {}
-    monkeypatch.setattr(plot, "plot_training_curves", lambda runs, out: calls.update(runs=runs, out=out))
+    monkeypatch.setattr(
+        vl_plugins.retrieval, "plot_training_curves", lambda runs, out: calls.update(runs=runs, out=out)
+    )
     return calls
 
 

@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from vl_plugins.commands.shards import brace_pattern
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
@@ -28,7 +29,7 @@ TRAINING_LOG = re.compile(r"Train Epoch: (?P<epoch>\d+) \[.*\((?P<percent>\d+)%\
 PROGRESS_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
 
 
-def register(subparsers) -> None:
+def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the ``demo`` subcommand."""
     parser = subparsers.add_parser(
         "demo",
@@ -156,9 +157,7 @@ def _evaluate(name: str, arguments: argparse.Namespace) -> dict[str, float]:
 
 def _shards(out: Path, split: str) -> str:
     """Name all shards of a split in brace notation."""
-    last = max(out.glob(f"shards/toy-{split}-*.tar")).stem.rpartition("-")[2]
-    first = "0" * len(last)
-    return f"{out}/shards/toy-{split}-" + (f"{{{first}..{last}}}.tar" if last != first else f"{first}.tar")
+    return brace_pattern(sorted(map(str, out.glob(f"shards/toy-{split}-*.tar"))))
 
 
 def _command(*command: str, capture: bool = False) -> str | None:

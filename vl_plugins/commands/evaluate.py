@@ -17,7 +17,7 @@ example:
       --shards 'shards/coco-test-{000000..000004}.tar' --max-captions 5"""
 
 
-def register(subparsers) -> None:
+def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the ``evaluate`` subcommand."""
     parser = subparsers.add_parser(
         "evaluate",

@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 
 from vl_plugins.errors import UserError
-from vl_plugins.retrieval import plot_training_curves, read_results
-from vl_plugins.retrieval.plots import find_results
 
 __all__ = ["register"]
 
@@ -37,6 +35,9 @@ def _register_training(pictures: argparse._SubParsersAction) -> None:
 
 
 def _run_training(arguments: argparse.Namespace) -> None:
+    # Here, because every command imports this module and most need no torch.
+    from vl_plugins.retrieval import plot_training_curves, read_results
+
     runs = {}
     for argument in arguments.runs:
         name, path = _name_and_path(argument)
@@ -54,5 +55,7 @@ def _name_and_path(argument: str) -> tuple[str, Path]:
         if not name or not path:
             raise UserError(f"a run is NAME=PATH or a path, got {argument!r}")
         return name, Path(path)
+    from vl_plugins.retrieval.plots import find_results
+
     folder = find_results(argument).resolve().parent
     return (folder.parent if folder.name == "checkpoints" else folder).name, Path(argument)

@@ -9,8 +9,9 @@ from typing import Any
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
 from vl_plugins.data.shards import write_shards
 from vl_plugins.errors import unknown_name
+from vl_plugins.tables import align_columns
 
-__all__ = ["register", "run"]
+__all__ = ["brace_pattern", "register", "run"]
 
 EXAMPLES = {
     "coco": """example:
@@ -114,18 +115,12 @@ def _format_summary(entries: Mapping[str, Mapping[str, Any]]) -> str:
         shards = sorted(entry["shards"])
         size = sum(facts["bytes"] for facts in entry["shards"].values())
         numbers = (f"{entry[key]:,}" for key in ("images", "captions", "rejected"))
-        rows.append((_brace_pattern(shards), *numbers, f"{size / 1e6:,.1f} MB"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
+        rows.append((brace_pattern(shards), *numbers, f"{size / 1e6:,.1f} MB"))
+    return "\n".join("  ".join(row) for row in align_columns(rows))
 
 
-def _brace_pattern(shards: list[str]) -> str:
-    """Return the pattern that open_clip's ``--train-data`` takes."""
+def brace_pattern(shards: list[str]) -> str:
+    """Return the pattern of shards ``NAME-000000.tar``, ... in order, as open_clip's ``--train-data`` takes it."""
     prefix, _, first = shards[0].removesuffix(".tar").rpartition("-")
     last = shards[-1].removesuffix(".tar").rpartition("-")[2]
     return shards[0] if first == last else f"{prefix}-{{{first}..{last}}}.tar"

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from vl_plugins.retrieval.ranks import Ranks
+from vl_plugins.tables import align_columns
 
 __all__ = ["format_metrics_table", "retrieval_metrics"]
 
@@ -91,14 +92,10 @@ def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: b
     for name, metrics in results.items():
         numbers = [f"{metrics[key]:.1f}" if key in metrics else "-" for _, key in columns]
         table.append([name.replace("|", r"\|") if markdown else name, *numbers])
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = align_columns(table)
     if markdown:
+        widths = [len(cell) for cell in lines[0]]
         # A delimiter row needs at least one dash before the colon that aligns a column to the right.
-        table.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    lines = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        for row in table
-    ]
-    if markdown:
+        lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return "\n".join("  ".join(line) for line in lines)
