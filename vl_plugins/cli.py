@@ -27,7 +27,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return 0, or 2 after one line on standard error when the input is wrong."""
+    """Run one subcommand; return its exit status.
+
+    That is 0, 2 after one line on standard error when the input is wrong, 130 after Ctrl-C, or what the subcommand
+    says.
+    """
     arguments = build_parser().parse_args(argv)
     try:
         status = arguments.run(arguments) or 0
@@ -35,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"vl-plugins {arguments.command}: error: {message(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"vl-plugins {arguments.command}: interrupted", file=sys.stderr)
+        return 130  # as shells report a process that Ctrl-C ended
     except BrokenPipeError:
         # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

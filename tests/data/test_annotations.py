@@ -71,8 +71,9 @@ def test_name_of_the_data_set(write):
     assert read_karpathy(write(document), "coco", dataset_name="mine")[0].dataset == "mine"
     del document["dataset"]
     assert read_karpathy(write(document), "coco")[0].dataset == "coco"
-    with pytest.raises(UserError, match=r"'a/b' cannot name a data set"):
-        read_karpathy(write(document), "coco", dataset_name="a/b")
+    for name in ("a/b", ""):
+        with pytest.raises(UserError, match=rf"dataset.json: '{name}' cannot name a data set"):
+            read_karpathy(write(document), "coco", dataset_name=name)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,10 @@ WRONG_ENTRIES = {
     "no captions": (lambda image: image["sentences"].clear(), r"it has no captions"),
     "blank caption": (lambda image: image["sentences"][1].update(raw=" \n"), r"caption ' \\n' is blank"),
     "caption is null": (lambda image: image["sentences"][1].update(raw=None), r"'raw' must be of type str, got None"),
+    "half a character in a name": (
+        lambda image: image.update(filename="\ud800.jpg"),
+        r"path 'val2014/\\ud800.jpg' is not valid Unicode",
+    ),
     "half a character": (lambda image: image["sentences"][1].update(raw="\ud800"), r"is not valid Unicode"),
     "captions are text": (lambda image: image.update(sentences=["a cat"]), r"objects with 'raw' and 'sentid'"),
     "absolute path": (lambda image: image.update(filepath="/etc", filename="passwd"), r"'/etc/passwd' leads out"),
@@ -173,3 +178,46 @@ def test_unknown_split_names_the_known_ones(write):
 def test_an_image_outside_the_root_cannot_be_made_in_any_way():
     with pytest.raises(UserError, match="leads out of the image root"):
         CaptionedImage(1, "../secret.png", ("a",), (1,), "train", "coco", "secret.png")
+
+
+VALID = {
+    "image_id": "a",
+    "file": "a/b.jpg",
+    "captions": ("a cat", "a dog"),
+    "caption_ids": ("1", "2"),
+    "split": "train_2017",
+    "dataset": "my-set",
+    "filename": "b.jpg",
+}
+
+
+def test_an_image_may_have_strings_as_ids():
+    assert (CaptionedImage(**VALID).image_id, CaptionedImage(**VALID).caption_ids) == ("a", ("1", "2"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("caption_ids", (1,), "it has 1 caption ids for 2 captions"),
+        ("caption_ids", (1, 2, 3), "it has 3 caption ids for 2 captions"),
+        ("captions", ("a cat", " \t"), r"caption ' \\t' is blank"),
+        ("split", "val.2017", "'val.2017' cannot name a split; use letters, digits, '_' and '-'"),
+        ("split", "val/2017", "'val/2017' cannot name a split"),
+        ("split", "val\n", r"'val\\n' cannot name a split"),
+        ("split", "", "'' cannot name a split"),
+        ("dataset", "my set", "'my set' cannot name a data set"),
+        ("filename", "\ud800.jpg", r"file name '\\ud800.jpg' is not valid Unicode: surrogates not allowed"),
+        ("image_id", "\ud800", r"image id '\\ud800' is not valid Unicode"),
+    ],
+)
+def test_an_image_that_shards_cannot_hold_cannot_be_made(field, value, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        CaptionedImage(**{**VALID, field: value})
+
+
+def test_a_name_that_is_not_printable_is_escaped_in_its_place(write):
+    document = make_document()
+    document["images"][2] |= {"filename": "a\nb\ud800\u2028.jpg", "sentences": []}
+    rejected = []
+    read_karpathy(write(document), "coco", rejected=rejected)
+    assert [item.image for item in rejected] == [r"image 2 (a\nb\ud800\u2028.jpg)"]

@@ -1,15 +1,27 @@
 """Annotation files of captioned images, read into one checked record per image."""
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from vl_plugins.data.json_text import parse_json
 from vl_plugins.errors import UserError, unknown_name
 
-__all__ = ["KARPATHY_DATASETS", "CaptionedImage", "RejectedImage", "read_json", "read_karpathy"]
+__all__ = [
+    "KARPATHY_DATASETS",
+    "CaptionedImage",
+    "ImageCollector",
+    "RejectedImage",
+    "check_caption",
+    "check_name",
+    "check_unique",
+    "get_value",
+    "place_of",
+    "read_json",
+    "read_karpathy",
+]
 
 KARPATHY_DATASETS = ("coco", "flickr30k")
 SPLITS = ("train", "restval", "val", "test")
@@ -20,40 +32,44 @@ class CaptionedImage:
     """One image with its captions, as the annotation file has them.
 
     Args:
-        image_id: id of the image, unique in the annotation file (``cocoid`` for COCO, ``imgid`` for Flickr30K).
+        image_id: id of the image, unique in the source (``cocoid`` or ``id`` for COCO, ``imgid`` for Flickr30K); a
+            string where a table has such ids.
         file: POSIX path relative to the image root; never absolute and without ``..``.
         captions: at least one, none blank, in source order.
-        caption_ids: one id per caption (``sentid``), unique in the annotation file.
-        split: name of the split, such as ``"train"``.
+        caption_ids: one id per caption, unique in the source (``sentid``, COCO's annotation id, or a running number).
+        split: name of the split, such as ``"train"``; letters, digits, ``_`` and ``-`` only.
         dataset: name of the data set; letters, digits, ``_`` and ``-`` only.
         filename: name of the image file as the annotation file gives it.
 
     Raises:
-        UserError: there is no caption, a caption is blank or not valid Unicode, or the path leads out of the root.
+        UserError: there is no caption, a caption is blank, there are more or fewer ids than captions, a text is not
+            valid Unicode, the path leads out of the root, or a name has other characters.
     """
 
-    image_id: int
+    image_id: int | str
     file: str
     captions: tuple[str, ...]
-    caption_ids: tuple[int, ...]
+    caption_ids: tuple[int | str, ...]
     split: str
     dataset: str
     filename: str
 
     def __post_init__(self):
+        # Both become part of keys and shard names, where a dot or a slash has a meaning of its own.
+        check_name("split", self.split)
+        check_name("data set", self.dataset)
         # Windows paths know both separators and drive letters, so this refuses what any system could resolve elsewhere.
         path = PureWindowsPath(self.file)
         if path.anchor or ".." in path.parts:
             raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
+        for kind, text in (("path", self.file), ("file name", self.filename), ("image id", str(self.image_id))):
+            _check_unicode(kind, text)
         if not self.captions:
             raise UserError("it has no captions; every image needs at least one")
+        if len(self.caption_ids) != len(self.captions):
+            raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
         for caption in self.captions:
-            if not caption.strip():
-                raise UserError(f"caption {caption!r} is blank")
-            try:
-                caption.encode()
-            except UnicodeEncodeError as error:
-                raise UserError(f"caption {caption!r:.60} is not valid Unicode: {error.reason}") from error
+            check_caption(caption)
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,99 @@ class RejectedImage:
     reason: str
 
 
+class ImageCollector:
+    """Images of one source in order, with unique ids; wrong entries are raised or put on a list.
+
+    Args:
+        rejected: list that wrong entries are appended to; None raises the first one.
+    """
+
+    def __init__(self, rejected: list[RejectedImage] | None):
+        self.images: list[CaptionedImage] = []
+        self._rejected = rejected
+        self._image_ids: set[int | str] = set()
+        self._caption_ids: set[int | str] = set()
+
+    def add(self, image: CaptionedImage) -> None:
+        """Append an image.
+
+        Raises:
+            UserError: its id, or that of a caption, occurred before. The ids of an image that was not added stay free.
+        """
+        check_unique("image", [image.image_id], self._image_ids)
+        check_unique("caption", image.caption_ids, self._caption_ids)
+        self._image_ids.add(image.image_id)
+        self._caption_ids.update(image.caption_ids)
+        self.images.append(image)
+
+    def reject(self, source: str | Path, place: str, split: str | None, error: UserError) -> None:
+        """Put a wrong entry on the list of the rejected.
+
+        Args:
+            source: file (or files) with the entry.
+            place: where in the file the entry is.
+            split: its split; None where that is unknown, and the entry cannot be counted.
+            error: what is wrong.
+
+        Raises:
+            UserError: there is no list, or the split is unknown; the message names file and place.
+        """
+        if self._rejected is None or split is None:
+            raise UserError(f"{source}: {place}: {error}") from error
+        self._rejected.append(RejectedImage(place, split, str(error)))
+
+
+def check_name(kind: str, name: Any) -> None:
+    """Raise :class:`UserError` unless ``name`` consists of letters, digits, ``_`` and ``-``."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
+
+
+def check_caption(caption: str) -> None:
+    """Raise :class:`UserError` when a caption is blank or not valid Unicode."""
+    if not caption.strip():
+        raise UserError(f"caption {caption!r} is blank")
+    _check_unicode("caption", caption)
+
+
+def check_unique(kind: str, ids: Iterable[int | str], seen: Collection[int | str]) -> None:
+    """Raise :class:`UserError` when one of ``ids`` is among those ``seen`` or occurs twice."""
+    here: set[int | str] = set()
+    for value in ids:
+        if value in seen or value in here:
+            raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
+        here.add(value)
+
+
+def get_value(item: Any, key: str, expected: type) -> Any:
+    """Return ``item[key]`` of a JSON object.
+
+    Raises:
+        UserError: ``item`` is not an object, or the key is missing or of another type.
+    """
+    if not isinstance(item, dict):
+        raise UserError(f"expected an object, got {item!r:.60}")
+    if key not in item:
+        raise UserError(f"has no {key!r}")
+    value = item[key]
+    # `type` instead of `isinstance`: true and false are instances of int.
+    if type(value) is not expected:
+        raise UserError(f"{key!r} must be of type {expected.__name__}, got {value!r:.60}")
+    return value
+
+
+def place_of(kind: str, number: int | str, name: Any = None) -> str:
+    r"""Return how messages call an entry; the name is left out unless it is a string.
+
+    >>> place_of("image", 3, "cat.jpg"), place_of("line", 7), place_of("line", 8, "a\nb")
+    ('image 3 (cat.jpg)', 'line 7', 'line 8 (a\\nb)')
+    """
+    if not isinstance(name, str):
+        return f"{kind} {number}"
+    # Messages are one line, and the list of the rejected is UTF-8, which has no half characters.
+    return f"{kind} {number} ({name if name.isprintable() else repr(name)[1:-1]})"
+
+
 def read_json(file: Path) -> Any:
     """Read a JSON document.
 
@@ -78,13 +187,10 @@ def read_json(file: Path) -> Any:
         UserError: the file is missing or unreadable, not UTF-8, or not JSON; the message names the file.
     """
     try:
-        return json.loads(file.read_bytes())
+        data = file.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return parse_json(data, str(file))
 
 
 def read_karpathy(
@@ -125,72 +231,48 @@ def read_karpathy(
         raise UserError(
             f"{annotation_file} has no images; expected Karpathy's format, an object with a list under 'images'"
         )
-    name = dataset_name or document.get("dataset", dataset)
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UserError(f"{annotation_file}: {name!r} cannot name a data set; use letters, digits, '_' and '-'")
+    name = document.get("dataset", dataset) if dataset_name is None else dataset_name
+    try:
+        check_name("data set", name)
+    except UserError as error:
+        raise UserError(f"{annotation_file}: {error}") from error
 
-    images: list[CaptionedImage] = []
-    seen_images: set[int] = set()
-    seen_captions: set[int] = set()
+    collector = ImageCollector(rejected)
     for position, item in enumerate(items):
         try:
-            image = _parse_image(item, dataset, name, join_restval)
-            _check_unique("image", [image.image_id], seen_images)
-            _check_unique("caption", image.caption_ids, seen_captions)
+            collector.add(_parse_image(item, dataset, name, join_restval))
         except UserError as error:
-            label = _label(position, item)
-            split = item.get("split") if isinstance(item, dict) else None
-            if rejected is None or split not in SPLITS:
-                raise UserError(f"{annotation_file}: {label}: {error}") from error
-            rejected.append(RejectedImage(label, _joined(split, join_restval), str(error)))
-            continue
-        seen_images.add(image.image_id)
-        seen_captions.update(image.caption_ids)
-        images.append(image)
-    return images
+            known = item if isinstance(item, dict) else {}
+            split = _joined(known["split"], join_restval) if known.get("split") in SPLITS else None
+            collector.reject(annotation_file, place_of("image", position, known.get("filename")), split, error)
+    return collector.images
 
 
 def _parse_image(item: Any, dataset: str, name: str, join_restval: bool) -> CaptionedImage:
-    if not isinstance(item, dict):
-        raise UserError(f"expected an object, got {item!r:.60}")
-    filename = _get(item, "filename", str)
-    split = _get(item, "split", str)
+    filename = get_value(item, "filename", str)
+    split = get_value(item, "split", str)
     if split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
-    sentences = _get(item, "sentences", list)
+    sentences = get_value(item, "sentences", list)
     if not all(isinstance(sentence, dict) for sentence in sentences):
         raise UserError("'sentences' must hold objects with 'raw' and 'sentid'")
     return CaptionedImage(
-        image_id=_get(item, "cocoid" if dataset == "coco" else "imgid", int),
-        file=str(PurePosixPath(_get(item, "filepath", str), filename)) if dataset == "coco" else filename,
-        captions=tuple(_get(sentence, "raw", str) for sentence in sentences),
-        caption_ids=tuple(_get(sentence, "sentid", int) for sentence in sentences),
+        image_id=get_value(item, "cocoid" if dataset == "coco" else "imgid", int),
+        file=str(PurePosixPath(get_value(item, "filepath", str), filename)) if dataset == "coco" else filename,
+        captions=tuple(get_value(sentence, "raw", str) for sentence in sentences),
+        caption_ids=tuple(get_value(sentence, "sentid", int) for sentence in sentences),
         split=_joined(split, join_restval),
         dataset=name,
         filename=filename,
     )
 
 
-def _check_unique(kind: str, ids: Sequence[int], seen: set[int]) -> None:
-    repeated = [value for value in ids if value in seen or ids.count(value) > 1]
-    if repeated:
-        raise UserError(f"{kind} id {repeated[0]} occurs more than once in the file; ids must be unique")
-
-
-def _get(item: dict[str, Any], key: str, expected: type) -> Any:
-    if key not in item:
-        raise UserError(f"has no {key!r}")
-    value = item[key]
-    # `type` instead of `isinstance`: true and false are instances of int.
-    if type(value) is not expected:
-        raise UserError(f"{key!r} must be of type {expected.__name__}, got {value!r:.60}")
-    return value
-
-
 def _joined(split: str, join_restval: bool) -> str:
     return "train" if split == "restval" and join_restval else split
 
 
-def _label(position: int, item: Any) -> str:
-    filename = item.get("filename") if isinstance(item, dict) else None
-    return f"image {position} ({filename})" if isinstance(filename, str) else f"image {position}"
+def _check_unicode(kind: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{kind} {text!r:.60} is not valid Unicode: {error.reason}") from error

@@ -1,281 +1,398 @@
 """Writer of WebDataset shards: plain tar files that any reader of open_clip, img2dataset or webdataset understands."""
 
-import filecmp
 import hashlib
-import io
 import json
 import os
-import re
-import warnings
+import random
+import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from vl_plugins import __version__
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_json
+from vl_plugins.data.annotations import CaptionedImage, RejectedImage
+from vl_plugins.data.images import ImageInfo, inspect_image, resize_image
+from vl_plugins.data.manifest import is_shard_of, read_manifest, shard_name, to_json, update_index
+from vl_plugins.data.parallel import map_in_processes
+from vl_plugins.data.storage import Folder, error_text
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
-__all__ = [
-    "IMAGE_EXTENSIONS",
-    "MANIFEST_FILE",
-    "SIZES_FILE",
-    "ForeignManifestError",
-    "inspect_image",
-    "read_manifest",
-    "write_shards",
-]
+__all__ = ["is_training_split", "write_shards"]
 
-MANIFEST_FILE = "manifest.json"
-SIZES_FILE = "sizes.json"
-REJECTED_FILE = "rejected.jsonl"
+# Images that a worker measures at a time; a shard is not known yet when shards are cut by size after a resize.
+MEASURED_TOGETHER = 256
 
-# PIL's name of a format -> extension. MPO is what cameras write: a JPEG with further pictures that readers ignore.
-IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# Tar headers have room for 100 characters, and "-00000000.webp" follows.
+LONGEST_NAME = 86
 
 
-class ForeignManifestError(UserError):
-    """A ``manifest.json`` that :func:`write_shards` did not write."""
+@dataclass(frozen=True)
+class _Encoding:
+    """How an image becomes a sample."""
+
+    image_root: Path
+    resize: int | None
+    quality: int
+    on_error: str
 
 
-def inspect_image(data: bytes) -> tuple[str, int, int]:
-    """Decode an image completely, to be sure that training will be able to.
+@dataclass(frozen=True)
+class _Shard:
+    """A shard to write: its file name, and the images by key."""
+
+    file: str
+    images: Mapping[str, CaptionedImage]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What became of a shard.
 
     Args:
-        data: content of an image file.
-
-    Returns:
-        Extension that fits the content (``"jpg"``, ``"png"`` or ``"webp"``), width and height in pixels.
-
-    Raises:
-        UserError: the content is empty, not an image, of another format, damaged, or of more pixels than
-            ``PIL.Image.MAX_IMAGE_PIXELS``.
+        facts: the shard's entry in the manifest.
+        captions_per_image: how many images have how many captions.
+        rejected: images that could not be used.
     """
-    image_module = require("PIL.Image", extra="data")
-    if not data:
-        raise UserError("the file is empty")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", image_module.DecompressionBombWarning)
-            with image_module.open(io.BytesIO(data)) as image:
-                extension = IMAGE_EXTENSIONS.get(image.format)
-                if extension is not None:
-                    image.load()
-                image_format, (width, height) = image.format, image.size
-    except image_module.UnidentifiedImageError:
-        raise UserError("the file is not an image") from None
-    except (image_module.DecompressionBombWarning, image_module.DecompressionBombError):
-        raise UserError(f"the image has more than {image_module.MAX_IMAGE_PIXELS:,} pixels") from None
-    # Decoders of damaged files raise nearly anything: OSError, SyntaxError, ValueError, struct.error, zlib.error.
-    except Exception as error:
-        raise UserError(f"the image is damaged: {error}") from error
-    if extension is None:
-        raise UserError(f"the format {image_format} is not supported; supported are JPEG, PNG and WebP")
-    return extension, width, height
 
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the entries that :func:`write_shards` made, by ``<dataset>-<split>``; None when there is no manifest.
-
-    Raises:
-        UserError: ``manifest.json`` cannot be read.
-        ForeignManifestError: it is something else.
-    """
-    file = folder / MANIFEST_FILE
-    if not file.exists():
-        return None
-    manifest = read_json(file)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
-        raise ForeignManifestError(f"{file} is not a manifest of vl-plugins shards")
-    return manifest["splits"]
+    facts: dict[str, Any]
+    captions_per_image: Counter[int]
+    rejected: list[RejectedImage]
 
 
 def write_shards(
     images: Sequence[CaptionedImage],
-    image_root: str | Path,
-    out: str | Path,
+    image_root: str | os.PathLike,
+    out: str | os.PathLike,
     *,
     samples_per_shard: int = 1000,
+    shard_size_mb: float | None = None,
+    resize: int | None = None,
+    quality: int = 95,
+    workers: int = 1,
+    seed: int | None = None,
     on_error: str = "raise",
     overwrite: bool = False,
+    dry_run: bool = False,
     rejected: Sequence[RejectedImage] = (),
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Write captioned images as shards ``<dataset>-<split>-000000.tar``, ... with ``sizes.json`` and ``manifest.json``.
 
-    Shard ``i`` of a split holds its images ``i * samples_per_shard`` and following, in source order. Image ``j`` has
-    the key ``<dataset>-<split>-<j, eight digits>`` and three members: ``.jpg``, ``.png`` or ``.webp`` (the bytes of
-    the image file; the extension follows the content), ``.txt`` (the first caption) and ``.json`` (``image_id``,
-    ``captions``, ``caption_ids``, ``split``, ``dataset``, ``filename``, ``width``, ``height``). An image that turns out
-    to be unusable leaves its key unused, so the keys and shards of all others do not depend on it.
+    Image ``j`` of a split, in source order or shuffled by ``seed``, has the key ``<dataset>-<split>-<j, eight digits>``
+    and three members: ``.jpg``, ``.png`` or ``.webp`` (the bytes of the image file; the extension follows the content),
+    ``.txt`` (the first caption) and ``.json`` (``image_id``, ``captions``, ``caption_ids``, ``split``, ``dataset``,
+    ``filename``, ``width``, ``height``). An image that turns out to be unusable leaves its key unused, so the keys and
+    shards of all others do not depend on it.
 
-    The same input gives the same bytes. A shard gets its name when it is complete and on disk; after an error the
-    complete shards stay, and a further run writes the same ones again. ``sizes.json`` and ``manifest.json`` cover all
-    splits of the folder and are updated when a split is complete, ``manifest.json`` last.
+    The same input gives the same bytes with any number of workers. A shard gets its name when it is complete and on
+    disk. A run that is repeated after it was stopped, in whatever way, keeps the complete shards and writes the others;
+    the result is the same as without the interruption. Image files must not change in between: one that has changed is
+    noticed by its size and time. ``sizes.json`` and ``manifest.json`` cover all splits of the folder and are updated
+    when a split is complete, ``manifest.json`` last.
+
+    Images are checked by :func:`~vl_plugins.data.images.inspect_image`; the pixels of JPEG files are decoded only where
+    the end is missing or a resize asks for it. ``vl-plugins shards verify`` decodes them all.
 
     Args:
         images: what to write, of one or several splits.
         image_root: folder that ``CaptionedImage.file`` is relative to.
-        out: folder for the shards; made when missing.
-        samples_per_shard: number of images per shard.
+        out: folder for the shards, a path or a URL of fsspec; made when missing.
+        samples_per_shard: number of images per shard; not used when ``shard_size_mb`` is given.
+        shard_size_mb: size in megabytes (10^6 bytes) that no shard exceeds, unless one image alone does.
+        resize: number of pixels that the shorter side of larger images is reduced to; by default files stay untouched.
+        quality: of JPEG and WebP images that are resized, 1 to 100.
+        workers: number of processes. They are started by the method ``spawn``: a script that asks for more than one
+            needs ``if __name__ == "__main__":``.
+        seed: shuffles the training splits (:func:`is_training_split`); by default all splits are in source order.
         on_error: ``"raise"`` stops at the first image that cannot be used; ``"skip"`` leaves it out and lists it
             in ``rejected.jsonl``.
         overwrite: whether existing shards of the same data set and split with other contents are replaced.
+        dry_run: whether to read and check everything and to write nothing.
         rejected: images rejected before, for ``rejected.jsonl`` and the counts.
         source: where the images come from, for the manifest; values must be JSON.
 
     Returns:
-        The manifest's entry of each split written, by ``<dataset>-<split>``.
+        The manifest's entry of each split, by ``<dataset>-<split>``.
 
     Raises:
         UserError: there is nothing to write; an image is missing, damaged, of an unsupported format, or too large
             (with ``on_error="raise"``, or when all are); shards with other contents exist (without ``overwrite``);
-            the folder cannot be written. No partial shard is left behind.
+            the folder cannot be written; an argument is out of range, or ``seed`` is given and no split is for
+            training. No partial shard is left behind.
     """
-    if on_error not in ("raise", "skip"):
-        raise UserError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    if samples_per_shard < 1:
-        raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
+    _check_options(samples_per_shard, shard_size_mb, resize, quality, workers, on_error)
     if not images:
         raise UserError("there are no images to write")
-    # Now, because a missing module or a foreign manifest is nothing that `on_error` should skip.
-    for module in ("webdataset", "PIL.Image"):
-        require(module, extra="data")
-    image_root, out = Path(image_root), Path(out)
-    read_manifest(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror}") from error
-
     splits: dict[str, list[CaptionedImage]] = {}
     for image in images:
         splits.setdefault(f"{image.dataset}-{image.split}", []).append(image)
+    if len(longest := max(splits, key=len)) > LONGEST_NAME:
+        raise UserError(f"the name {longest} is longer than {LONGEST_NAME} characters, too long for names in tar files")
+    if seed is not None:
+        _shuffle_training_splits(splits, seed)
+    # Now, because a missing module or a foreign manifest is nothing that `on_error` should skip.
+    require("PIL.Image", extra="data")
+    out = Folder(out)
+    read_manifest(out)
+    if not dry_run:
+        out.make()
+
+    encoding = _Encoding(Path(image_root), resize, quality, on_error)
+    options = {
+        **({"samples_per_shard": samples_per_shard} if shard_size_mb is None else {"shard_size_mb": shard_size_mb}),
+        **({} if resize is None else {"resize": resize, "quality": quality}),
+        "on_error": on_error,
+    }
     entries = {}
     for name, members in splits.items():
-        unusable = [item for item in rejected if item.split == members[0].split]
-        # None collects nothing: the first unusable image raises.
-        skipped = unusable if on_error == "skip" else None
-        shards, captions_per_image = _write_split(name, members, image_root, out, samples_per_shard, skipped, overwrite)
-        entries[name] = {
-            "source": dict(source or {}),
-            "options": {"samples_per_shard": samples_per_shard, "on_error": on_error},
-            "images": captions_per_image.total(),
-            "captions": _number_of_captions(captions_per_image),
-            "rejected": len(unusable),
-            "captions_per_image": {
-                "min": min(captions_per_image),
-                "max": max(captions_per_image),
-                "histogram": {str(captions): number for captions, number in sorted(captions_per_image.items())},
-            },
-            "shards": shards,
-        }
-        _update_index(out, name, entries[name], unusable)
+        if shard_size_mb is None:
+            starts = range(0, len(members), samples_per_shard)
+        else:
+            starts = _cut_by_size(_sample_sizes(name, members, encoding, workers), shard_size_mb * 1e6)
+        shards = _shards(name, members, starts)
+        written = _write_split(name, shards, encoding, out, workers, overwrite, dry_run)
+        of_split = [item for item in rejected if item.split == members[0].split]
+        of_split += [item for shard in written for item in shard.rejected]
+        shuffled = {"seed": seed} if seed is not None and is_training_split(members[0].split) else {}
+        entries[name] = _manifest_entry(shards, written, dict(source or {}), options | shuffled, len(of_split))
+        if not dry_run:
+            update_index(out, name, entries[name], of_split)
+    # Not before, or a run that stops in the last split would begin again with the first.
+    for name in () if dry_run else splits:
+        _remove_traces(name, out)
     return entries
+
+
+def is_training_split(split: str) -> bool:
+    """Return whether a split is for training: ``train``, ``restval``, or a name that begins with ``train``.
+
+    >>> [is_training_split(split) for split in ("train", "train2017", "restval", "val", "test")]
+    [True, True, True, False, False]
+    """
+    return split.startswith("train") or split == "restval"
+
+
+def _check_options(
+    samples_per_shard: int, shard_size_mb: float | None, resize: int | None, quality: int, workers: int, on_error: str
+) -> None:
+    if on_error not in ("raise", "skip"):
+        raise UserError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    for name, value in (("samples_per_shard", samples_per_shard), ("resize", resize), ("workers", workers)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if shard_size_mb is not None and not 0 < shard_size_mb < float("inf"):
+        raise UserError(f"shard_size_mb must be more than 0, got {shard_size_mb}")
+    if not 1 <= quality <= 100:
+        raise UserError(f"quality must be 1 to 100, got {quality}")
+
+
+def _shuffle_training_splits(splits: dict[str, list[CaptionedImage]], seed: int) -> None:
+    training = [name for name, members in splits.items() if is_training_split(members[0].split)]
+    if not training:
+        raise UserError(f"seed shuffles training splits, and none of {', '.join(splits)} is one")
+    for name in training:
+        random.Random(f"{seed}/{name}").shuffle(splits[name])
+
+
+def _shards(name: str, images: Sequence[CaptionedImage], starts: Sequence[int]) -> list[_Shard]:
+    stops = [*starts[1:], len(images)]
+    return [
+        _Shard(shard_name(name, number), {f"{name}-{index:08d}": images[index] for index in range(start, stop)})
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    ]
+
+
+def _sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: _Encoding, workers: int) -> Iterable[int]:
+    """Yield the bytes that each image will take in a shard, or slightly more; 0 for one that cannot be used."""
+    keyed = [(f"{name}-{index:08d}", image) for index, image in enumerate(images)]
+    if encoding.resize is None:
+        return (_size_from_file(key, image, encoding) for key, image in keyed)
+    chunks = [keyed[start : start + MEASURED_TOGETHER] for start in range(0, len(keyed), MEASURED_TOGETHER)]
+    results = map_in_processes(partial(_sizes_encoded, encoding), chunks, workers)
+    progress = tqdm(results, desc=f"{name}: sizes", total=len(chunks), unit=f"{MEASURED_TOGETHER} images", disable=None)
+    return (size for sizes in progress for size in sizes)
+
+
+def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int:
+    try:
+        size = (encoding.image_root / image.file).stat().st_size
+    except (OSError, ValueError):
+        return 0
+    # Nothing has more digits than this; a number of pixels has at most as many.
+    widest = ImageInfo("webp", 10**9, 10**9, "RGB")
+    return _size_in_tar(_members(key, image, b"", widest)) + _padded(size)
+
+
+def _sizes_encoded(encoding: _Encoding, keyed: Sequence[tuple[str, CaptionedImage]]) -> list[int]:
+    sizes = []
+    for key, image in keyed:
+        try:
+            sizes.append(_size_in_tar(_encode(key, image, encoding)))
+        except UserError:
+            sizes.append(0)  # said where it is written
+    return sizes
+
+
+def _size_in_tar(members: Mapping[str, bytes]) -> int:
+    return sum(tarfile.BLOCKSIZE + _padded(len(data)) for data in members.values())
+
+
+def _padded(size: int, unit: int = tarfile.BLOCKSIZE) -> int:
+    return -(-size // unit) * unit
+
+
+def _cut_by_size(sizes: Iterable[int], limit: float) -> list[int]:
+    """Return where each shard starts, when none has more than ``limit`` bytes unless it holds one sample."""
+    # What the end of an archive takes at most.
+    start_bytes = tarfile.RECORDSIZE + 2 * tarfile.BLOCKSIZE
+    starts, filled = [0], start_bytes
+    for index, size in enumerate(sizes):
+        if index > starts[-1] and filled + size > limit:
+            starts.append(index)
+            filled = start_bytes
+        filled += size
+    return starts
 
 
 def _write_split(
     name: str,
-    images: list[CaptionedImage],
-    image_root: Path,
-    out: Path,
-    samples_per_shard: int,
-    skipped: list[RejectedImage] | None,
+    shards: Sequence[_Shard],
+    encoding: _Encoding,
+    out: Folder,
+    workers: int,
     overwrite: bool,
-) -> tuple[dict[str, dict[str, Any]], Counter[int]]:
-    """Write one split; return the manifest's entry of each shard, and how many images have how many captions."""
-    starts = range(0, len(images), samples_per_shard)
-    paths = [out / f"{name}-{index:06d}.tar" for index in range(len(starts))]
-    surplus = [path for path in out.iterdir() if _is_shard_of(name, path) and path not in paths]
+    dry_run: bool,
+) -> list[_Written]:
+    """Write the shards of one split; return what became of each."""
+    present = out.names()
+    files = {shard.file for shard in shards}
+    surplus = [file for file in present if is_shard_of(name, file) and file not in files]
     if surplus and not overwrite:
-        raise _conflict(min(surplus))
-    if overwrite and (out / MANIFEST_FILE).exists():
-        # An index of shards that are about to change would be wrong if this run stopped half-way.
-        _update_index(out, name, None, [])
-
-    shards: dict[str, dict[str, Any]] = {}
-    captions_per_image: Counter[int] = Counter()
+        raise _conflict(out / surplus[0])
+    if not dry_run:
+        for pattern in (rf"\.?{name}-\d{{6}}\.tar(\.done)?", r"(manifest|sizes)\.json", r"rejected\.jsonl"):
+            out.remove_partial(pattern)
+        if overwrite and name in (read_manifest(out) or {}):
+            # An index of shards that are about to change would be wrong if this run stopped half-way.
+            update_index(out, name, None)
+    write = partial(_write_shard, encoding, out, overwrite, dry_run)
+    written = []
+    number = sum(len(shard.images) for shard in shards)
     # disable=None: no bar where nobody watches, such as in a log file.
-    with tqdm(total=len(images), desc=name, unit="image", disable=None) as progress:
-        for path, start in zip(paths, starts, strict=True):
-            chunk = images[start : start + samples_per_shard]
-            members = {f"{name}-{index:08d}": image for index, image in enumerate(chunk, start)}
-            shards[path.name], captions = _write_shard(path, members, image_root, skipped, overwrite, progress)
-            captions_per_image += captions
-    if not captions_per_image:
-        for path in paths:
-            path.unlink()
-        last = skipped[-1]
-        raise UserError(f"none of the {len(images)} images of {name} can be used; {last.image}: {last.reason}")
-    for path in surplus:
-        path.unlink()
-    return shards, captions_per_image
+    with tqdm(total=number, desc=name, unit="image", disable=None) as progress:
+        for shard, result in zip(shards, map_in_processes(write, shards, workers), strict=True):
+            written.append(result)
+            progress.update(len(shard.images))
+    if not dry_run and (lost := files - set(out.names())):
+        raise UserError(
+            f"{out / min(lost)} was written by a process of its own and cannot be seen here: give --workers 1"
+        )
+    if not any(result.captions_per_image for result in written):
+        if not dry_run:
+            for file in files:
+                out.remove(file)
+            _remove_traces(name, out)
+        last = written[-1].rejected[-1]
+        raise UserError(f"none of the {number} images of {name} can be used; {last.image}: {last.reason}")
+    for file in () if dry_run else surplus:
+        out.remove(file)
+    return written
 
 
-def _write_shard(
-    path: Path,
-    images: Mapping[str, CaptionedImage],
-    image_root: Path,
-    skipped: list[RejectedImage] | None,
-    overwrite: bool,
-    progress: tqdm,
-) -> tuple[dict[str, Any], Counter[int]]:
-    """Write one shard of images by key; return its manifest entry, and how many images have how many captions."""
-    webdataset = require("webdataset", extra="data")
+def _write_shard(encoding: _Encoding, out: Folder, overwrite: bool, dry_run: bool, shard: _Shard) -> _Written:
+    """Write one shard, unless the record of an earlier run shows that it is there."""
+    fingerprint = _fingerprint(shard, encoding)
+    written = _read_record(out, shard.file, fingerprint)
+    if written is not None:
+        return written
+    with open(os.devnull, "wb") if dry_run else out.write(shard.file) as stream:
+        written = _write_samples(shard, encoding, stream)
+        if not overwrite and out.exists(shard.file) and out.sha256(shard.file) != written.facts["sha256"]:
+            raise _conflict(out / shard.file)
+    if not dry_run:
+        with out.write(_record_file(shard.file)) as stream:
+            record = {"fingerprint": fingerprint, **vars(written), "rejected": list(map(vars, written.rejected))}
+            stream.write(to_json(record))
+    return written
+
+
+def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Written:
     captions_per_image: Counter[int] = Counter()
-    with _complete_file(path, overwrite) as stream:
-        hashed = _HashedStream(stream)
-        # A fixed owner, mode and time make the bytes reproducible.
-        with webdataset.TarWriter(hashed, encoder=False, user="", group="", mode=0o644, mtime=0) as tar:
-            for key, image in images.items():
-                progress.update()
-                try:
-                    sample = _encode_sample(key, image, image_root)
-                except UserError as error:
-                    if skipped is None:
-                        raise UserError(f"{image_root / image.file} (image id {image.image_id}): {error}") from error
-                    skipped.append(RejectedImage(image.file, image.split, str(error)))
-                    continue
-                tar.write(sample)
-                captions_per_image[len(image.captions)] += 1
-    return {
+    rejected = []
+    hashed = _HashedStream(stream)
+    for key, image in shard.images.items():
+        try:
+            members = _encode(key, image, encoding)
+        except UserError as error:
+            if encoding.on_error == "raise":
+                place = encoding.image_root / image.file
+                raise UserError(f"{place} (image id {image.image_id}): {error}") from error
+            rejected.append(RejectedImage(image.file, image.split, str(error)))
+            continue
+        for piece in _tar_pieces(members):
+            hashed.write(piece)
+        captions_per_image[len(image.captions)] += 1
+    # The end of an archive: two empty blocks, filled up to a record.
+    hashed.write(bytes(_padded(hashed.size + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - hashed.size))
+    facts = {
         "samples": captions_per_image.total(),
         "captions": _number_of_captions(captions_per_image),
         "bytes": hashed.size,
         "sha256": hashed.digest.hexdigest(),
-    }, captions_per_image
-
-
-def _encode_sample(key: str, image: CaptionedImage, image_root: Path) -> dict[str, Any]:
-    """Return the members of one sample as bytes, by extension."""
-    try:
-        data = (image_root / image.file).read_bytes()
-    # ValueError: a null character in the path.
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the file: {getattr(error, 'strerror', None) or error}") from error
-    extension, width, height = inspect_image(data)
-    return {
-        "__key__": key,
-        extension: data,
-        "txt": image.captions[0].encode(),
-        "json": _to_json(
-            {
-                "image_id": image.image_id,
-                "captions": image.captions,
-                "caption_ids": image.caption_ids,
-                "split": image.split,
-                "dataset": image.dataset,
-                "filename": image.filename,
-                "width": width,
-                "height": height,
-            }
-        ),
     }
+    return _Written(facts, captions_per_image, rejected)
+
+
+def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, bytes]:
+    """Return the members of one sample by name."""
+    try:
+        data = (encoding.image_root / image.file).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error_text(error)}") from error
+    except ValueError as error:  # a null character in the path
+        raise UserError(f"cannot read the file: {error}") from error
+    if encoding.resize is None:
+        info = inspect_image(data, decode=False)
+    else:
+        data, info = resize_image(data, encoding.resize, quality=encoding.quality)
+    return _members(key, image, data, info)
+
+
+def _members(key: str, image: CaptionedImage, data: bytes, info: ImageInfo) -> dict[str, bytes]:
+    metadata = {
+        "image_id": image.image_id,
+        "captions": image.captions,
+        "caption_ids": image.caption_ids,
+        "split": image.split,
+        "dataset": image.dataset,
+        "filename": image.filename,
+        "width": info.width,
+        "height": info.height,
+    }
+    return {
+        f"{key}.{info.extension}": data,
+        f"{key}.txt": image.captions[0].encode(),
+        f"{key}.json": to_json(metadata),
+    }
+
+
+def _tar_pieces(members: Mapping[str, bytes]) -> Iterator[bytes]:
+    """Yield the bytes of one sample in a tar file.
+
+    ``tarfile`` makes the headers; its ``addfile`` would take as long again to copy the data in small pieces.
+    """
+    for name, data in sorted(members.items()):
+        # The defaults make the bytes reproducible: time 0, no owner, mode 644.
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        yield member.tobuf(tarfile.USTAR_FORMAT)
+        yield data
+        yield bytes(_padded(len(data)) - len(data))
 
 
 class _HashedStream:
@@ -286,73 +403,79 @@ class _HashedStream:
         self.size = 0
         self.digest = hashlib.sha256()
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes) -> None:
         self.size += len(data)
         self.digest.update(data)
-        return self.stream.write(data)
+        self.stream.write(data)
 
 
-@contextmanager
-def _complete_file(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under its name when it is complete and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
+def _fingerprint(shard: _Shard, encoding: _Encoding) -> str:
+    """Return a hash of all that the content of a shard depends on."""
+    images = []
+    for key, image in shard.images.items():
+        try:
+            status = (encoding.image_root / image.file).stat()
+            state = [status.st_size, status.st_mtime_ns]
+        except (OSError, ValueError):
+            state = None
+        images.append([key, vars(image), state])
+    options = [encoding.resize, encoding.quality, encoding.on_error]
+    return hashlib.sha256(to_json([images, options])).hexdigest()
+
+
+def _record_file(file: str) -> str:
+    """Return the name of the file that records, until its split is complete, that a shard is."""
+    return f".{file}.done"
+
+
+def _read_record(out: Folder, file: str, fingerprint: str) -> _Written | None:
+    """Return what an earlier run has recorded of a shard, if this run would write the same and it is still there."""
     try:
-        with temporary.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        if not overwrite and path.exists() and not filecmp.cmp(temporary, path, shallow=False):
-            raise _conflict(path)
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+        record = json.loads(out.read(_record_file(file)))
+        if record["fingerprint"] != fingerprint or out.sha256(file) != record["facts"]["sha256"]:
+            return None
+        captions_per_image = Counter({int(count): images for count, images in record["captions_per_image"].items()})
+        return _Written(record["facts"], captions_per_image, [RejectedImage(**item) for item in record["rejected"]])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # there is none (a UserError, so a ValueError), or it is not ours
 
 
-def _update_index(out: Path, name: str, entry: dict[str, Any] | None, rejected: Sequence[RejectedImage]) -> None:
-    """Put the entry of one split into the files that describe the folder, or with None take it out of them."""
-    manifest_file, sizes_file, rejected_file = out / MANIFEST_FILE, out / SIZES_FILE, out / REJECTED_FILE
-    splits = read_manifest(out) or {}
-    sizes = read_json(sizes_file) if sizes_file.exists() else {}
-    lines = rejected_file.read_text(encoding="utf-8").splitlines() if rejected_file.exists() else []
-
-    splits.pop(name, None)
-    sizes = {shard: samples for shard, samples in sizes.items() if not _is_shard_of(name, out / shard)}
-    lines = [line for line in lines if json.loads(line)["shards"] != name]
-    if entry is not None:
-        splits[name] = entry
-        sizes |= {shard: facts["samples"] for shard, facts in entry["shards"].items()}
-        lines += [json.dumps({"shards": name, **asdict(item)}, ensure_ascii=False) for item in rejected]
-
-    if lines:
-        _write_file(rejected_file, "".join(f"{line}\n" for line in lines).encode())
-    else:
-        rejected_file.unlink(missing_ok=True)
-    _write_file(sizes_file, _to_json(sizes, indent=2))
-    _write_file(manifest_file, _to_json({"tool": f"vl_plugins {__version__}", "splits": splits}, indent=2))
+def _remove_traces(name: str, out: Folder) -> None:
+    """Remove what only an interrupted run needs."""
+    for file in out.names():
+        shard = file.removeprefix(".").removesuffix(".done")
+        if file == _record_file(shard) and is_shard_of(name, shard):
+            out.remove(file)
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with _complete_file(path, overwrite=True) as stream:
-        stream.write(data)
-
-
-def _to_json(value: Any, **options: Any) -> bytes:
-    # Readable in any language, and the same bytes whatever order the keys were set in.
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, **options).encode()
-
-
-def _is_shard_of(name: str, path: Path) -> bool:
-    return re.fullmatch(rf"{re.escape(name)}-\d{{6}}\.tar", path.name) is not None
+def _manifest_entry(
+    shards: Sequence[_Shard],
+    written: Sequence[_Written],
+    source: dict[str, Any],
+    options: dict[str, Any],
+    rejected: int,
+) -> dict[str, Any]:
+    captions_per_image = sum((result.captions_per_image for result in written), Counter())
+    return {
+        "source": source,
+        "options": options,
+        "images": captions_per_image.total(),
+        "captions": _number_of_captions(captions_per_image),
+        "rejected": rejected,
+        "captions_per_image": {
+            "min": min(captions_per_image),
+            "max": max(captions_per_image),
+            "histogram": {str(captions): number for captions, number in sorted(captions_per_image.items())},
+        },
+        "shards": {shard.file: result.facts for shard, result in zip(shards, written, strict=True)},
+    }
 
 
 def _number_of_captions(captions_per_image: Counter[int]) -> int:
     return sum(captions * images for captions, images in captions_per_image.items())
 
 
-def _conflict(path: Path) -> UserError:
+def _conflict(file: str) -> UserError:
     return UserError(
-        f"{path} exists and does not belong to this run; replace it with --overwrite, or choose another folder"
+        f"{file} exists and does not belong to this run; replace it with --overwrite, or choose another folder"
     )

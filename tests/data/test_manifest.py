@@ -1,0 +1,103 @@
+import json
+import multiprocessing
+import uuid
+
+import pytest
+
+from vl_plugins.data.annotations import RejectedImage
+from vl_plugins.data.manifest import (
+    ForeignManifestError,
+    is_shard_of,
+    read_manifest,
+    read_sizes,
+    shard_name,
+    to_json,
+    update_index,
+)
+from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError
+
+
+def make_entry(name, *samples):
+    return {"shards": {shard_name(name, index): {"samples": number} for index, number in enumerate(samples)}}
+
+
+def test_names():
+    assert shard_name("coco-train", 7) == "coco-train-000007.tar"
+    assert is_shard_of("coco-train", "coco-train-000007.tar")
+    for other in ("coco-train-07.tar", "coco-train-000007.tar.gz", "coco-train-x-000007.tar", "coco-train2-000007.tar"):
+        assert not is_shard_of("coco-train", other)
+
+
+def test_json_is_readable_and_does_not_depend_on_the_order_of_keys():
+    assert to_json({"b": "é", "a": 1}) == to_json({"a": 1, "b": "é"}) == '{"a": 1, "b": "é"}'.encode()
+
+
+@pytest.mark.parametrize("kind", ["path", "text", "URL"])
+def test_entries_come_and_go(tmp_path, kind):
+    location = {"path": tmp_path, "text": str(tmp_path), "URL": f"memory://{uuid.uuid4()}"}[kind]
+    folder = Folder(location)
+    folder.make()
+    assert read_manifest(location) is read_sizes(location) is None
+    update_index(folder, "a-train", make_entry("a-train", 3, 2), [RejectedImage("x.jpg", "train", "blank")])
+    update_index(folder, "a-val", make_entry("a-val", 1), [RejectedImage("ü\u2028.jpg", "val", "empty")])
+    assert (
+        read_manifest(location)
+        == read_manifest(folder)
+        == {
+            "a-train": make_entry("a-train", 3, 2),
+            "a-val": make_entry("a-val", 1),
+        }
+    )
+    assert read_sizes(location) == {"a-train-000000.tar": 3, "a-train-000001.tar": 2, "a-val-000000.tar": 1}
+    assert [json.loads(line) for line in folder.read("rejected.jsonl").decode().split("\n")[:-1]] == [
+        {"shards": "a-train", "image": "x.jpg", "split": "train", "reason": "blank"},
+        {"shards": "a-val", "image": "ü\u2028.jpg", "split": "val", "reason": "empty"},
+    ]
+    update_index(folder, "a-train", make_entry("a-train", 4))
+    assert read_sizes(location) == {"a-train-000000.tar": 4, "a-val-000000.tar": 1}
+    update_index(folder, "a-val", None)
+    assert read_sizes(location) == {"a-train-000000.tar": 4}
+    assert read_manifest(location) == {"a-train": make_entry("a-train", 4)}
+    assert folder.names() == ["manifest.json", "sizes.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("[]", ForeignManifestError, "manifest.json is not a manifest of vl-plugins shards"),
+        ('{"splits": []}', ForeignManifestError, "is not a manifest"),
+        ("{", UserError, "manifest.json is not valid JSON"),
+        ("[" * 100_000, UserError, "manifest.json is nested too deeply"),
+        ("1" * 5000, UserError, "manifest.json cannot be read: Exceeds the limit"),
+        (b"\xff\xfe", UserError, "manifest.json is not UTF-8 text"),
+    ],
+)
+def test_other_manifests(tmp_path, content, error, message):
+    (tmp_path / "manifest.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(error, match=message) as raised:
+        read_manifest(tmp_path)
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("content", ["[]", '{"a.tar": "3"}', '{"a.tar": 2.5}', '{"a.tar": true}'])
+def test_other_sizes(tmp_path, content):
+    (tmp_path / "sizes.json").write_text(content)
+    with pytest.raises(UserError, match=r"sizes.json must hold an object of shard names and numbers of samples"):
+        read_sizes(tmp_path)
+
+
+def add_entries(location, prefix):
+    for number in range(15):
+        name = f"{prefix}-split{number}"
+        update_index(Folder(location), name, make_entry(name, 1))
+
+
+def test_processes_that_write_at_the_same_time_keep_each_others_entries(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=add_entries, args=(str(tmp_path), prefix)) for prefix in ("a", "b")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(read_manifest(tmp_path)) == len(read_sizes(tmp_path)) == 30

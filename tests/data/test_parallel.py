@@ -1,0 +1,116 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vl_plugins.data.parallel import map_in_processes, usable_cores
+from vl_plugins.errors import UserError
+
+
+def double_after(task):
+    value, seconds = task
+    time.sleep(seconds)
+    return 2 * value, os.getpid()
+
+
+def fail_at_three(value):
+    if value == 3:
+        raise UserError("three is wrong")
+    return value
+
+
+def touch(file):
+    with open(file, "w"):
+        time.sleep(0.05)
+    if file.endswith("0"):
+        raise UserError("zero is wrong")
+
+
+def die(value):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 9])
+def test_results_come_in_the_order_of_the_tasks(workers):
+    tasks = [(value, 0.2 if value == 0 else 0) for value in range(5)]
+    results = list(map_in_processes(double_after, tasks, workers))
+    assert [value for value, _ in results] == [0, 2, 4, 6, 8]
+    processes = {process for _, process in results}
+    assert (processes == {os.getpid()}) == (workers == 1)
+    assert len(processes) <= workers
+
+
+def test_no_tasks():
+    assert list(map_in_processes(double_after, [], 4)) == []
+
+
+def test_one_task_needs_no_other_process():
+    assert list(map_in_processes(double_after, [(1, 0)], 4)) == [(2, os.getpid())]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_failure_ends_it(workers):
+    results = map_in_processes(fail_at_three, range(6), workers)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(UserError, match="three is wrong"):
+        next(results)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_has_not_begun_does_not_begin_after_a_failure(tmp_path, workers):
+    files = [str(tmp_path / str(number)) for number in range(40)]
+    with pytest.raises(UserError, match="zero is wrong"):
+        list(map_in_processes(touch, files, workers))
+    assert len(os.listdir(tmp_path)) < 10
+
+
+def test_a_worker_that_is_killed_is_said():
+    with pytest.raises(UserError, match="a worker process was killed, perhaps because the memory was full"):
+        list(map_in_processes(die, range(4), 2))
+
+
+def test_wrong_number_of_workers():
+    with pytest.raises(UserError, match="workers must be at least 1, got 0"):
+        list(map_in_processes(double_after, [(1, 0)], 0))
+
+
+def test_usable_cores():
+    assert 1 <= usable_cores() <= os.cpu_count()
+
+
+PARENT = """
+import os, sys, time
+from vl_plugins.data.parallel import map_in_processes
+
+def wait(value):
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    list(map_in_processes(wait, range(2), 2))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
+    with parent.stdout:
+        workers = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 20
+    while any(_runs(worker) for worker in workers):
+        assert time.monotonic() < deadline, "the workers outlive their parent"
+        time.sleep(0.05)
+
+
+def _runs(process):
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,120 @@
+"""Files beside shards: ``manifest.json``, ``sizes.json`` and ``rejected.jsonl``, and what they say."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vl_plugins import __version__
+from vl_plugins.data.annotations import RejectedImage
+from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError
+
+__all__ = [
+    "MANIFEST_FILE",
+    "REJECTED_FILE",
+    "SIZES_FILE",
+    "ForeignManifestError",
+    "is_shard_of",
+    "read_manifest",
+    "read_sizes",
+    "shard_name",
+    "to_json",
+    "update_index",
+]
+
+MANIFEST_FILE = "manifest.json"
+SIZES_FILE = "sizes.json"
+REJECTED_FILE = "rejected.jsonl"
+
+
+class ForeignManifestError(UserError):
+    """A ``manifest.json`` that ``vl-plugins shards`` did not write."""
+
+
+def read_manifest(folder: Folder | str | os.PathLike) -> dict[str, dict[str, Any]] | None:
+    """Return the entries of a folder's ``manifest.json`` by ``<dataset>-<split>``; None when there is no manifest.
+
+    Raises:
+        UserError: the file cannot be read.
+        ForeignManifestError: it is something else.
+    """
+    manifest = _read_json(_folder(folder), MANIFEST_FILE)
+    if manifest is None:
+        return None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
+        raise ForeignManifestError(f"{_folder(folder) / MANIFEST_FILE} is not a manifest of vl-plugins shards")
+    return manifest["splits"]
+
+
+def read_sizes(folder: Folder | str | os.PathLike) -> dict[str, int] | None:
+    """Return the number of samples by shard from a folder's ``sizes.json``; None when there is none.
+
+    Raises:
+        UserError: the file cannot be read, or is something else.
+    """
+    sizes = _read_json(_folder(folder), SIZES_FILE)
+    if sizes is not None and not (isinstance(sizes, dict) and all(type(size) is int for size in sizes.values())):
+        raise UserError(f"{_folder(folder) / SIZES_FILE} must hold an object of shard names and numbers of samples")
+    return sizes
+
+
+def update_index(
+    folder: Folder, name: str, entry: dict[str, Any] | None, rejected: Sequence[RejectedImage] = ()
+) -> None:
+    """Put the entry of one split into the files beside the shards, or with None take it out of them.
+
+    Other entries stay, also those that another process writes at the same time into the same local folder.
+    """
+    with folder.lock():
+        splits = read_manifest(folder) or {}
+        sizes = read_sizes(folder) or {}
+        # Not `splitlines`: a file name may hold other characters that end a line.
+        lines = folder.read(REJECTED_FILE).decode().split("\n")[:-1] if folder.exists(REJECTED_FILE) else []
+
+        splits.pop(name, None)
+        sizes = {shard: samples for shard, samples in sizes.items() if not is_shard_of(name, shard)}
+        lines = [line for line in lines if json.loads(line)["shards"] != name]
+        if entry is not None:
+            splits[name] = entry
+            sizes |= {shard: facts["samples"] for shard, facts in entry["shards"].items()}
+            lines += [json.dumps({"shards": name, **asdict(item)}, ensure_ascii=False) for item in rejected]
+
+        if lines:
+            _write(folder, REJECTED_FILE, "".join(f"{line}\n" for line in lines).encode())
+        else:
+            folder.remove(REJECTED_FILE)
+        _write(folder, SIZES_FILE, to_json(sizes, indent=2))
+        # Last: what it lists is complete.
+        _write(folder, MANIFEST_FILE, to_json({"tool": f"vl_plugins {__version__}", "splits": splits}, indent=2))
+
+
+def shard_name(name: str, index: int) -> str:
+    """Return the file name of a shard of the split ``<dataset>-<split>``."""
+    return f"{name}-{index:06d}.tar"
+
+
+def is_shard_of(name: str, file: str) -> bool:
+    """Return whether a file name is one of :func:`shard_name`."""
+    return re.fullmatch(rf"{re.escape(name)}-\d{{6}}\.tar", file) is not None
+
+
+def to_json(value: Any, **options: Any) -> bytes:
+    """Return JSON, readable in any language, and the same bytes whatever order the keys were set in."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, **options).encode()
+
+
+def _folder(folder: Folder | str | os.PathLike) -> Folder:
+    return folder if isinstance(folder, Folder) else Folder(folder)
+
+
+def _read_json(folder: Folder, name: str) -> Any:
+    return parse_json(folder.read(name), folder / name) if folder.exists(name) else None
+
+
+def _write(folder: Folder, name: str, data: bytes) -> None:
+    with folder.write(name) as stream:
+        stream.write(data)

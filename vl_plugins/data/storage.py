@@ -1,0 +1,189 @@
+"""Folders on disk or behind a URL of fsspec, with files that appear complete or not at all."""
+
+import hashlib
+import os
+import posixpath
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+__all__ = ["Folder", "error_text"]
+
+COPY_BYTES = 1 << 20
+
+
+class Folder:
+    """A folder, local or of any file system that fsspec knows. It can be pickled.
+
+    Args:
+        location: a path, or a URL such as ``s3://bucket/shards`` or ``memory://shards``.
+
+    Raises:
+        UserError: fsspec does not know the file system, or its package is not installed.
+    """
+
+    def __init__(self, location: str | os.PathLike):
+        self.location = os.fspath(location)
+        core = require("fsspec.core", extra="data")
+        try:
+            self._files, self._root = core.url_to_fs(self.location)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"cannot use {self.location}: {error}") from error
+        self.is_local = isinstance(self._files, require("fsspec.implementations.local", extra="data").LocalFileSystem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Connections do not travel between processes.
+        return Folder, (self.location,)
+
+    def __truediv__(self, name: str) -> str:
+        """Return the location of a file, as messages and readers name it."""
+        return str(Path(self.location) / name) if self._is_plain_path() else posixpath.join(self.location, name)
+
+    def __str__(self) -> str:
+        return self.location
+
+    def make(self) -> None:
+        """Make the folder and its parents where they are missing."""
+        with self._errors("cannot make the folder", self.location):
+            self._files.makedirs(self._root, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """Return the names of the files in the folder, sorted; none when the folder does not exist."""
+        with self._errors("cannot list", self.location):
+            self._files.invalidate_cache(self._root)
+            try:
+                entries = self._files.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        # Of a file, `ls` lists the file itself.
+        files = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "file")
+        return sorted(posixpath.basename(file) for file in files if file != self._root)
+
+    def exists(self, name: str) -> bool:
+        with self._errors("cannot look for", self / name):
+            return self._files.isfile(self._path(name))
+
+    def read(self, name: str) -> bytes:
+        with self._errors("cannot read", self / name):
+            return self._files.cat_file(self._path(name))
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading; it can seek."""
+        with self._errors("cannot read", self / name):
+            return self._files.open(self._path(name), "rb")
+
+    def sha256(self, name: str) -> str:
+        """Return the hash of a file's content as hexadecimal digits."""
+        digest = hashlib.sha256()
+        with self._errors("cannot read", self / name), self.open(name) as stream:
+            while data := stream.read(COPY_BYTES):
+                digest.update(data)
+        return digest.hexdigest()
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is not there is no error."""
+        with self._errors("cannot remove", self / name), suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file for writing that gets its name when it is complete and stored, or not at all.
+
+        It replaces a file of that name. When the block raises, nothing is left behind; a process that is killed leaves
+        a file ``.<name>.<8 hexadecimal digits>.partial``, which :meth:`remove_partial` removes.
+
+        Raises:
+            UserError: the file cannot be written, because the disk is full for example.
+        """
+        # Its own name in every process: two that write the same file do not write into one another's.
+        temporary = self._path(f".{name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            with self._errors("cannot write", self / name):
+                with self._files.open(temporary, "wb") as stream:
+                    if self.is_local:
+                        _lock(stream, wait=False)
+                    yield stream
+                    if self.is_local:
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                if self.is_local:
+                    # Unlike `mv`, atomic by definition.
+                    os.replace(temporary, self._path(name))
+                else:
+                    self._files.mv(temporary, self._path(name))
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(temporary)
+            raise
+
+    def remove_partial(self, pattern: str) -> None:
+        """Remove what killed processes left of the files whose name matches a regular expression.
+
+        A file that another process is still writing stays, on a local disk.
+        """
+        for name in self.names():
+            if re.fullmatch(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.partial", name) and not self._is_in_use(name):
+                self.remove(name)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Wait until no other process of this machine holds the lock, where the system knows locks."""
+        if not self.is_local or fcntl is None:
+            yield
+            return
+        descriptor = os.open(self._root, os.O_RDONLY)
+        try:
+            _lock(descriptor, wait=True)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _is_plain_path(self) -> bool:
+        return self.is_local and "://" not in self.location
+
+    def _is_in_use(self, name: str) -> bool:
+        if not self.is_local:
+            return False
+        with suppress(OSError), open(self._path(name), "rb") as stream:
+            return not _lock(stream, wait=False)
+        return True
+
+    @contextmanager
+    def _errors(self, action: str, place: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{action} {place}: {error_text(error)}") from error
+
+
+def error_text(error: OSError) -> str:
+    """Return what the system says, without the path that our messages name already."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _lock(file: Any, *, wait: bool) -> bool:
+    """Lock an open file as long as it is open; return whether it is locked, or need not be."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Some network file systems have no locks.
+        return True
+    return True
