@@ -3,9 +3,9 @@
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from open_clip_train.data import DataInfo, get_dataset_size
@@ -16,6 +16,7 @@ from vl_plugins.data.reader import (
     check_first_sample,
     evaluation_pipeline,
     expand_shards,
+    opened_by_fsspec,
     read_shard_info,
     training_pipeline,
 )
@@ -36,10 +37,15 @@ class Reader:
     Args:
         captions_per_image: of the training split, or None for open_clip's reader.
         validation: whether the validation split is read with all captions.
+        allow_duplicate_captions: of the training split, as in
+            :func:`vl_plugins.data.reader.training_pipeline`.
+        on_read_error: likewise, ``"skip"`` or ``"raise"``.
     """
 
     captions_per_image: str | int | None = None
     validation: bool = False
+    allow_duplicate_captions: bool = False
+    on_read_error: str = "skip"
 
 
 def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
@@ -55,28 +61,47 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
 
     Raises:
         UserError: a shard does not exist, the number of samples is not known, there are too few shards for open_clip's
-            reader, or ``--captions-per-image`` is given where it cannot be followed.
+            reader or it cannot open them, or a flag of ours is given where it cannot be followed.
     """
+    reader = _choose_training_reader(options, args)
+    if _is_shards(args.val_data, args.dataset_type):
+        shards = expand_shards(args.val_data)
+        asked = options.captions_per_image is not None or options.loss is not None
+        if asked and read_shard_info(shards) is not None:
+            return replace(reader, validation=True)
+        _check_host_can_open("--val-data", shards)
+    return reader
+
+
+def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
     requested = options.captions_per_image
-    asked = requested is not None or options.loss is not None
-    captions_per_image, validation = None, False
     if requested is not None and args.dataset_resampled:
         raise UserError("--captions-per-image reads every image once in an epoch: give it without --dataset-resampled")
     if _is_shards(args.train_data, args.dataset_type):
         shards = expand_shards(args.train_data)
-        if requested is not None or (asked and not args.dataset_resampled and read_shard_info(shards) is not None):
-            captions_per_image = requested or "random"
+        if requested is not None or (
+            options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
+        ):
             check_first_sample(shards[0])
+            reader = Reader(
+                captions_per_image=requested or "random",
+                allow_duplicate_captions=options.allow_duplicate_captions,
+                on_read_error=options.on_read_error,
+            )
             # Made once for its checks; nothing is read before it is iterated.
-            _training_batches(args, captions_per_image, rank=0, world_size=_processes())
-        else:
-            _check_for_host_reader(args)
+            _training_batches(args, reader, rank=0, world_size=_processes())
+            return reader
+        _check_host_can_open("--train-data", shards)
+        _check_for_host_reader(args)
     elif requested is not None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
-    if _is_shards(args.val_data, args.dataset_type):
-        shards = expand_shards(args.val_data)
-        validation = asked and read_shard_info(shards) is not None
-    return Reader(captions_per_image, validation)
+    for flag, default in (("allow_duplicate_captions", False), ("on_read_error", "skip")):
+        if getattr(options, flag) != default:
+            raise UserError(
+                f"--{flag.replace('_', '-')} is for training shards that the reader of vl_plugins reads, and here it "
+                "reads none: give --captions-per-image too"
+            )
+    return Reader()
 
 
 def get_data(
@@ -97,7 +122,7 @@ def get_data(
         of_host.val_data = None
     data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
     if reader.captions_per_image is not None:
-        data["train"] = _training_data(args, reader.captions_per_image, preprocess_train, tokenizer, epoch)
+        data["train"] = _training_data(args, reader, preprocess_train, tokenizer, epoch)
         logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
@@ -106,25 +131,25 @@ def get_data(
     return data
 
 
-def _training_batches(args, captions_per_image, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
+def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
     return training_pipeline(
         args.train_data,
         transform,
         tokenizer,
         args.batch_size,
-        captions_per_image=captions_per_image,
+        captions_per_image=reader.captions_per_image,
         seed=args.seed,
         epoch=epoch,
         num_samples=args.train_num_samples,
+        allow_duplicate_captions=reader.allow_duplicate_captions,
+        on_error=reader.on_read_error,
         rank=rank,
         world_size=world_size,
     )
 
 
-def _training_data(args, captions_per_image, transform, tokenizer, epoch) -> DataInfo:
-    batches = _training_batches(
-        args, captions_per_image, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size
-    )
+def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
+    batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
     dataloader = _loader(batches, args.workers)
     dataloader.num_batches = len(batches)
     dataloader.num_samples = len(batches) * args.batch_size * args.world_size
@@ -149,6 +174,15 @@ def _processes() -> int:
 
 def _is_shards(path: str | None, dataset_type: str) -> bool:
     return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
+
+
+def _check_host_can_open(flag: str, shards: Sequence[str]) -> None:
+    url = next((shard for shard in shards if opened_by_fsspec(shard)), None)
+    if url is not None:
+        raise UserError(
+            f"{flag} {url}: open_clip's reader, which reads these shards, cannot open such URLs; that of vl_plugins "
+            "can: give --loss or --captions-per-image and shards of `vl-plugins shards`, or a pipe: URL"
+        )
 
 
 def _check_for_host_reader(args: Namespace) -> None:

@@ -37,6 +37,8 @@ class PluginOptions:
     reducer: str | None = None
     reducer_kwargs: dict[str, Any] = field(default_factory=dict)
     captions_per_image: str | int | None = None
+    allow_duplicate_captions: bool = False
+    on_read_error: str = "skip"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,6 +120,19 @@ def _plugin_parser() -> _Parser:
         type=_captions_per_image,
         help="captions of an image in a batch: one at random (the default with --loss on shards of "
         "`vl-plugins shards`), the first, all, or N of them; with --loss they are all positives of their image",
+    )
+    group.add_argument(
+        "--allow-duplicate-captions",
+        action="store_true",
+        help="let images with the same caption meet in a batch, where each is a false negative of the other "
+        "(default: such an image waits for another batch)",
+    )
+    group.add_argument(
+        "--on-read-error",
+        choices=("skip", "raise"),
+        default="skip",
+        help="what to do with a training sample or shard that cannot be read: leave it out with a warning, or stop "
+        "(default: skip)",
     )
     return parser
 

@@ -2,14 +2,18 @@ import argparse
 import io
 import logging
 import pickle
+import re
 import tarfile
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import webdataset
 from PIL import Image
+from pytorch_metric_learning.losses import NTXentLoss
 from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
@@ -17,6 +21,7 @@ from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.reader import (
     ShardInfo,
     SharedEpoch,
+    check_first_sample,
     evaluation_pipeline,
     expand_shards,
     parse_captions_per_image,
@@ -24,7 +29,8 @@ from vl_plugins.data.reader import (
     training_pipeline,
 )
 from vl_plugins.data.shards import write_shards
-from vl_plugins.errors import UserError
+from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError, message
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -43,19 +49,24 @@ class NumberTokenizer:
 tokenizer = NumberTokenizer()
 
 
-def write_numbered(folder, captions_per_image, samples_per_shard=4, dataset="numbered"):
-    """Write images whose red channel is their number and whose captions are ``"image/number"``; return the shards."""
+def write_captioned(folder, captions_of_images, samples_per_shard=4, dataset="numbered"):
+    """Write images whose red channel is their number; return the shards."""
     root = folder / f"{dataset}_root"
     root.mkdir()
     images = []
-    for index, count in enumerate(captions_per_image):
+    for index, captions in enumerate(captions_of_images):
         Image.new("RGB", (4, 4), (index, 0, 0)).save(root / f"{index}.png")
-        captions = tuple(f"{index}/{number}" for number in range(count))
-        ids = tuple(10 * index + number for number in range(count))
-        images.append(CaptionedImage(index, f"{index}.png", captions, ids, "train", dataset, f"{index}.png"))
+        ids = tuple(10 * index + number for number in range(len(captions)))
+        images.append(CaptionedImage(index, f"{index}.png", tuple(captions), ids, "train", dataset, f"{index}.png"))
     out = folder / dataset
     write_shards(images, root, out, samples_per_shard=samples_per_shard)
     return sorted(map(str, out.glob("*.tar")))
+
+
+def write_numbered(folder, captions_per_image, **options):
+    """Write images with so many captions ``"image/number"``; return the shards."""
+    captions = [[f"{index}/{number}" for number in range(count)] for index, count in enumerate(captions_per_image)]
+    return write_captioned(folder, captions, **options)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +138,9 @@ class TestExpandShards:
         with pytest.raises(UserError, match=r"cannot expand the shard pattern 'a-\{0\.\.3\.tar'"):
             expand_shards("a-{0..3.tar")
 
-    def test_urls_are_not_checked(self):
-        assert expand_shards("s3://bucket/{0..1}.tar") == ["s3://bucket/0.tar", "s3://bucket/1.tar"]
+    @pytest.mark.parametrize("scheme", ["https", "gs", "ais"])
+    def test_urls_that_programs_read_are_not_checked(self, scheme):
+        assert expand_shards(f"{scheme}://host/{{0..1}}.tar") == [f"{scheme}://host/0.tar", f"{scheme}://host/1.tar"]
 
 
 class TestShardInfo:
@@ -382,6 +394,313 @@ class TestTrainingWithoutSizes:
         assert sorted(texts.tolist()) == [[index, 7] for index in range(4)]
 
 
+class TestRemoteShards:
+    """Behind a URL that fsspec opens; what is in memory stands for what is in a bucket."""
+
+    @pytest.fixture
+    def urls(self, shards, monkeypatch):
+        """The shards of the same name, with their index."""
+        files = fsspec.filesystem("memory")
+        monkeypatch.setattr(type(files), "store", {})
+        for file in Path(shards[0]).parent.iterdir():
+            files.pipe_file(f"/bucket/numbered/{file.name}", file.read_bytes())
+        return [f"memory://bucket/numbered/{Path(shard).name}" for shard in shards]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_they_are_read_as_local_ones(self, urls, shards, workers):
+        for captions in ("random", "all"):
+            batches = [
+                load(training_pipeline(where, transform, tokenizer, 4, captions_per_image=captions), workers)
+                for where in (urls, shards)
+            ]
+            for (images, texts), (expected_images, expected_texts) in zip(*batches, strict=True):
+                assert torch.equal(images, expected_images)
+                assert torch.equal(texts, expected_texts)
+
+    def test_sections_of_few_shards_are_shared(self, urls):
+        images = []
+        for rank in range(2):
+            reader = training_pipeline(urls[:2], transform, tokenizer, 1, rank=rank, world_size=2)
+            images += read_images(load(reader, workers=3))
+        assert sorted(images) == list(range(8))
+
+    @pytest.mark.parametrize("workers", [0, 3])
+    def test_evaluation(self, urls, workers):
+        reader = evaluation_pipeline(urls, transform, tokenizer, 5)
+        assert read_images(load(reader, workers)) == list(range(24))
+        assert len(reader) == 5
+
+    def test_info_and_first_sample(self, urls):
+        assert read_shard_info("memory://bucket/numbered/numbered-train-{000000..000005}.tar") == ShardInfo(
+            24, 120, 5, 5
+        )
+        check_first_sample(urls[0])
+        fsspec.filesystem("memory").pipe_file("/bucket/numbered/numbered-train-000000.tar", bytes(1024))
+        with pytest.raises(UserError, match=r"shard memory://bucket/.*-000000\.tar holds no samples"):
+            check_first_sample(urls[0])
+
+    def test_missing_shards_are_found_by_one_listing(self, urls, monkeypatch):
+        listings = []
+        names = Folder.names
+        monkeypatch.setattr(Folder, "names", lambda folder: listings.append(folder.location) or names(folder))
+        assert expand_shards(urls) == urls
+        assert listings == ["memory://bucket/numbered"]
+        with pytest.raises(UserError) as raised:
+            expand_shards("memory://bucket/numbered/numbered-train-{000004..000009}.tar")
+        assert str(raised.value) == (
+            "4 of 6 shards do not exist: memory://bucket/numbered/numbered-train-000006.tar; "
+            "memory://bucket/numbered holds numbered-train-000000.tar ... numbered-train-000005.tar (6 files)"
+        )
+        with pytest.raises(UserError, match=r"memory://bucket/nothing holds no \.tar files"):
+            expand_shards("memory://bucket/nothing/x.tar")
+
+    def test_a_missing_package_is_named(self):
+        with pytest.raises(UserError, match=r"cannot use abfs://bucket: .*adlfs"):
+            expand_shards("abfs://bucket/{0..1}.tar")
+
+    def test_a_shard_that_the_index_does_not_list(self, urls):
+        files = fsspec.filesystem("memory")
+        files.pipe_file("/bucket/numbered/numbered-train-000007.tar", bytes(1024))
+        other = "memory://bucket/numbered/numbered-train-000007.tar"
+        with pytest.raises(
+            UserError, match=r"memory://bucket/numbered/sizes\.json does not list numbered-train-000007"
+        ):
+            training_pipeline(other, transform, tokenizer, 4)
+        with pytest.raises(
+            UserError, match=r"memory://bucket/numbered/manifest\.json does not list numbered-train-000007"
+        ):
+            read_shard_info(other)
+
+    def test_shards_of_others(self, urls):
+        files = fsspec.filesystem("memory")
+        for name in ("sizes.json", "manifest.json"):
+            files.rm_file(f"/bucket/numbered/{name}")
+        assert read_shard_info(urls) is None
+        with pytest.raises(UserError, match=r"number of images in memory://.* is not known"):
+            training_pipeline(urls, transform, tokenizer, 4)
+        assert sorted(read_images(training_pipeline(urls, transform, tokenizer, 4, num_samples=24))) == list(range(24))
+
+    def test_a_shard_that_vanishes(self, urls, caplog):
+        reader = training_pipeline(urls, transform, tokenizer, 4)
+        fsspec.filesystem("memory").rm_file("/bucket/numbered/numbered-train-000002.tar")
+        assert set(read_images(reader)) == set(range(24)) - {8, 9, 10, 11}
+        assert f"leaving out shard {urls[2]}, which cannot be read" in caplog.text
+
+    def test_file_urls_are_local(self, shards):
+        urls = [f"file://{shard}" for shard in shards]
+        assert read_shard_info(urls) == ShardInfo(24, 120, 5, 5)
+        assert sorted(read_images(load(training_pipeline(urls, transform, tokenizer, 4), 2))) == list(range(24))
+        with pytest.raises(UserError, match=r"1 of 1 shards do not exist: file://.*none\.tar; .* holds numbered-train"):
+            expand_shards(f"file://{Path(shards[0]).parent}/none.tar")
+
+
+class TestDuplicateCaptions:
+    """Captions are ``"text/number"`` here, so that ``texts[:, 0]`` is the text; the image's number is its colour."""
+
+    @staticmethod
+    def write(folder, texts, **options):
+        """Write images with these texts: an int for one caption, a list for several."""
+        captions = [texts_of if isinstance(texts_of, list) else [texts_of] for texts_of in texts]
+        return write_captioned(folder, [[f"{text}/0" for text in texts_of] for texts_of in captions], **options)
+
+    @pytest.fixture
+    def paired(self, tmp_path):
+        """24 images; those next to each other say the same."""
+        return self.write(tmp_path, [index // 2 for index in range(24)])
+
+    @staticmethod
+    def assert_distinct(batches, captions_per_image=1):
+        assert batches
+        for images, texts, *_ in batches:
+            of_image = texts[:, 0].view(len(images), captions_per_image).tolist()
+            assert sum(len(set(texts)) for texts in of_image) == len(set().union(*of_image))
+            assert len(set(read_images([(images,)]))) == len(images)
+
+    @pytest.mark.parametrize("captions", ["random", "first", "all", 1])
+    @pytest.mark.parametrize("shuffle_buffer", [1, 5000])
+    def test_they_do_not_meet_and_every_image_occurs_once(self, paired, captions, shuffle_buffer, caplog):
+        reader = training_pipeline(
+            paired, transform, tokenizer, 4, captions_per_image=captions, shuffle_buffer=shuffle_buffer
+        )
+        left_out = 0
+        for epoch in range(10):
+            reader.set_epoch(epoch)
+            caplog.clear()
+            batches = list(reader)
+            assert len(batches) == len(reader) == 6
+            self.assert_distinct(batches)
+            images = set(read_images(batches))
+            missing = 24 - len(images)
+            assert (f"images left out of epoch {epoch} by worker 0: {missing}, such as" in caplog.text) is (missing > 0)
+            left_out += missing
+        # With twelve texts twice each, the last batch of four cannot always be made.
+        assert left_out <= 10
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    @pytest.mark.parametrize("workers", [0, 2, 7])
+    def test_with_several_captions_every_image_occurs_once_in_any_case(self, tmp_path, world_size, workers, caplog):
+        texts = [[0, 1, 100 + index] for index in range(24)]
+        shards = self.write(tmp_path, texts, samples_per_shard=9)
+        for captions in ("random", 2):
+            images = []
+            for rank in range(world_size):
+                reader = training_pipeline(
+                    *(shards, transform, tokenizer, 4), captions_per_image=captions, rank=rank, world_size=world_size
+                )
+                batches = load(reader, workers)
+                assert len(batches) == len(reader) == 6 // world_size
+                self.assert_distinct(batches, captions_per_image=2 if captions == 2 else 1)
+                images += read_images(batches)
+            assert sorted(images) == list(range(24))
+        assert not caplog.text
+
+    def test_captions_that_do_not_collide_stay_as_they_are(self, tmp_path):
+        shards = self.write(tmp_path, [[0, 1, 2, 100 + index, 200 + index] for index in range(24)])
+
+        def captions(batch_size):
+            reader = training_pipeline(shards, transform, tokenizer, batch_size, with_labels=True)
+            pairs = [pair for _, texts, labels in reader for pair in zip(labels.tolist(), texts.tolist(), strict=True)]
+            return {image: text for image, (text, _) in pairs}
+
+        alone = captions(1)
+        assert {text for text in alone.values() if text < 100} == {0, 1, 2}
+        together = captions(8)
+        assert set(together) == set(alone) == set(range(24))
+        changed = {image for image in alone if alone[image] != together[image]}
+        assert len(changed) < 12
+        assert all(alone[image] < 100 for image in changed)
+
+    def test_a_seeded_run_repeats_exactly(self, tmp_path):
+        shards = self.write(tmp_path, [[index // 3, 50, 100 + index] for index in range(24)], samples_per_shard=9)
+
+        def run(workers):
+            reader = training_pipeline(shards, transform, tokenizer, 4, captions_per_image=2)
+            epochs = []
+            for epoch in range(3):
+                reader.set_epoch(epoch)
+                batches = load(reader, workers)
+                self.assert_distinct(batches, captions_per_image=2)
+                epochs.append([(read_images([batch]), batch[1].tolist()) for batch in batches])
+            return epochs
+
+        for workers in (0, 2):
+            first = run(workers)
+            assert run(workers) == first
+            assert first[0] != first[1]
+
+    def test_captions_of_an_image_stay_adjacent(self, tmp_path):
+        shards = self.write(tmp_path, [[index // 2, 100 + index, 200 + index] for index in range(24)])
+        reader = training_pipeline(shards, transform, tokenizer, 6, captions_per_image="all")
+        batches = list(reader)
+        self.assert_distinct(batches, captions_per_image=3)
+        for images, texts in batches:
+            rows = texts[:, 0].view(6, 3)
+            numbers = numbers_of(images)
+            assert torch.equal(rows, torch.stack([numbers // 2, 100 + numbers, 200 + numbers], dim=1))
+
+    def test_captions_of_one_image_may_coincide(self, tmp_path):
+        shards = self.write(tmp_path, [[index, index] for index in range(4)])
+        ((images, texts),) = training_pipeline(shards, transform, tokenizer, 4, captions_per_image="all")
+        assert torch.equal(texts[:, 0], numbers_of(images).repeat_interleave(2))
+
+    @pytest.mark.parametrize("captions", ["random", "first", "all", 1])
+    def test_too_many_to_tell_apart(self, tmp_path, captions):
+        shards = self.write(tmp_path, [7] * 8)
+        reader = training_pipeline(shards, transform, tokenizer, 2, captions_per_image=captions)
+        with pytest.raises(UserError) as raised:
+            list(reader)
+        assert re.fullmatch(
+            r"no batch of 2 images with different captions can be made of .*-000000\.tar and 1 more: the last try "
+            r"ended with 1, and '7/0' for one is a caption of several images; .* --allow-duplicate-captions .*",
+            str(raised.value),
+        )
+
+    @pytest.mark.parametrize("captions", ["first", "all"])
+    def test_other_captions_are_not_shown_where_they_were_not_asked_for(self, tmp_path, captions):
+        shards = self.write(tmp_path, [[7, 100 + index] for index in range(8)])
+        with pytest.raises(UserError, match="no batch of 2 images with different captions"):
+            list(training_pipeline(shards, transform, tokenizer, 2, captions_per_image=captions))
+
+    def test_other_captions_differ_from_all_others_as_a_tokenizer_sees_them(self, tmp_path):
+        shards = write_captioned(tmp_path, [["A dog.", "a  dog.", "A DOG.", f"Dog {index}."] for index in range(8)])
+        reader = training_pipeline(shards, transform, list, 8)
+        for epoch in range(10):
+            reader.set_epoch(epoch)
+            ((_, texts),) = reader
+            assert len({" ".join(text.lower().split()) for text in texts}) == 8
+
+    def test_too_many_to_tell_apart_in_a_worker(self, paired):
+        reader = training_pipeline(paired, transform, tokenizer, 24)
+        with pytest.raises(UserError) as raised:
+            load(reader, workers=1)
+        assert message(raised.value).startswith("no batch of 24 images with different captions can be made of ")
+
+    def test_with_one_image_in_a_batch_there_is_nothing_to_tell_apart(self, tmp_path):
+        shards = self.write(tmp_path, [7] * 8)
+        assert sorted(read_images(training_pipeline(shards, transform, tokenizer, 1))) == list(range(8))
+
+    def test_they_may_be_allowed(self, tmp_path):
+        shards = self.write(tmp_path, [7] * 8)
+        reader = training_pipeline(shards, transform, tokenizer, 4, allow_duplicate_captions=True)
+        assert sorted(read_images(reader)) == list(range(8))
+
+    @pytest.mark.parametrize("shuffle_buffer", [1, 5000])
+    def test_images_that_find_no_place_are_counted_once_per_epoch_and_worker(self, tmp_path, shuffle_buffer, caplog):
+        """Eight may wait with the small buffer, so that some are left out before the first batch."""
+        shards = self.write(tmp_path, [0] * 12 + list(range(1, 13)))
+        reader = training_pipeline(shards, transform, tokenizer, 8, shuffle_buffer=shuffle_buffer)
+        batches = list(reader)
+        self.assert_distinct(batches)
+        assert len(batches) == 3, "as many steps as other processes"
+        images = Counter(read_images(batches))
+        assert len(images.keys() & set(range(12))) == 3, "one in a batch"
+        assert set(images) >= set(range(12, 24))
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert re.fullmatch(
+            r"images left out of epoch 0 by worker 0: 9, such as numbered-train-000000\d\d\. No batch .* such as "
+            r"'0/0'; --allow-duplicate-captions \(allow_duplicate_captions=True\) lets such images meet",
+            record.message,
+        )
+
+    def test_a_worker_whose_share_is_not_enough_takes_images_of_the_others(self, tmp_path):
+        """Each of three workers has one batch; two say 0, and any others can take the place of one of them."""
+        shards = self.write(tmp_path, [0, 0, *range(2, 12)], samples_per_shard=100)
+        reader = training_pipeline(shards, transform, tokenizer, 4)
+        together = 0
+        for epoch in range(20):
+            reader.set_epoch(epoch)
+            batches = load(reader, workers=3)
+            assert len(batches) == 3
+            self.assert_distinct(batches)
+            together += len(set(read_images(batches))) < 12
+        assert together
+
+    def test_processes_do_not_take_each_other_s_images(self, tmp_path):
+        shards = self.write(tmp_path, [0, 0, 0, 0, *range(4, 24)], samples_per_shard=100)
+        for epoch in range(10):
+            images = []
+            for rank in range(2):
+                reader = training_pipeline(*(shards, transform, tokenizer, 4), epoch=epoch, rank=rank, world_size=2)
+                images.append(set(read_images(load(reader, workers=3))))
+            assert images[0].isdisjoint(images[1])
+
+    def test_samples_that_wait_are_not_decoded(self, tmp_path, monkeypatch):
+        shards = self.write(tmp_path, [0] * 20 + list(range(1, 21)))
+        opened = Counter()
+        open_image = Image.open
+
+        def counting(stream):
+            opened["now"] += 1
+            return open_image(stream)
+
+        monkeypatch.setattr(Image, "open", counting)
+        reader = training_pipeline(shards, transform, tokenizer, 10, shuffle_buffer=1)
+        batches = iter(reader)
+        next(batches)
+        assert opened["now"] == 10
+
+
 class TestTrainingErrors:
     def test_batch_larger_than_the_data(self, shards):
         with pytest.raises(UserError, match=r"24 images make no full batch of 13 for each of 2 .*can be at most 12"):
@@ -413,6 +732,12 @@ def replace_member(shard, name, content):
                 tar.addfile(member, io.BytesIO(data))
 
 
+def png_of_noise():
+    stream = io.BytesIO()
+    Image.effect_noise((64, 64), 90).convert("RGB").save(stream, "PNG")
+    return stream.getvalue()
+
+
 class TestDamage:
     @pytest.fixture
     def shards(self, tmp_path):
@@ -422,6 +747,7 @@ class TestDamage:
         ("member", "content", "reason"),
         [
             ("png", b"\x89PNG", "cannot identify image"),
+            ("png", png_of_noise()[:2000], "image file is truncated"),
             ("png", None, "it has no image; expected one of jpg, png, webp, jpeg"),
             ("json", b"{", "JSONDecodeError"),
             ("json", b'{"captions": []}', "'captions' must be a list of strings, got"),
@@ -449,6 +775,100 @@ class TestDamage:
         assert [record.levelno for record in caplog.records if shards[1] in record.message][:1] == [logging.WARNING]
         with pytest.raises(UserError, match=r"cannot read .*-000001.tar"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
+
+    def test_what_cannot_be_read_may_be_an_error(self, shards):
+        with pytest.raises(UserError, match="on_error must be 'skip' or 'raise', got 'stop'"):
+            training_pipeline(shards, transform, tokenizer, 2, on_error="stop")
+        assert len(read_images(training_pipeline(shards, transform, tokenizer, 2, on_error="raise"))) == 12
+        replace_member(shards[1], "numbered-train-00000005.png", b"\x89PNG")
+        reader = training_pipeline(shards, transform, tokenizer, 2, on_error="raise")
+        with pytest.raises(UserError, match=r"^cannot read sample numbered-train-00000005 of .*-000001\.tar: Unident"):
+            list(reader)
+        replace_member(shards[1], "numbered-train-00000005.json", b"{")
+        with pytest.raises(UserError, match=r"^cannot read sample numbered-train-00000005 of .*-000001\.tar: JSONDec"):
+            list(reader)
+        Path(shards[1]).write_bytes(b"")
+        with pytest.raises(UserError, match=r"^cannot read shard .*-000001\.tar: ReadError\('empty file'\)"):
+            list(reader)
+
+    def test_an_error_in_a_worker(self, shards):
+        skipping, raising = (
+            training_pipeline(shards, transform, tokenizer, 2, on_error=on_error) for on_error in ("skip", "raise")
+        )
+        Path(shards[1]).unlink()
+        Path(shards[1]).mkdir()
+        images = read_images(load(skipping, workers=3))
+        assert (len(images), set(images)) == (12, {0, 1, 2, 3, 8, 9, 10, 11})
+        with pytest.raises(UserError) as raised:
+            load(raising, workers=1)
+        assert message(raised.value).startswith(f"cannot read shard {shards[1]}: IsADirectoryError")
+        assert "\n" not in message(raised.value)
+
+    def test_each_place_is_reported_once_in_an_epoch(self, shards, caplog):
+        for index in range(4):
+            replace_member(shards[1], f"numbered-train-{4 + index:08d}.json", b"{")
+            replace_member(shards[2], f"numbered-train-{8 + index:08d}.png", b"")
+        reader = training_pipeline(shards, transform, tokenizer, 2)
+        for epoch in range(2):
+            reader.set_epoch(epoch)
+            caplog.clear()
+            assert Counter(read_images(reader)) == dict.fromkeys(range(4), 3), "three passes"
+            places = [re.match(r"leaving out sample numbered-train-(\d+) of ", message) for message in caplog.messages]
+            assert sorted(int(place[1]) for place in places) == list(range(4, 12))
+
+    @pytest.mark.parametrize("sized", [True, False])
+    def test_a_shard_cut_between_two_members(self, shards, caplog, sized):
+        if not sized:
+            (Path(shards[1]).parent / "sizes.json").unlink()
+        with tarfile.open(shards[1]) as tar:
+            third = tar.getmembers()[6]
+        assert third.name == "numbered-train-00000006.json"
+        with open(shards[1], "r+b") as stream:
+            stream.truncate(third.offset + 100)
+        options = {} if sized else {"num_samples": 12}
+        images = read_images(training_pipeline(shards, transform, tokenizer, 2, **options))
+        assert set(images) == {0, 1, 2, 3, 4, 8, 9, 10, 11}, "5 may be incomplete"
+        assert (
+            f"leaving out the end of shard {shards[1]}, which cannot be read: ValueError('it is cut off" in caplog.text
+        )
+        # Of a shard with sizes the part after the cut may be read first.
+        place = r"(the end of )?shard" if sized else "the end of shard"
+        with pytest.raises(UserError, match=rf"^cannot read {place} .*-000001\.tar: ValueError\('it is cut off"):
+            list(training_pipeline(shards, transform, tokenizer, 2, on_error="raise", **options))
+        with pytest.raises(UserError, match=r"cannot read the end of shard .*-000001\.tar: ValueError\('it is cut off"):
+            list(evaluation_pipeline(shards, transform, tokenizer, 2))
+
+    def test_a_shard_with_fewer_samples_than_its_index_says(self, shards, caplog):
+        sizes = Path(shards[1]).parent / "sizes.json"
+        sizes.write_text(sizes.read_text().replace('"numbered-train-000001.tar": 4', '"numbered-train-000001.tar": 6'))
+        reader = training_pipeline(shards, transform, tokenizer, 2)
+        assert len(reader) == 7
+        images = read_images(reader)
+        assert (len(images), set(images)) == (14, set(range(12)))
+        assert "it ends after 4 samples, expected 6" in caplog.text
+        with pytest.raises(
+            UserError, match=r"cannot read the end of shard .*: ValueError\('it ends after 4 samples, exp"
+        ):
+            list(training_pipeline(shards, transform, tokenizer, 2, on_error="raise"))
+        with pytest.raises(UserError, match="it ends after 4 samples, expected 6"):
+            list(evaluation_pipeline(shards, transform, tokenizer, 2))
+
+    def test_the_first_sample(self, shards):
+        check_first_sample(shards[0])
+        replace_member(shards[0], "numbered-train-00000000.png", png_of_noise()[:2000])
+        with pytest.raises(
+            UserError, match=r"^cannot read sample numbered-train-00000000 of .*: OSError\('image file is"
+        ):
+            check_first_sample(shards[0])
+        replace_member(shards[0], "numbered-train-00000000.json", b'{"captions": []}')
+        with pytest.raises(
+            UserError, match=r"^cannot read sample numbered-train-00000000 of .*'captions' must be a list"
+        ):
+            check_first_sample(shards[0])
+        Path(shards[0]).write_bytes(bytes(1024))
+        with pytest.raises(UserError, match=r"^shard .*-000000\.tar holds no samples$"):
+            check_first_sample(shards[0])
+        check_first_sample(f"pipe:cat {shards[0]}")
 
     def test_nothing_left(self, shards):
         for shard in shards:
@@ -504,6 +924,31 @@ class TestEvaluation:
     def test_numbers_out_of_range(self, shards, options):
         with pytest.raises(UserError, match="must be at least 1, got 0"):
             evaluation_pipeline(shards, transform, tokenizer, **options)
+
+
+class TestPytorchMetricLearning:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_loss_takes_the_batches_of_a_plain_loader(self, shards, workers):
+        reader = training_pipeline(shards, transform, tokenizer, 8, captions_per_image=3, with_labels=True)
+        encode_image, encode_text = torch.nn.Linear(48, 5), torch.nn.Embedding(200, 5)
+        optimizer = torch.optim.SGD([*encode_image.parameters(), *encode_text.parameters()], lr=0.1)
+        loss = NTXentLoss(temperature=0.1)
+        values = []
+        for images, texts, labels in DataLoader(reader, batch_size=None, num_workers=workers):
+            assert torch.equal(numbers_of(images), labels)
+            text_labels = labels.repeat_interleave(3)
+            assert torch.equal(texts[:, 0], text_labels)
+            image_embeddings = encode_image(images.flatten(1) / 255)
+            text_embeddings = encode_text(texts[:, 0] * 5 + texts[:, 1])
+            value = loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)
+            optimizer.zero_grad()
+            value.backward()
+            assert encode_image.weight.grad.any()
+            assert encode_text.weight.grad.any()
+            optimizer.step()
+            values.append(value.item())
+        assert len(values) == 3
+        assert all(0 < value < 20 for value in values)
 
 
 class TestStockOpenClip:

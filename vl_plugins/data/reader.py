@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from math import ceil
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlparse
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vl_plugins.data.annotations import read_json
-from vl_plugins.data.shards import IMAGE_EXTENSIONS, MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest
+from vl_plugins.data.batching import DistinctBatches, Sample
+from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest, read_sizes
+from vl_plugins.data.shard_files import EXTENSIONS, locate, missing_shards, read_samples
+from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
@@ -33,6 +34,7 @@ __all__ = [
     "check_first_sample",
     "evaluation_pipeline",
     "expand_shards",
+    "opened_by_fsspec",
     "parse_captions_per_image",
     "read_shard_info",
     "training_pipeline",
@@ -40,10 +42,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
-
 ImageTransform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
+OnError = Callable[[str, Exception], None]
 
 
 class EpochCounter(Protocol):
@@ -107,10 +108,12 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
 
     Args:
         pattern: a path or URL, with brace ranges such as ``coco-train-{000000..000113}.tar``; several of them joined by
-            ``::``; or a list of single shards. URLs (``pipe:``, ``s3://``, ``https://``) are not checked.
+            ``::``; or a list of single shards. URLs that webdataset opens with a program (``pipe:``, ``https://``,
+            ``gs://``) are not checked; others are fsspec's (``s3://``, ``memory://``).
 
     Raises:
-        UserError: the pattern is empty or malformed, or a local shard does not exist; the message says what does.
+        UserError: the pattern is empty or malformed, a shard does not exist, or fsspec cannot open its URL; the message
+            says what exists, or which package is missing.
 
     >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
     ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
@@ -124,13 +127,21 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
-    missing = [shard for shard in shards if _is_local(shard) and not Path(shard).is_file()]
+    missing = missing_shards(shards)
     if missing:
-        folder = Path(missing[0]).parent
-        present = sorted(path.name for path in folder.glob("*.tar"))
+        folder = missing[0].folder
+        present = [name for name in Folder(folder).names() if name.endswith(".tar")]
         beside = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
-        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}; {folder} holds {beside}")
+        raise UserError(
+            f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {beside}"
+        )
     return shards
+
+
+def opened_by_fsspec(shard: str) -> bool:
+    """Return whether a shard is behind a URL that webdataset, and so open_clip's reader, cannot open."""
+    place = locate(shard)
+    return place is not None and not place.is_local
 
 
 def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
@@ -142,20 +153,23 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
     Raises:
         UserError: a shard does not exist, or a manifest cannot be read or does not list a shard of its folder.
     """
-    paths = [Path(shard) if _is_local(shard) else None for shard in expand_shards(shards)]
+    places = [locate(shard) for shard in expand_shards(shards)]
+    if None in places:
+        return None
     try:
-        manifests = {path.parent: read_manifest(path.parent) for path in paths if path}
+        manifests = {folder: read_manifest(folder) for folder in dict.fromkeys(place.folder for place in places)}
     except ForeignManifestError:
         return None
-    if None in paths or None in manifests.values():
+    if None in manifests.values():
         return None
     entries, facts = [], []
-    for path in paths:
-        entry = next((entry for entry in manifests[path.parent].values() if path.name in entry["shards"]), None)
+    for place in places:
+        entry = next((entry for entry in manifests[place.folder].values() if place.name in entry["shards"]), None)
         if entry is None:
-            raise UserError(f"{path.parent / MANIFEST_FILE} does not list {path.name}; write these shards again")
+            manifest = Folder(place.folder) / MANIFEST_FILE
+            raise UserError(f"{manifest} does not list {place.name}; write these shards again")
         entries.append(entry)
-        facts.append(entry["shards"][path.name])
+        facts.append(entry["shards"][place.name])
     return ShardInfo(
         num_samples=sum(fact["samples"] for fact in facts),
         num_captions=sum(fact["captions"] for fact in facts),
@@ -165,15 +179,18 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
 
 
 def check_first_sample(shard: str) -> None:
-    """Read the first sample of a local shard, to find before training that a shard holds no captioned images.
+    """Read the first sample of a shard, to find before training that it holds no captioned images.
+
+    A shard that webdataset opens with a program (``pipe:``, ``https://``) is left alone.
 
     Raises:
         UserError: the shard cannot be read, is empty, or its first sample lacks an image or captions.
     """
-    if _is_local(shard):
-        sample = next(_decode(_read([_Slice(shard, 0, None, 0)], _stop), _stop), None)
+    if locate(shard) is not None:
+        sample = next(_parse(_read([_Slice(shard, 0, None, 0)], _stop), _stop), None)
         if sample is None:
             raise UserError(f"shard {shard} holds no samples")
+        _decode(sample, _stop)
 
 
 def training_pipeline(
@@ -189,6 +206,8 @@ def training_pipeline(
     num_samples: int | None = None,
     shuffle_buffer: int = 5000,
     with_labels: bool = False,
+    allow_duplicate_captions: bool = False,
+    on_error: str = "skip",
     rank: int | None = None,
     world_size: int | None = None,
 ) -> "TrainingPipeline":
@@ -201,11 +220,18 @@ def training_pipeline(
     gathered or not. The less than ``batch_size * world_size`` images that are left over are others in every epoch.
 
     Order and captions depend on ``seed``, the epoch, the rank, and the number of processes and workers; which captions
-    an image shows depends on ``seed``, the epoch and its key alone. The image transform draws its random numbers from
-    torch: seed that too for a run that repeats exactly.
+    an image shows depends on ``seed``, the epoch and its key alone, with the exception below. The image transform draws
+    its random numbers from torch: seed that too for a run that repeats exactly.
 
-    A sample or shard that cannot be read is logged as a warning that names it and left out. The worker that lacks it
-    makes up the number of its batches by repeating its share, so that all processes take the same number of steps.
+    Captions of different images that :func:`vl_plugins.data.captions.normalise_caption` makes equal do not meet in a
+    batch of one process, where each would be a false negative of the other. An image whose caption is there already
+    waits for one of the next batches of its worker. If there is none, it shows another of its captions; with
+    ``"first"`` and ``"all"``, or where all of them are there, it is left out of this epoch, and a warning says how many
+    such images there are.
+
+    A sample or shard that cannot be read is logged as a warning that names it and left out, or is an error: see
+    ``on_error``. A worker that lacks images makes up the number of its batches with images that its process has shown
+    before, so that all processes take the same number of steps.
 
     Args:
         shards: shards, or a pattern for :func:`expand_shards`. Samples have ``jpg``, ``jpeg``, ``png`` or ``webp``, and
@@ -221,19 +247,28 @@ def training_pipeline(
         epoch: number of the epoch: an object with ``get_value()`` that loader workers see, such as open_clip's
             ``SharedEpoch``, or an int to start with; ``reader.set_epoch(n)`` changes it.
         num_samples: number of images in an epoch; by default all. Needed for shards without a ``sizes.json`` beside
-            them, such as URLs. Those are read whole, each by one worker of one process, so there must be one for each
-            process; a worker whose shards end early repeats them, and one whose shards are larger leaves a part out.
-        shuffle_buffer: number of samples held by each worker to draw the next one from.
+            them, and for URLs that webdataset opens with a program, such as ``https://``. Those are read whole, each by
+            one worker of one process, so there must be one for each process; a worker whose shards end early repeats
+            them, and one whose shards are larger leaves a part out.
+        shuffle_buffer: number of samples held by each worker to draw the next one from. At most as many again, or
+            ``batch_size`` if that is more, wait for a batch without their captions. All of them are encoded images.
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
             itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
             the captions: ``labels.repeat_interleave(k)``.
+        allow_duplicate_captions: whether equal captions of different images may meet in a batch.
+        on_error: ``"skip"`` leaves out what cannot be read; ``"raise"`` stops at it while iterating.
         rank: number of this process; by default from the environment or ``torch.distributed``.
         world_size: number of processes; by default likewise.
 
     Raises:
         UserError: a shard does not exist or is listed twice; their number of images is not known, or too small for one
-            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known.
+            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known. While
+            iterating: no batch can be made, because nothing can be read or too many images share their captions; with
+            ``on_error="raise"``, a sample or shard cannot be read, or a shard has fewer samples than ``sizes.json``
+            says. From a worker of a ``DataLoader`` it arrives as a ``UserError`` too.
     """
+    if on_error not in ("skip", "raise"):
+        raise UserError(f"on_error must be 'skip' or 'raise', got {on_error!r}")
     shards = expand_shards(shards)
     if len(set(shards)) < len(shards):
         raise UserError("a shard is listed more than once, so an image would meet itself in a batch")
@@ -285,6 +320,8 @@ def training_pipeline(
         epoch=SharedEpoch(epoch) if isinstance(epoch, int) else epoch,
         shuffle_buffer=shuffle_buffer,
         with_labels=with_labels,
+        allow_duplicate_captions=allow_duplicate_captions,
+        on_error=on_error,
         rank=rank,
         world_size=world_size,
     )
@@ -348,6 +385,8 @@ class TrainingPipeline(IterableDataset):
     epoch: EpochCounter
     shuffle_buffer: int
     with_labels: bool
+    allow_duplicate_captions: bool
+    on_error: str
     rank: int
     world_size: int
 
@@ -362,20 +401,36 @@ class TrainingPipeline(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         worker, num_workers = _worker()
         epoch = self.epoch.get_value()
-        rng = random.Random(f"{self.seed}/{epoch}/{self.rank}/{worker}")
-        slices, remaining = self._share(epoch, worker, num_workers)
-        while remaining:
-            # A batch of one pass holds no images of the next, so an image that is repeated does not meet itself.
-            before = remaining
-            for batch in islice(self._batches(slices, epoch, rng), remaining):
-                remaining -= 1
-                yield batch
-            if remaining == before:
-                urls = ", ".join(part.url for part in slices)
-                raise UserError(f"no full batch of {self.batch_size} can be read from {urls}")
+        share = self._share(epoch, worker, num_workers)
+        on_error = _stop if self.on_error == "raise" else _Warn()
+        batches = DistinctBatches(
+            self._passes(share, epoch, random.Random(f"{self.seed}/{epoch}/{self.rank}/{worker}"), on_error),
+            self.batch_size,
+            share.num_batches,
+            max_waiting=max(self.batch_size, self.shuffle_buffer),
+            prepare=lambda sample: self._prepare(sample, on_error),
+            other_captions=lambda sample, taken: self._other_captions(sample, taken, epoch),
+            allow_duplicates=self.allow_duplicate_captions,
+            source=_names({part.url for part in share.slices}),
+        )
+        for number, batch in enumerate(batches, 1):
+            if number == share.num_batches and batches.left_out:
+                self._warn_of_left_out(batches, epoch, worker)
+            yield self._collate(batch)
 
-    def _share(self, epoch: int, worker: int, num_workers: int) -> tuple[list["_Slice"], int]:
-        """Return what this worker reads in this epoch, and how many batches it makes of it."""
+    def _warn_of_left_out(self, batches: DistinctBatches, epoch: int, worker: int) -> None:
+        logger.warning(
+            "images left out of epoch %d by worker %d: %d, such as %s. No batch had a place for them where another "
+            "image does not have the same caption, such as %r; --allow-duplicate-captions "
+            "(allow_duplicate_captions=True) lets such images meet",
+            epoch,
+            worker,
+            len(batches.left_out),
+            min(batches.left_out.values()),
+            batches.example,
+        )
+
+    def _share(self, epoch: int, worker: int, num_workers: int) -> "_Share":
         rng = random.Random(f"{self.seed}/{epoch}")
         order = list(range(len(self.shards)))
         rng.shuffle(order)
@@ -383,40 +438,55 @@ class TrainingPipeline(IterableDataset):
             mine = order[self.rank :: self.world_size]
             num_workers = min(num_workers, len(mine))
             if worker >= num_workers:
-                return [], 0
+                return _Share([], [], 0)
             first, stop = _share_of(self.num_batches, worker, num_workers)
             # Shards without sizes still need positions that do not overlap.
             slices = [_Slice(self.shards[index], 0, None, index << 32) for index in mine[worker::num_workers]]
-            return slices, stop - first
+            return _Share(slices, slices, stop - first)
         # The shards in this epoch's order form a ring, and every worker of every process takes the next section of it.
         # The first begins anywhere, so that the images left over are not the last ones of a shard every time.
         offsets = [0, *accumulate(self.sizes)]
         ring = [_Slice(self.shards[index], 0, self.sizes[index], offsets[index]) for index in order]
-        start = rng.randrange(offsets[-1]) + self.rank * self.num_batches * self.batch_size
         first, stop = _share_of(self.num_batches, worker, num_workers)
-        return _section(ring, start + first * self.batch_size, start + stop * self.batch_size), stop - first
+        start = rng.randrange(offsets[-1]) + self.rank * self.num_batches * self.batch_size
+        begin, mine, others, end = (start + batches * self.batch_size for batches in (0, first, stop, self.num_batches))
+        # What a process repeats is its own: images of other processes could meet themselves in a gathered batch.
+        reserve = _section(ring, others, end) + _section(ring, begin, others)
+        return _Share(_section(ring, mine, others), reserve, stop - first)
 
-    def _batches(self, slices: list["_Slice"], epoch: int, rng: random.Random) -> Iterator[tuple[Tensor, ...]]:
+    def _passes(self, share: "_Share", epoch: int, rng: random.Random, on_error: OnError) -> Iterator[Iterator[Sample]]:
         webdataset = require("webdataset", extra="data")
         shuffle = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 5, rng=rng)
-        samples = _decode(shuffle(_read(slices, _warn)), _warn)
-        samples = (sample._replace(captions=self._choose(sample, epoch)) for sample in samples)
-        return webdataset.batched(self.batch_size, collation_fn=self._collate, partial=False)(samples)
+        slices = share.slices
+        while True:
+            samples = _parse(shuffle(_read(slices, on_error)), on_error)
+            yield (sample._replace(shown=self._choose(sample.key, sample.captions, epoch)) for sample in samples)
+            slices = share.reserve
 
-    def _choose(self, sample: "_Sample", epoch: int) -> list[str]:
-        captions = sample.captions
+    def _choose(self, key: str, captions: list[str], epoch: int) -> list[str]:
         if self.selection == "all" and len(captions) > self.num_captions:
-            raise UserError(f"{sample.key} has {len(captions)} captions, but num_captions is {self.num_captions}")
+            raise UserError(f"{key} has {len(captions)} captions, but num_captions is {self.num_captions}")
         if self.selection not in ("first", "all"):
-            rng = random.Random(f"{self.seed}/{epoch}/{sample.key}")
+            rng = random.Random(f"{self.seed}/{epoch}/{key}")
             captions = rng.sample(captions, min(self.num_captions, len(captions)))
         return list(islice(cycle(captions), self.num_captions))
 
-    def _collate(self, samples: list["_Sample"]) -> tuple[Tensor, ...]:
-        images, texts = _collate(samples, self.image_transform, self.tokenizer)
+    def _other_captions(self, sample: Sample, taken: set[str], epoch: int) -> list[str] | None:
+        if self.selection in ("first", "all"):
+            return None
+        captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
+        return self._choose(sample.key, captions, epoch) if captions else None
+
+    def _prepare(self, sample: Sample, on_error: OnError) -> tuple[Tensor, list[str], int] | None:
+        image = _decode(sample, on_error)
+        return None if image is None else (self.image_transform(image), sample.shown, sample.position)
+
+    def _collate(self, batch: list[tuple[Tensor, list[str], int]]) -> tuple[Tensor, ...]:
+        images, captions, positions = zip(*batch, strict=True)
+        texts = self.tokenizer([caption for shown in captions for caption in shown])
         if not self.with_labels:
-            return images, texts
-        return images, texts, torch.tensor([sample.position for sample in samples])
+            return torch.stack(images), texts
+        return torch.stack(images), texts, torch.tensor(positions)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -443,13 +513,13 @@ class EvaluationPipeline(IterableDataset):
         slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
         batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, _stop))
         for number, batch in islice(enumerate(batches), worker, None, num_workers):
-            samples = [
-                sample._replace(captions=sample.captions[: self.max_captions]) for sample in _decode(batch, _stop)
-            ]
-            images, texts = _collate(samples, self.image_transform, self.tokenizer)
+            samples = list(_parse(batch, _stop))
+            captions = [sample.captions[: self.max_captions] for sample in samples]
+            images = torch.stack([self.image_transform(_decode(sample, _stop)) for sample in samples])
+            texts = self.tokenizer([caption for of_image in captions for caption in of_image])
             positions = torch.arange(len(samples))
-            captions = torch.tensor([len(sample.captions) for sample in samples])
-            yield images, texts, positions.repeat_interleave(captions), number * self.batch_size + positions
+            image_of_caption = positions.repeat_interleave(torch.tensor([len(of_image) for of_image in captions]))
+            yield images, texts, image_of_caption, number * self.batch_size + positions
 
 
 class _Slice(NamedTuple):
@@ -461,11 +531,17 @@ class _Slice(NamedTuple):
     offset: int
 
 
-class _Sample(NamedTuple):
-    key: str
-    image: Any
-    captions: list[str]
-    position: int
+class _Share(NamedTuple):
+    """What a worker reads in an epoch, what it may repeat when that is not enough, and how many batches it makes."""
+
+    slices: list[_Slice]
+    reserve: list[_Slice]
+    num_batches: int
+
+
+def _names(shards: Iterable[str]) -> str:
+    first, *rest = sorted(shards) or ["no shards"]
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 def _worker() -> tuple[int, int]:
@@ -490,37 +566,46 @@ def _section(ring: list[_Slice], start: int, stop: int) -> list[_Slice]:
     return section
 
 
-def _read(slices: Iterable[_Slice], on_error: Callable[[str, Exception], None]) -> Iterator[dict[str, Any]]:
+def _read(slices: Iterable[_Slice], on_error: OnError) -> Iterator[dict[str, Any]]:
     """Yield samples as bytes by extension."""
-    webdataset = require("webdataset", extra="data")
     for url, start, stop, offset in slices:
         position = start
         try:
-            # Each shard on its own: webdataset would join the last sample of one to the first of the next by key.
-            for sample in islice(webdataset.tarfile_to_samples()(iter([{"url": url}])), start, stop):
-                yield sample | {"__position__": offset + position}
+            for sample in read_samples(url, start, stop):
+                sample["__url__"], sample["__position__"] = url, offset + position
+                yield sample
                 position += 1
-        except Exception as error:
-            on_error(f"shard {url}", error)
-        else:
             if stop is not None and position < stop:
-                on_error(f"shard {url}", ValueError(f"it ends after {position} samples, expected {stop}"))
-
-
-def _decode(samples: Iterable[dict[str, Any]], on_error: Callable[[str, Exception], None]) -> Iterator[_Sample]:
-    image_module = require("PIL.Image", extra="data")
-    for sample in samples:
-        try:
-            data = next((sample[extension] for extension in EXTENSIONS if extension in sample), None)
-            if data is None:
-                raise ValueError(f"it has no image; expected one of {', '.join(EXTENSIONS)}")
-            image = image_module.open(io.BytesIO(data)).convert("RGB")
-            captions = _read_captions(sample)
-        # Decoders of damaged files raise nearly anything.
+                raise ValueError(f"it ends after {position} samples, expected {stop}")
         except Exception as error:
-            on_error(f"sample {sample['__key__']} of {sample['__url__']}", error)
+            on_error(f"shard {url}" if position == start else f"the end of shard {url}", error)
+
+
+def _parse(samples: Iterable[dict[str, Any]], on_error: OnError) -> Iterator[Sample]:
+    for sample in samples:
+        key, url = sample["__key__"], sample["__url__"]
+        try:
+            image = next((sample[extension] for extension in EXTENSIONS if extension in sample), None)
+            if image is None:
+                raise ValueError(f"it has no image; expected one of {', '.join(EXTENSIONS)}")
+            captions = _read_captions(sample)
+        except Exception as error:
+            on_error(f"sample {key} of {url}", error)
         else:
-            yield _Sample(sample["__key__"], image, captions, sample["__position__"])
+            yield Sample(key, sample["__position__"], captions, captions, image, url)
+
+
+def _decode(sample: Sample, on_error: OnError) -> Any:
+    """Return an RGB image, or None after an error that is skipped."""
+    image_module = require("PIL.Image", extra="data")
+    try:
+        image = image_module.open(io.BytesIO(sample.image))
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
+    # Decoders of damaged files raise nearly anything.
+    except Exception as error:
+        on_error(f"sample {sample.key} of {sample.url}", error)
+        return None
 
 
 def _read_captions(sample: dict[str, Any]) -> list[str]:
@@ -535,34 +620,31 @@ def _read_captions(sample: dict[str, Any]) -> list[str]:
     return captions
 
 
-def _collate(samples: list[_Sample], image_transform: ImageTransform, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    images = torch.stack([image_transform(sample.image) for sample in samples])
-    return images, tokenizer([caption for sample in samples for caption in sample.captions])
+class _Warn:
+    """Logs what cannot be read, each place once."""
 
+    def __init__(self):
+        self.places: set[str] = set()
 
-def _warn(place: str, error: Exception) -> None:
-    logger.warning("leaving out %s, which cannot be read: %r", place, error)
+    def __call__(self, place: str, error: Exception) -> None:
+        if place not in self.places:
+            self.places.add(place)
+            logger.warning("leaving out %s, which cannot be read: %r", place, error)
 
 
 def _stop(place: str, error: Exception) -> None:
     raise UserError(f"cannot read {place}: {error!r}") from error
 
 
-def _is_local(shard: str) -> bool:
-    # The rule of webdataset's opener.
-    return urlparse(shard).scheme == ""
-
-
 def _read_sizes(shards: Sequence[str]) -> list[int] | None:
     """Return the number of samples of each shard from ``sizes.json``, None when one has none beside it."""
-    if not all(_is_local(shard) for shard in shards):
+    places = [locate(shard) for shard in shards]
+    if None in places:
         return None
-    paths = [Path(shard) for shard in shards]
-    files = {path.parent: path.parent / SIZES_FILE for path in paths}
-    if not all(file.is_file() for file in files.values()):
+    sizes = {folder: read_sizes(folder) for folder in dict.fromkeys(place.folder for place in places)}
+    if None in sizes.values():
         return None
-    sizes = {folder: read_json(file) for folder, file in files.items()}
-    unlisted = [path for path in paths if path.name not in sizes[path.parent]]
-    if unlisted:
-        raise UserError(f"{files[unlisted[0].parent]} does not list {unlisted[0].name}")
-    return [int(sizes[path.parent][path.name]) for path in paths]
+    unlisted = next((place for place in places if place.name not in sizes[place.folder]), None)
+    if unlisted is not None:
+        raise UserError(f"{Folder(unlisted.folder) / SIZES_FILE} does not list {unlisted.name}")
+    return [sizes[place.folder][place.name] for place in places]

@@ -1,6 +1,7 @@
 import logging
 from argparse import Namespace
 
+import fsspec
 import open_clip_train.main
 import pytest
 import torch
@@ -70,6 +71,59 @@ def test_all_captions_of_shards_of_others_are_refused_before_training(args, toy_
         choose_reader(PluginOptions(loss="unified", captions_per_image="all"), arguments)
 
 
+@pytest.mark.parametrize(
+    "options", [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}], ids=["duplicates", "on-read-error"]
+)
+def test_flags_of_the_training_reader_need_it(args, options):
+    with_ours = choose_reader(PluginOptions(loss="unified", **options), args())
+    assert with_ours == Reader("random", validation=True, **options)
+    flag = "--" + next(iter(options)).replace("_", "-")
+    needs = f"{flag} is for training shards that the reader of vl_plugins reads, .* give --captions-per-image too"
+    for arguments in (args(), args("--dataset-resampled"), args("--train-data", "captions.csv")):
+        with pytest.raises(UserError, match=needs):
+            choose_reader(PluginOptions(**options), arguments)
+    only_validation = args()
+    only_validation.train_data = None
+    with pytest.raises(UserError, match=needs):
+        choose_reader(PluginOptions(loss="unified", **options), only_validation)
+    assert choose_reader(PluginOptions(captions_per_image="first", **options), args()).captions_per_image == "first"
+
+
+@pytest.fixture
+def in_a_bucket(toy_shards, monkeypatch):
+    """Flags for the shards behind a URL that webdataset cannot open."""
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(files), "store", {})
+    for file in toy_shards.iterdir():
+        files.pipe_file(f"/bucket/{file.name}", file.read_bytes())
+    train, val = "memory://bucket/toy-train-{000000..000007}.tar", "memory://bucket/toy-val-{000000..000002}.tar"
+    return ["--train-data", train, "--val-data", val, "--warmup", "1"]
+
+
+def test_shards_in_a_bucket(args, in_a_bucket, toy_shards):
+    arguments = args(*in_a_bucket, "--workers", "2")
+    reader = choose_reader(PluginOptions(loss="unified", captions_per_image="all"), arguments)
+    assert reader == Reader("all", validation=True)
+    for name, number in (("train", 8), ("val", 3)):
+        remote, local = (
+            list(read(where, reader)[name].dataloader) for where in (arguments, args("--warmup", "1", "--workers", "2"))
+        )
+        assert len(remote) == number
+        for batch, expected in zip(remote, local, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
+
+
+def test_shards_in_a_bucket_that_open_clip_would_have_to_read(args, in_a_bucket):
+    with pytest.raises(UserError, match=r"--train-data memory://bucket/toy-train-000000\.tar: open_clip's reader"):
+        choose_reader(PluginOptions(), args(*in_a_bucket))
+    arguments = args(*in_a_bucket[2:])
+    with pytest.raises(UserError, match=r"--val-data memory://bucket/toy-val-000000\.tar: .* cannot open such URLs"):
+        choose_reader(PluginOptions(), arguments)
+    assert choose_reader(UNIFIED, arguments) == Reader("random", validation=True)
+    with pytest.raises(UserError, match=r"1 of 1 shards do not exist: memory://bucket/none\.tar"):
+        choose_reader(UNIFIED, args(*in_a_bucket, "--train-data", "memory://bucket/none.tar"))
+
+
 def identity(image):
     return torch.full((3, 4, 4), float(image.width))
 
@@ -114,6 +168,23 @@ def test_each_process_reads_its_share(args):
         assert (train.num_batches, train.num_samples) == (4, 64)
         texts += [tuple(text) for _, batch in train for text in batch.tolist()]
     assert len(texts) == 64
+
+
+def test_what_the_flags_ask_for_reaches_the_reader(args, toy_shards, tmp_path):
+    for file in toy_shards.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    arguments = args("--warmup", "1", "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar")
+    read(arguments, Reader("first", on_read_error="raise"))
+    with (tmp_path / "toy-train-000003.tar").open("r+b") as stream:
+        stream.truncate(5000)
+    assert len(list(read(arguments, Reader("first"))["train"].dataloader)) == 8
+    with pytest.raises(UserError, match=r"cannot read .*shard .*toy-train-000003\.tar"):
+        list(read(arguments, Reader("first", on_read_error="raise"))["train"].dataloader)
+
+    arguments = args("--warmup", "1", "--batch-size", "64")
+    assert len(list(read(arguments, Reader("all", allow_duplicate_captions=True))["train"].dataloader)) == 1
+    with pytest.raises(UserError, match="no batch of 64 images with different captions"):
+        list(read(arguments, Reader("all"))["train"].dataloader)
 
 
 def test_more_workers_than_shards(args, toy_shards):

@@ -101,7 +101,9 @@ def test_a_damaged_shard_is_one_line(tmp_path, checkpoint, toy_shards, capsys, w
     flags = ["--model", "vl-tiny", "--checkpoint", str(checkpoint), "--shards", str(shard), "--device", "cpu"]
     assert main(["evaluate", *flags, "--workers", str(workers)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"vl-plugins evaluate: error: cannot read shard {shard}")
+    assert error.startswith(
+        f"vl-plugins evaluate: error: cannot read the end of shard {shard}: ValueError('it is cut off"
+    )
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path, shards):

@@ -100,6 +100,91 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path):
     assert len(results[0].splitlines()) == 2
 
 
+def test_stock_open_clip_trains_and_validates_on_our_shards(tmp_path, train_data, val_data):
+    """Its own reader, in a worker process, and none of our code but the model's configuration."""
+    models = resources.files("vl_plugins.configs") / "models"
+    flags = [*SHORT, "--dataset-type", "webdataset", *train_data, *val_data, "--name", "run", "--workers", "1"]
+    finished = run([sys.executable, "-c", STOCK, models, *flags], tmp_path)
+    assert finished.returncode == 0
+    losses = [float(loss) for loss in re.findall(r"Contrastive_loss: (\S+)", finished.stderr + finished.stdout)]
+    assert len(losses) == 64 / 16
+    assert all(0 < loss < 10 for loss in losses)
+    assert "Handling webdataset error" not in finished.stderr + finished.stdout
+    (row,) = map(json.loads, (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines())
+    # Each image and its first caption; open_clip's count is 24 only if it reads every sample.
+    assert (row["epoch"], row["num_samples"]) == (1, 24)
+    assert 0 < row["clip_val_loss"] < 10
+    assert 0 <= row["image_to_text_R@1"] <= 1
+
+
+def error_of(finished):
+    """The launcher's one line; once training has begun, torch writes others after it."""
+    (line,) = (line for line in finished.stderr.splitlines() if line.startswith("vl_plugins: error: "))
+    return line.removeprefix("vl_plugins: error: ")
+
+
+def copy_of_shards(toy_shards, folder):
+    folder.mkdir()
+    for file in toy_shards.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("damage", ["cut", "sample"])
+def test_shards_that_cannot_be_read_in_the_middle_of_training(tmp_path, toy_shards, damage, workers):
+    """The launcher looks at the first sample of the first shard only."""
+    shards = copy_of_shards(toy_shards, tmp_path / "shards")
+    shard = shards / "toy-train-000004.tar"
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:700])
+    else:
+        shard.write_bytes(shard.read_bytes().replace(b'"captions": [', b'"captions": {', 1))
+    flags = [*SHORT, "--train-data", shard_pattern(shards, "train"), "--loss", "unified", "--workers", workers]
+    place = f"shard {shard}" if damage == "cut" else f"sample toy-train-00000032 of {shard}"
+
+    finished = launch(tmp_path, *flags, "--name", "skip")
+    assert finished.returncode == 0
+    output = finished.stderr + finished.stdout
+    assert re.search(rf"leaving out (the end of )?{re.escape(place)}, which cannot be read", output)
+    assert len(re.findall(r"Unified_loss: ", output)) == 4, "as many steps as with all images"
+    assert (tmp_path / "logs/skip/checkpoints/epoch_1.pt").exists()
+
+    finished = launch(tmp_path, *flags, "--name", "raise", "--on-read-error", "raise")
+    assert finished.returncode == 2
+    assert re.match(rf"cannot read (the end of )?{re.escape(place)}: ", error_of(finished))
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "logs/raise/checkpoints/epoch_1.pt").exists()
+    parameters = (tmp_path / "logs/raise/params.txt").read_text().splitlines()
+    assert "on_read_error: raise" in parameters
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
+    """The toy data's vague captions fit many images: 64 of them cannot be told apart by all of theirs."""
+    flags = [*SHORT, *train_data, "--loss", "unified", "--captions-per-image", "all", "--batch-size", "64"]
+    flags += ["--workers", workers]
+    finished = launch(tmp_path, *flags, "--name", "run")
+    assert finished.returncode == 2
+    assert error_of(finished).startswith("no batch of 64 images with different captions can be made of ")
+    assert "--allow-duplicate-captions" in error_of(finished)
+    assert "Traceback" not in finished.stderr
+
+    finished = launch(tmp_path, *flags, "--name", "allowed", "--allow-duplicate-captions")
+    assert finished.returncode == 0
+    assert "allow_duplicate_captions: True" in (tmp_path / "logs/allowed/params.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("captions", "batch_size"), [("random", "16"), ("2", "32"), ("all", "16"), ("all", "32")])
+def test_repeated_captions_leave_the_number_of_steps_as_it_is(tmp_path, train_data, captions, batch_size):
+    flags = [*SHORT, *train_data, "--name", "run", "--loss", "unified", "--batch-size", batch_size]
+    finished = launch(tmp_path, *flags, "--captions-per-image", captions)
+    assert finished.returncode == 0
+    output = finished.stderr + finished.stdout
+    assert len(re.findall(r"Unified_loss: ", output)) == 64 / int(batch_size)
+    assert ("images left out of epoch 0" in output) is (captions == "all")
+
+
 def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     flags = [*SHORT, *train_data, *val_data, "--name", "run", "--epochs", "2", "--report-to", "tensorboard,wandb"]
     flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
@@ -224,6 +309,11 @@ WRONG = {
     "workers": (["--workers", "40"], "shards are too few for --workers 40"),
     "resampled": (["--captions-per-image", "random", "--dataset-resampled"], "give it without --dataset-resampled"),
     "table": (["--captions-per-image", "random", "--train-data", "captions.csv"], "needs WebDataset shards (.tar)"),
+    "duplicates": (["--allow-duplicate-captions"], "--allow-duplicate-captions is for training shards that the reader"),
+    "read-error": (
+        ["--on-read-error", "raise"],
+        "--on-read-error is for training shards that the reader of vl_plugins",
+    ),
     "batch": (["--loss", "unified", "--batch-size", "65"], "the batch size can be at most 64"),
     "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
 }

@@ -12,7 +12,8 @@ def write(path, text):
 def test_own_flags_are_taken_out_and_the_rest_passed_on():
     options, host_options, rest = parse_arguments(
         "--model ViT-B-32 --loss unified --loss-kwargs margin=0.1 scale=learned flag=true --epochs 3 "
-        "--miner BatchHardMiner --reducer ThresholdReducer --reducer-kwargs low=1e-3 --captions-per-image 5".split()
+        "--miner BatchHardMiner --reducer ThresholdReducer --reducer-kwargs low=1e-3 --captions-per-image 5 "
+        "--allow-duplicate-captions --on-read-error raise".split()
     )
     assert options == PluginOptions(
         loss="unified",
@@ -21,6 +22,8 @@ def test_own_flags_are_taken_out_and_the_rest_passed_on():
         reducer="ThresholdReducer",
         reducer_kwargs={"low": 0.001},
         captions_per_image=5,
+        allow_duplicate_captions=True,
+        on_read_error="raise",
     )
     assert rest == ["--model", "ViT-B-32", "--epochs", "3"]
     assert (host_options.model, host_options.epochs) == ("ViT-B-32", 3)
@@ -29,6 +32,7 @@ def test_own_flags_are_taken_out_and_the_rest_passed_on():
 def test_no_own_flags():
     options, _, rest = parse_arguments(["--accum", "3"])
     assert options == PluginOptions()
+    assert (options.allow_duplicate_captions, options.on_read_error) == (False, "skip")
     assert rest == ["--accum", "3"], "open_clip's own abbreviations keep working"
 
 
@@ -42,6 +46,8 @@ def test_no_own_flags():
         (["--loss-kwargs", "margin"], "--loss-kwargs: expected key=value, got 'margin'"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         (["--captions-per-image", "none"], "none"),
+        (["--on-read-error", "stop"], "argument --on-read-error: invalid choice: 'stop' (choose from"),
+        (["--allow-dup"], "unknown option --allow-dup; did you mean --allow-duplicate-captions?"),
         (["--config", "no-such.yaml"], "--config: no such file: no-such.yaml"),
     ],
 )
@@ -68,11 +74,17 @@ def test_config_file_sets_flags_of_both_and_the_command_line_wins(tmp_path):
         loss: unified
         loss-kwargs: {margin: 0.1, scale: 5e+1}
         captions-per-image: all
+        allow-duplicate-captions: true
+        on-read-error: raise
         """,
     )
     options, host_options, _ = parse_arguments(["--config", config, "--epochs", "2", "--loss-kwargs", "margin=0.3"])
     assert options == PluginOptions(
-        loss="unified", loss_kwargs={"margin": 0.3, "scale": 50.0}, captions_per_image="all"
+        loss="unified",
+        loss_kwargs={"margin": 0.3, "scale": 50.0},
+        captions_per_image="all",
+        allow_duplicate_captions=True,
+        on_read_error="raise",
     )
     assert host_options.train_data == "shards/a-{000000..000003}.tar"
     assert (host_options.lr, host_options.epochs, host_options.name) == (1e-5, 2, None)
@@ -97,6 +109,8 @@ def test_another_loss_on_the_command_line_drops_the_configured_options(tmp_path)
         ("config: other.yaml\n", "unknown key in {path} 'config'"),
         ("loss-kwargs: 5\n", "{path}: loss-kwargs must be a mapping such as {{margin: 0.2}}, got 5"),
         ("siglip: 1\n", "{path}: siglip must be true or false, got 1"),
+        ("on-read-error: stop\n", "argument --on-read-error: invalid choice: 'stop'"),
+        ("allow-duplicate-captions: 1\n", "{path}: allow-duplicate-captions must be true or false, got 1"),
         ("epochs: many\n", "argument --epochs: invalid int value: 'many'"),
         ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
     ],
@@ -114,6 +128,8 @@ def test_help_shows_both():
     for flag in (
         "--loss NAME",
         "--captions-per-image",
+        "--allow-duplicate-captions",
+        "--on-read-error {skip,raise}",
         "--config",
         "--train-data TRAIN_DATA",
         "--accum-freq",

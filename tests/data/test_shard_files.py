@@ -1,0 +1,214 @@
+import gzip
+import importlib
+import io
+import tarfile
+
+import pytest
+
+from vl_plugins.data.shard_files import Place, locate, missing_shards, read_samples
+from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError
+
+
+def write_tar(path, members, **options):
+    """Write members in this order; None as content makes a folder."""
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if content is None:
+                member.type = tarfile.DIRTYPE
+                tar.addfile(member)
+            else:
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return str(path)
+
+
+@pytest.fixture
+def shard(tmp_path):
+    """Four samples of two members."""
+    members = [
+        (f"{key}.{extension}", f"{key}{extension}".encode() * 200) for key in "abcd" for extension in ("jpg", "txt")
+    ]
+    return write_tar(tmp_path / "x.tar", members)
+
+
+def keys(samples):
+    return [sample["__key__"] for sample in samples]
+
+
+class TestLocate:
+    def test_local(self):
+        assert locate("a/b.tar") == Place("a/b.tar", "a", "b.tar", True)
+        assert locate("b.tar") == Place("b.tar", ".", "b.tar", True)
+        assert locate("/b.tar") == Place("/b.tar", "/", "b.tar", True)
+        assert locate("file:///a/b.tar") == Place("file:///a/b.tar", "/a", "b.tar", True)
+        assert locate("file:a/b.tar") == Place("file:a/b.tar", "a", "b.tar", True)
+
+    @pytest.mark.parametrize("url", ["pipe:cat x.tar", "http://h/x.tar", "https://h/x.tar", "gs://b/x.tar"])
+    def test_what_webdataset_reads_from_a_program(self, url):
+        assert locate(url) is None
+
+    def test_everything_else_is_of_fsspec(self):
+        assert locate("s3://bucket/a/b.tar") == Place("s3://bucket/a/b.tar", "s3://bucket/a", "b.tar", False)
+        assert locate("memory://b.tar") == Place("memory://b.tar", "memory://", "b.tar", False)
+
+    def test_a_user_s_opener_wins(self, monkeypatch):
+        monkeypatch.setenv("GOPEN_REWRITE", "s3://=pipe:aws s3 cp s3://")
+        assert locate("s3://bucket/b.tar") is None
+        monkeypatch.setenv("GOPEN_REWRITE", "s3://=/mnt/")
+        assert locate("s3://bucket/b.tar") is None
+
+
+class TestMissing:
+    def test_remote_folders_are_listed_once(self, monkeypatch):
+        listed = []
+
+        def names(folder):
+            listed.append(folder.location)
+            return ["0.tar", "1.tar"]
+
+        monkeypatch.setattr(Folder, "names", names)
+        shards = [f"memory://{folder}/{index}.tar" for folder in ("a", "b") for index in range(4)]
+        assert [place.url for place in missing_shards([*shards, "https://h/x.tar"])] == [
+            f"memory://{folder}/{index}.tar" for folder in ("a", "b") for index in (2, 3)
+        ]
+        assert listed == ["memory://a", "memory://b"]
+
+    def test_local(self, shard, tmp_path):
+        assert missing_shards([shard, f"file://{shard}"]) == []
+        (tmp_path / "folder.tar").mkdir()
+        missing = [f"{tmp_path}/folder.tar", f"file://{tmp_path}/y.tar"]
+        assert [place.url for place in missing_shards([*missing, shard])] == missing
+
+    def test_a_missing_package_is_named(self):
+        with pytest.raises(UserError, match=r"cannot use abfs://bucket: .*adlfs"):
+            missing_shards(["abfs://bucket/x.tar"])
+        with pytest.raises(UserError, match=r"cannot use nosuch://bucket: Protocol not known: nosuch"):
+            missing_shards(["nosuch://bucket/x.tar"])
+
+
+class TestReadSamples:
+    def test_members(self, tmp_path):
+        shard = write_tar(
+            tmp_path / "x.tar",
+            [
+                ("folder", None),
+                ("folder/a.JPG", b"image"),
+                ("folder/a.txt", b"text"),
+                ("folder/a.npy", b"not needed"),
+                ("__meta__/a.json", b"{}"),
+                ("__meta.json__", b"{}"),
+                ("no-extension", b"?"),
+                ("folder/b.seg.png", b"not needed"),
+                ("folder/b.json", b"{}"),
+            ],
+        )
+        assert list(read_samples(shard)) == [
+            {"__key__": "folder/a", "jpg": b"image", "txt": b"text"},
+            {"__key__": "folder/b", "json": b"{}"},
+        ]
+
+    @pytest.mark.parametrize(
+        ("start", "stop"), [(0, None), (0, 4), (0, 1), (1, 3), (3, 4), (2, None), (4, None), (0, 9)]
+    )
+    def test_a_range(self, shard, start, stop):
+        expected = [
+            {"__key__": key, "jpg": f"{key}jpg".encode() * 200, "txt": f"{key}txt".encode() * 200} for key in "abcd"
+        ]
+        for url in (shard, f"pipe:cat {shard}", f"file://{shard}"):
+            assert list(read_samples(url, start, stop)) == expected[start:stop]
+
+    def test_what_is_before_the_range_is_not_read(self, tmp_path, monkeypatch):
+        members = [(f"{key}.{extension}", bytes(1_000_000)) for key in "abcd" for extension in ("jpg", "npy")]
+        shard = write_tar(tmp_path / "x.tar", members)
+        read = []
+
+        class Counting(io.FileIO):
+            def read(self, size=-1):
+                data = super().read(size)
+                read.append(len(data))
+                return data
+
+        streams = []
+        monkeypatch.setattr(
+            importlib.import_module("webdataset.gopen"),
+            "gopen",
+            lambda url: streams.append(Counting(url)) or streams[0],
+        )
+        assert keys(read_samples(shard, 2, 3)) == ["c"]
+        assert 1_000_000 < sum(read) < 1_100_000
+        assert streams[0].closed
+
+    def test_a_program_that_is_not_read_to_its_end(self, tmp_path):
+        shard = write_tar(tmp_path / "x.tar", [(f"{key}.jpg", bytes(1_000_000)) for key in "abcd"])
+        assert keys(read_samples(f"pipe:cat {shard} || exit 3", 1, 2)) == ["b"]
+
+    @pytest.mark.parametrize("remote", [False, True])
+    def test_a_compressed_shard(self, shard, remote):
+        with open(shard, "rb") as stream:
+            data = gzip.compress(stream.read())
+        if remote:
+            shard = "memory://compressed/x.tar"
+            Folder("memory://compressed").make()
+            with Folder("memory://compressed").write("x.tar") as stream:
+                stream.write(data)
+        else:
+            with open(shard, "wb") as stream:
+                stream.write(data)
+        assert keys(read_samples(shard)) == ["a", "b", "c", "d"]
+        assert keys(read_samples(shard, 1, 2)) == ["b"]
+
+    def test_an_empty_archive(self, tmp_path):
+        assert list(read_samples(write_tar(tmp_path / "x.tar", []))) == []
+
+    def test_a_name_twice(self, tmp_path):
+        members = [("a.txt", b"1"), ("b.txt", b"2"), ("b.txt", b"3")]
+        samples = read_samples(write_tar(tmp_path / "x.tar", members))
+        assert next(samples)["txt"] == b"1"
+        with pytest.raises(ValueError, match=r"b\.txt is in it twice"):
+            next(samples)
+
+    @pytest.mark.parametrize("length", range(0, 8 * 1536, 256))
+    def test_a_cut_is_found_wherever_it_is(self, shard, length):
+        """A member takes 512 bytes for its header and 1024 for its content, a sample has two."""
+        with open(shard, "r+b") as stream:
+            stream.truncate(length)
+        read = []
+        with pytest.raises((tarfile.TarError, ValueError, EOFError)):
+            read.extend(sample["__key__"] for sample in read_samples(shard))
+        # A sample is known to be complete by the header of the next one.
+        assert read == list("abcd"[: max(length - 512, 0) // (2 * 1536)])
+
+    @pytest.mark.parametrize("rest", [0, 300])
+    def test_a_cut_in_the_end_mark(self, shard, rest):
+        with open(shard, "r+b") as stream:
+            stream.truncate(8 * 1536 + rest)
+        read = []
+        with pytest.raises(ValueError, match="it is cut off: an archive ends with zeros"):
+            read.extend(sample["__key__"] for sample in read_samples(shard))
+        assert read == ["a", "b", "c"]
+        with open(shard, "ab") as stream:
+            stream.write(bytes(512 - rest))
+        assert keys(read_samples(shard)) == ["a", "b", "c", "d"]
+
+    def test_rubbish_after_a_member(self, shard):
+        with open(shard, "r+b") as stream:
+            stream.seek(4 * 1536)
+            stream.write(b"rubbish" * 100)
+        read = []
+        with pytest.raises(ValueError, match="it is cut off"):
+            read.extend(sample["__key__"] for sample in read_samples(shard))
+        assert read == ["a"]
+
+    def test_the_rest_of_a_cut_shard_is_not_asked_for(self, shard):
+        with open(shard, "r+b") as stream:
+            stream.truncate(5 * 1536)
+        assert keys(read_samples(shard, 0, 2)) == ["a", "b"]
+
+    def test_members_of_many_names_are_not_kept(self, tmp_path):
+        """Long names, and thousands of members."""
+        members = [(f"{'x' * 120}{index}.txt", b"1") for index in range(2000)]
+        shard = write_tar(tmp_path / "x.tar", members, format=tarfile.PAX_FORMAT)
+        assert len(list(read_samples(shard))) == 2000
+        assert len(list(read_samples(shard, 1990))) == 10

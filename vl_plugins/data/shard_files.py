@@ -1,0 +1,133 @@
+"""Shards as files: where they are, and the samples in them."""
+
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import urlparse
+
+from vl_plugins.data.images import IMAGE_EXTENSIONS
+from vl_plugins.data.storage import Folder
+from vl_plugins.optional import require
+
+__all__ = ["EXTENSIONS", "Place", "locate", "missing_shards", "read_samples"]
+
+# Of images; where a sample has several, the first counts.
+EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
+MEMBERS = {*EXTENSIONS, "json", "txt"}
+
+
+class Place(NamedTuple):
+    """A shard in a folder that can be listed.
+
+    Args:
+        url: of the shard, or its path.
+        folder: path or URL, for :class:`vl_plugins.data.storage.Folder`.
+        name: of the file in it.
+        is_local: whether webdataset opens it as a file of this machine; otherwise fsspec opens it.
+    """
+
+    url: str
+    folder: str
+    name: str
+    is_local: bool
+
+
+def locate(shard: str) -> Place | None:
+    """Return where a shard is, or None for what webdataset reads from a program (``pipe:``, ``https://``, ``gs://``).
+
+    >>> locate("shards/coco-train-000000.tar")
+    Place(url='shards/coco-train-000000.tar', folder='shards', name='coco-train-000000.tar', is_local=True)
+    >>> locate("s3://bucket/coco-train-000000.tar").folder
+    's3://bucket'
+    >>> locate("pipe:cat coco-train-000000.tar")
+    """
+    url = urlparse(shard)
+    if url.scheme in ("", "file"):
+        path = Path(url.path if url.scheme else shard)
+        return Place(shard, str(path.parent), path.name, is_local=True)
+    gopen = require("webdataset.gopen", extra="data")
+    # A user may have given a scheme another opener.
+    if urlparse(gopen.rewrite_url(shard)).scheme in {"", "file", *gopen.gopen_schemes}:
+        return None
+    folder, _, name = shard.rpartition("/")
+    return Place(shard, f"{folder}/" if folder.endswith(":/") else folder, name, is_local=False)
+
+
+def missing_shards(shards: Sequence[str]) -> list[Place]:
+    """Return the shards that do not exist, of those that :func:`locate` knows a place for.
+
+    Raises:
+        UserError: fsspec cannot open a URL; the message says which package is missing.
+    """
+    places = [place for place in map(locate, shards) if place is not None]
+    # One listing of a folder instead of a request for each shard.
+    remote_folders = dict.fromkeys(place.folder for place in places if not place.is_local)
+    listings = {folder: set(Folder(folder).names()) for folder in remote_folders}
+    return [
+        place
+        for place in places
+        if not (Path(place.folder, place.name).is_file() if place.is_local else place.name in listings[place.folder])
+    ]
+
+
+def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield samples ``start`` to ``stop`` of a shard: ``__key__``, and bytes by extension of what readers need.
+
+    Consecutive files of the same name up to the first dot are a sample, as for webdataset. Of a file that is not
+    needed, or belongs to a sample before ``start``, nothing is read but its header where the shard is a file.
+
+    Raises:
+        Exception: the shard cannot be read, or ends too early; samples before that place have been yielded.
+    """
+    split_name = require("webdataset.tariterators", extra="data").base_plus_ext
+    with _open(shard) as stream:
+        tar, is_plain = _open_tar(stream)
+        sample: dict[str, Any] = {"__key__": None}
+        position, end = -1, 0
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # the index of a large shard would grow in memory
+            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            key, extension = split_name(member.name)
+            if key is None or not member.isreg() or re.match(r"__[^/]*__($|/)", member.name):
+                continue
+            if key != sample["__key__"]:
+                if position >= start:
+                    yield sample
+                position += 1
+                if position == stop:
+                    return
+                sample = {"__key__": key}
+            extension = extension.lower()
+            if position >= start and extension in MEMBERS:
+                if extension in sample:
+                    raise ValueError(f"{member.name} is in it twice")
+                sample[extension] = tar.extractfile(member).read()
+        if is_plain:
+            # tarfile takes a cut between two members, or garbage, for the end.
+            stream.seek(end)
+            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise ValueError("it is cut off: an archive ends with zeros")
+        if position >= start:
+            yield sample
+
+
+def _open(shard: str) -> AbstractContextManager[BinaryIO]:
+    place = locate(shard)
+    if place is not None and not place.is_local:
+        return Folder(place.folder).open(place.name)
+    stream = require("webdataset.gopen", extra="data").gopen(shard)
+    # To close the pipe of a program that has not finished is an error; it ends when the stream is dropped.
+    return stream if place is not None else nullcontext(stream)
+
+
+def _open_tar(stream: BinaryIO) -> tuple[tarfile.TarFile, bool]:
+    """Open an archive; return also whether the stream can seek and is the archive as it is, not compressed."""
+    if hasattr(stream, "seekable") and stream.seekable():
+        try:
+            return tarfile.open(fileobj=stream, mode="r:"), True
+        except tarfile.ReadError:
+            stream.seek(0)  # compressed, perhaps
+    return tarfile.open(fileobj=stream, mode="r|*"), False
