@@ -1,0 +1,2 @@
+# Scripts: pytest would import them to look for doctests.
+collect_ignore_glob = ["bench_*.py"]
