@@ -26,9 +26,16 @@ def main(argv: Sequence[str]) -> int:
             return 0
         return _run(*parse_arguments(argv))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        # Before the processes join, all find the same; afterwards an error may be that of one process alone.
+        if os.environ.get("RANK", "0") == "0" or _processes_have_joined():
             print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
         return 2
+
+
+def _processes_have_joined() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:

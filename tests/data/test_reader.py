@@ -374,7 +374,7 @@ class TestTrainingWithoutSizes:
 
     def test_what_is_needed(self, urls):
         with pytest.raises(
-            UserError, match=r"number of images in pipe:.* is not known: put a sizes.json beside it, or"
+            UserError, match=r"number of images in pipe:.* is not known: give the number of samples of an epoch, or put"
         ):
             training_pipeline(urls, transform, tokenizer, 4)
         with pytest.raises(UserError, match=r"6 shards of unknown size cannot be shared by 8 processes"):

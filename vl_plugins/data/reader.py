@@ -286,8 +286,8 @@ def training_pipeline(
     sizes = _read_sizes(shards)
     if sizes is None and num_samples is None:
         raise UserError(
-            f"the number of images in {shards[0]} is not known: put a {SIZES_FILE} beside it, or give the number of "
-            "samples of an epoch"
+            f"the number of images in {shards[0]} is not known: give the number of samples of an epoch, or put a "
+            f"{SIZES_FILE} beside it, which is read in folders and at URLs of fsspec, not with pipe:, https:// or gs://"
         )
     if sizes is not None:
         available = sum(sizes)

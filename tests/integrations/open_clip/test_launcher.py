@@ -13,6 +13,8 @@ import webdataset
 
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import launcher
 
 MODULE = "vl_plugins.integrations.open_clip"
 SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "16", "--workers", "0"]
@@ -384,6 +386,18 @@ def test_wrong_input_in_a_process(tmp_path, train_data):
     assert finished.returncode == 2
     assert finished.stderr.splitlines()[-1].startswith("vl_plugins: error: unknown loss 'unifed'")
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(("rank", "joined", "said"), [("0", False, True), ("1", False, False), ("1", True, True)])
+def test_which_processes_say_what_is_wrong(monkeypatch, capfd, rank, joined, said):
+    def fail(*arguments):
+        raise UserError("cannot read shard 7")
+
+    monkeypatch.setattr(launcher, "_run", fail)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
+    monkeypatch.setenv("RANK", rank)
+    assert launcher.main([]) == 2
+    assert capfd.readouterr().err == ("vl_plugins: error: cannot read shard 7\n" if said else "")
 
 
 def test_config_key(tmp_path, capfd, monkeypatch):
