@@ -1,17 +1,25 @@
 """Every command and snippet of the README's first screen is run as it stands there."""
 
+import contextlib
+import csv
+import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import open_clip
 import pytest
 import torch
+from torchvision.transforms import PILToTensor
 
+from vl_plugins.cli import build_parser
 from vl_plugins.integrations.open_clip.models import register_models
+from vl_plugins.integrations.open_clip.options import format_help
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +36,7 @@ def run(command, cwd):
     return finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize("snippet", blocks("python"), ids=["pml", "functional"])
+@pytest.mark.parametrize("snippet", blocks("python")[:2], ids=["pml", "functional"])
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)
@@ -82,19 +90,73 @@ def test_the_open_clip_command(tmp_path, toy_shards):
     assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
 
 
+def test_reader_snippet(toy_shards, tmp_path, monkeypatch):
+    """With the toy shards under the name it gives, smaller batches, and what follows each batch."""
+    (snippet,) = blocks("python")[2:]
+    monkeypatch.chdir(tmp_path)
+    Path("shards").symlink_to(toy_shards)
+    snippet = snippet.replace("coco-train-{000000..000113}", "toy-train-{000000..000007}")
+    snippet = snippet.replace("batch_size=128", "batch_size=4").replace("range(10)", "range(2)").replace("...", "use()")
+    batches = []
+
+    def use():
+        batches.append((variables["images"], variables["texts"], variables["labels"]))
+
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    variables = {"image_transform": PILToTensor(), "tokenizer": tokenizer, "use": use}
+    exec(compile(snippet, "README.md", "exec"), variables)
+    assert len(batches) == 2 * 64 / 4
+    for images, texts, labels in batches:
+        assert (images.shape[0], texts.shape[0], labels.shape[0]) == (4, 20, 4)
+    for epoch in (batches[:16], batches[16:]):
+        assert sorted(label for *_, labels in epoch for label in labels.tolist()) == list(range(64))
+
+
 def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
-    """The lines for COCO, on the toy scenes under COCO's names."""
-    shards, _, evaluate = [
-        shlex.split(line)
+    """The lines for COCO, on the toy scenes under the names that they give."""
+    commands = [
+        shlex.split(line, comments=True)
         for block in blocks("bash")
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("vl-plugins")
     ]
     (tmp_path / "coco").symlink_to(toy_scenes)
-    (tmp_path / "dataset_coco.json").symlink_to(toy_scenes / "dataset_toy.json")
-    run([*shards, "--dataset-name", "coco", "--samples-per-shard", "5"], tmp_path)
-    assert len(list((tmp_path / "shards").glob("coco-test-*.tar"))) == 5
+    (tmp_path / "flickr30k-images").symlink_to(toy_scenes / "train")
+    (tmp_path / "pictures").symlink_to(toy_scenes / "train")
+    document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    (tmp_path / "dataset_coco.json").write_text(json.dumps({**document, "dataset": "coco"}))
+    of_train = [item for item in document["images"] if item["filepath"] == "train"]
+    (tmp_path / "dataset_flickr30k.json").write_text(json.dumps({"dataset": "flickr30k", "images": of_train}))
+    for split in ("train2017", "val2017"):
+        (tmp_path / f"captions_{split}.json").write_text(json.dumps(official(document["images"], f"{split[:-4]}")))
+        (toy_scenes / split).symlink_to(toy_scenes / split[:-4])
+    rows = [(item["filename"], sentence["raw"]) for item in of_train for sentence in item["sentences"]]
+    with open(tmp_path / "captions.csv", "w", newline="") as stream:
+        csv.writer(stream).writerows([("image", "caption"), *rows])
 
+    outputs = {}
+    try:
+        for command in commands[:-1]:
+            small = [] if command[2] in ("verify", "info") else ["--samples-per-shard", "5"]
+            outputs[command[2]] = run([*command, *small], tmp_path)
+    finally:
+        for split in ("train2017", "val2017"):
+            (toy_scenes / split).unlink()
+    assert list(outputs) == ["coco", "flickr30k", "coco-captions", "table", "verify", "info"]
+    sizes = {
+        folder: Counter(shard.name.rpartition("-")[0] for shard in (tmp_path / folder).glob("*.tar"))
+        for folder in ("shards", "shards-2017", "shards-own")
+    }
+    assert sizes == {
+        "shards": {"coco-train": 13, "coco-val": 5, "coco-test": 5, "flickr30k-train": 13},
+        "shards-2017": {"coco-train2017": 13, "coco-val2017": 5},
+        "shards-own": {"captions-train": 13},
+    }
+    assert "176 samples, 880 captions: everything is as manifest.json says" in outputs["verify"]
+    assert (tmp_path / "shards-contact-sheet.png").is_file()
+
+    evaluate = commands[-1]
+    assert evaluate[1] == "evaluate"
     register_models()
     checkpoint = tmp_path / "logs/run/checkpoints/epoch_10.pt"
     checkpoint.parent.mkdir(parents=True)
@@ -104,11 +166,32 @@ def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
     assert "RSUM" in output
 
 
-def test_every_flag_and_file_it_names_exists():
-    from vl_plugins.integrations.open_clip.options import format_help
+def official(items, split):
+    """Return entries of Karpathy's format in that of COCO's own caption files."""
+    items = [item for item in items if item["split"] == split]
+    return {
+        "images": [{"id": item["cocoid"], "file_name": item["filename"]} for item in items],
+        "annotations": [
+            {"id": sentence["sentid"], "image_id": item["cocoid"], "caption": sentence["raw"]}
+            for item in items
+            for sentence in item["sentences"]
+        ],
+    }
 
-    text = format_help()
-    for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--max-captions"}:
-        assert flag in text, flag
+
+def test_every_flag_and_file_it_names_exists():
+    help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
+    help_texts.append(help_of("evaluate"))
+    flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
+    named = set(re.findall(r"`(--[a-z-]+)", README))
+    assert len(named) > 12
+    assert named <= flags
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def help_of(*command):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        build_parser().parse_args([*command, "--help"])
+    return text.getvalue()

@@ -1,0 +1,889 @@
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vl_plugins.data import verification
+from vl_plugins.data.annotations import CaptionedImage, RejectedImage
+from vl_plugins.data.shards import write_shards
+from vl_plugins.data.storage import Folder
+from vl_plugins.data.verification import verify_shards
+from vl_plugins.errors import UserError
+
+FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
+KEY = "tiny-train-00000002"  # the first sample of the second shard
+NEXT = "tiny-train-00000003"
+ZEROS = bytes(512)
+
+
+def encode_image(image_format="PNG", size=(8, 6)):
+    stream = io.BytesIO()
+    Image.linear_gradient("L").resize(size).save(stream, image_format)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory):
+    """Folder with the splits ``tiny-train`` (2 + 2 + 1 images, two captions each) and ``tiny-val`` (1 image)."""
+    root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("sound")
+    images = []
+    for index in range(6):
+        (root / f"{index}.png").write_bytes(encode_image(size=(8 + index, 6)))
+        captions, ids = (f"{index} one", f"{index} two"), (10 * index, 10 * index + 1)
+        images.append(
+            CaptionedImage(index, f"{index}.png", captions, ids, "val" if index == 5 else "train", "tiny", "x.png")
+        )
+    write_shards(images, root, out, samples_per_shard=2)
+    return out
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    return Path(shutil.copytree(sound, tmp_path / "shards"))
+
+
+def read_archive(file):
+    """Return members as lists of name, data and type."""
+    with tarfile.open(file) as tar:
+        return [[member.name, tar.extractfile(member).read(), tarfile.REGTYPE] for member in tar]
+
+
+def encode_archive(members):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data, kind in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "elsewhere" if kind == tarfile.SYMTYPE else ""
+            info.size = len(data) if kind == tarfile.REGTYPE else 0
+            tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def edit_json_file(file, edit):
+    document = json.loads(file.read_text())
+    edit(document)
+    file.write_text(json.dumps(document))
+
+
+def edit_manifest(folder, edit, split="tiny-train"):
+    edit_json_file(folder / "manifest.json", lambda manifest: edit(manifest["splits"][split]))
+
+
+def replace_shard(folder, shard, data):
+    """Write a shard and make the manifest agree with its bytes."""
+    (folder / shard).write_bytes(data)
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(folder, lambda entry: entry["shards"][shard].update(facts))
+
+
+def edit_shard(folder, edit, shard=SECOND):
+    """Edit the list of members of a shard."""
+    members = read_archive(folder / shard)
+    members = edit(members) or members
+    replace_shard(folder, shard, encode_archive(members))
+
+
+def edit_bytes(folder, edit, shard=SECOND):
+    replace_shard(folder, shard, edit((folder / shard).read_bytes()))
+
+
+def problems(folder, **options):
+    return list(verify_shards(folder, **options).problems)
+
+
+def set_data(name, data):
+    def edit(members):
+        (member,) = (member for member in members if member[0] == name)
+        member[1] = data
+
+    return edit
+
+
+def change_record(**changes):
+    def edit(members):
+        (member,) = (member for member in members if member[0] == f"{KEY}.json")
+        record = json.loads(member[1]) | changes
+        member[1] = json.dumps({key: value for key, value in record.items() if value is not ...}).encode()
+
+    return edit
+
+
+def change_captions(captions, ids=(20, 21)):
+    """Change the captions and, as they must be equal, the txt."""
+
+    def edit(members):
+        change_record(captions=captions, caption_ids=list(ids))(members)
+        if captions and isinstance(captions[0], str):
+            set_data(f"{KEY}.txt", captions[0].encode(errors="replace"))(members)
+
+    return edit
+
+
+def rename(old, new):
+    def edit(members):
+        for member in members:
+            member[0] = member[0].replace(old, new)
+
+    return edit
+
+
+def set_kind(name, kind):
+    def edit(members):
+        (member,) = (member for member in members if member[0] == name)
+        member[2] = kind
+
+    return edit
+
+
+def without(*names):
+    return lambda members: [member for member in members if member[0] not in names]
+
+
+def with_more(*more):
+    return lambda members: [*members, *([name, data, tarfile.REGTYPE] for name, data in more)]
+
+
+def test_sound_folder(folder):
+    result = verify_shards(folder)
+    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
+
+
+def test_folder_of_several_types(folder):
+    assert verify_shards(str(folder)) == verify_shards(Folder(folder)) == verify_shards(folder)
+
+
+def test_memory(sound):
+    folder = Folder("memory://test_verification/shards")
+    folder.make()
+    for file in sound.iterdir():
+        data = file.read_bytes()
+        with folder.write(file.name) as stream:
+            stream.write(data[:-1024] if file.name == THIRD else data)
+    found = problems(folder)
+    folder.remove(THIRD)
+    size = (sound / THIRD).stat().st_size
+    assert found[0] == f"{THIRD}: has {size - 1024:,} bytes, manifest.json says {size:,}"
+    assert len(found) == 2
+    assert found[1].startswith(f"{THIRD}: sha256 is ")
+    assert problems(folder) == [f"{THIRD}: does not exist"]
+
+
+def test_two_workers_report_the_same(folder):
+    edit_shard(folder, set_data(f"{KEY}.txt", b"else"))
+    edit_shard(folder, set_data("tiny-train-00000004.txt", b"else"), THIRD)
+    (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-1])
+    (folder / "tiny-val-000000.tar").unlink()
+    alone = verify_shards(folder)
+    assert alone == verify_shards(folder, workers=2)
+    assert len(alone.problems) == 5
+
+
+RECORD_DAMAGE = {
+    "image id missing": (change_record(image_id=...), "its json has no 'image_id'"),
+    "image id true": (
+        change_record(image_id=True),
+        "'image_id' of its json must be a whole number or a string, it is true",
+    ),
+    "image id list": (
+        change_record(image_id=[2]),
+        "'image_id' of its json must be a whole number or a string, it is a list",
+    ),
+    "filename null": (change_record(filename=None), "'filename' of its json must be a string, it is null"),
+    "width float": (change_record(width=10.0), "'width' of its json must be a whole number, it is 10.0"),
+    "height string": (change_record(height="6"), "'height' of its json must be a whole number, it is a string"),
+    "dataset number": (change_record(dataset=1), "'dataset' of its json must be a string, it is a whole number"),
+    "unknown fields": (change_record(url="x", a="y"), "its json has unknown keys: a, url"),
+    "other split": (
+        change_record(split="val"),
+        "its json says data set 'tiny' and split 'val', but it is in tiny-train",
+    ),
+    "other data set": (
+        change_record(dataset="coco"),
+        "its json says data set 'coco' and split 'train', but it is in tiny-train",
+    ),
+    "caption ids null": (
+        change_record(caption_ids=[20, None]),
+        "each of 'caption_ids' of its json must be a whole number or a string, one is null",
+    ),
+    "fewer ids": (change_record(caption_ids=[20]), "it has 1 caption ids for 2 captions"),
+    "more ids": (change_record(caption_ids=[20, 21, 22]), "it has 3 caption ids for 2 captions"),
+    "blank caption": (change_captions(["2 one", " \n"]), r"caption ' \n' is blank"),
+    "half a character": (
+        change_captions(["2 one", "\ud800"]),
+        r"caption '\ud800' is not valid Unicode: surrogates not allowed",
+    ),
+    "other txt": (set_data(f"{KEY}.txt", b"2 two"), "its txt is not the first caption of its json"),
+    "txt with a line end": (set_data(f"{KEY}.txt", b"2 one\n"), "its txt is not the first caption of its json"),
+    "txt of Latin 1": (set_data(f"{KEY}.txt", b"\xff"), "its txt is not UTF-8 text: invalid start byte at byte 0"),
+    "width": (change_record(width=11), "its json says 11 x 6 pixels, its image has 10 x 6"),
+    "height": (change_record(height=7), "its json says 10 x 7 pixels, its image has 10 x 6"),
+    "string ids": (change_record(image_id="2", caption_ids=["20", "x"]), None),
+    "image id twice": (change_record(image_id=0), "image id 0 was that of tiny-train-00000000 before"),
+    "caption id of another shard": (
+        change_record(caption_ids=[20, 11]),
+        "caption id 11 was that of tiny-train-00000001 before",
+    ),
+    "caption id of the same image": (change_record(caption_ids=[20, 20]), f"caption id 20 was that of {KEY} before"),
+    "empty image": (set_data(f"{KEY}.png", b""), "the file is empty"),
+    "text for an image": (set_data(f"{KEY}.png", b"text"), "the file is not an image"),
+    "jpg in png": (set_data(f"{KEY}.png", encode_image("JPEG", (10, 6))), "its image is jpg, its name says png"),
+    "webp in jpg": (
+        lambda members: [
+            [f"{KEY}.jpg", encode_image("WEBP", (10, 6)), tarfile.REGTYPE],
+            *without(f"{KEY}.png")(members),
+        ],
+        "its image is webp, its name says jpg",
+    ),
+    "other format": (
+        set_data(f"{KEY}.png", encode_image("BMP", (10, 6))),
+        "the format BMP is not supported; supported are JPEG, PNG and WebP",
+    ),
+    "jpeg": (
+        rename(f"{KEY}.png", f"{KEY}.jpeg"),
+        [f"has an unknown file {KEY}.jpeg", "has no image"],
+    ),
+    "unknown file": (
+        lambda members: [[f"{KEY}.cls", b"1", tarfile.REGTYPE], *members],
+        f"has an unknown file {KEY}.cls",
+    ),
+    "file twice": (
+        lambda members: [[f"{KEY}.txt", b"2 one", tarfile.REGTYPE], *members],
+        f"has more than one txt; {KEY}.txt is another",
+    ),
+    "two images": (
+        lambda members: [[f"{KEY}.jpg", encode_image("JPEG", (10, 6)), tarfile.REGTYPE], *members],
+        f"has more than one image; {KEY}.png is another",
+    ),
+    "no image": (without(f"{KEY}.png"), "has no image"),
+    "no txt": (without(f"{KEY}.txt"), "has no txt"),
+    "no image and no txt": (without(f"{KEY}.png", f"{KEY}.txt"), "has no image, no txt"),
+    "link": (set_kind(f"{KEY}.png", tarfile.SYMTYPE), f"{KEY}.png is not a plain file"),
+    "device": (set_kind(f"{KEY}.txt", tarfile.CHRTYPE), f"{KEY}.txt is not a plain file"),
+}
+
+
+@pytest.mark.parametrize(("edit", "expected"), RECORD_DAMAGE.values(), ids=RECORD_DAMAGE)
+def test_damaged_sample(folder, edit, expected):
+    edit_shard(folder, edit)
+    expected = [] if expected is None else [expected] if isinstance(expected, str) else expected
+    assert problems(folder) == [f"{SECOND}: {KEY}: {line}" for line in expected]
+
+
+# Where captions are not known, neither is their number, so these must not be counted as missing.
+UNKNOWN_CAPTIONS = {
+    "no json": (without(f"{KEY}.json"), "has no json"),
+    "json is no JSON": (
+        set_data(f"{KEY}.json", b"{"),
+        "its json is not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ),
+    "json not UTF-8": (set_data(f"{KEY}.json", b'"\xff"'), "its json is not UTF-8 text: invalid start byte at byte 1"),
+    "json list": (set_data(f"{KEY}.json", b"[]"), "its json must be an object, it is a list"),
+    "json null": (set_data(f"{KEY}.json", b"null"), "its json must be an object, it is null"),
+    "json deep": (
+        set_data(f"{KEY}.json", b"[" * 100_000),
+        "its json is nested too deeply to be an annotation or index file",
+    ),
+    "captions missing": (change_record(captions=...), "its json has no 'captions'"),
+    "captions string": (
+        change_record(captions="2 one"),
+        "'captions' of its json must be a list, it is a string",
+    ),
+    "captions of numbers": (
+        change_record(captions=["2 one", 2]),
+        "each of 'captions' of its json must be a string, one is a whole number",
+    ),
+    "json folder": (set_kind(f"{KEY}.json", tarfile.DIRTYPE), f"{KEY}.json is not a plain file"),
+}
+
+
+@pytest.mark.parametrize(("edit", "expected"), UNKNOWN_CAPTIONS.values(), ids=UNKNOWN_CAPTIONS)
+def test_unknown_captions(folder, edit, expected):
+    edit_shard(folder, edit)
+    result = verify_shards(folder)
+    assert result.problems == (f"{SECOND}: {KEY}: {expected}",)
+    assert (result.samples, result.captions) == (6, 10)
+
+
+def test_number_of_thousands_of_digits(folder):
+    edit_shard(folder, set_data(f"{KEY}.json", b'{"image_id": ' + b"9" * 5000 + b"}"))
+    (problem,) = problems(folder)
+    assert problem.startswith(f"{SECOND}: {KEY}: its json cannot be read: Exceeds the limit (4300 digits)")
+
+
+# What PIL finds wrong with a short WebP depends on its version.
+@pytest.mark.parametrize(
+    ("image_format", "extension", "expected"),
+    [("PNG", "png", "the image is damaged: "), ("JPEG", "jpg", "the image is damaged: "), ("WEBP", "webp", "the ")],
+)
+def test_image_that_ends_early(folder, image_format, extension, expected):
+    data = encode_image(image_format, (200, 100))
+
+    def edit(members):
+        rename(f"{KEY}.png", f"{KEY}.{extension}")(members)
+        set_data(f"{KEY}.{extension}", data[: len(data) * 3 // 4])(members)
+        change_record(width=200, height=100)(members)
+
+    edit_shard(folder, edit)
+    (problem,) = problems(folder)
+    assert problem.startswith(f"{SECOND}: {KEY}: {expected}")
+
+
+def test_no_captions(folder):
+    edit_shard(folder, change_record(captions=[], caption_ids=[]))
+    assert problems(folder) == [
+        f"{SECOND}: has 2 captions, manifest.json says 4",
+        f"{SECOND}: {KEY}: it has no captions",
+    ]
+
+
+def test_caption_too_many(folder):
+    edit_shard(folder, change_captions(["2 one", "2 two", "2 three"], [20, 21, 22]))
+    assert problems(folder) == [f"{SECOND}: has 5 captions, manifest.json says 4"]
+
+
+def test_captions_that_only_the_histogram_shows(folder):
+    def edit(members):
+        change_captions(["2 one"], [20])(members)
+        record = json.loads(members[3][1])
+        record |= {"captions": [*record["captions"], "3 three"], "caption_ids": [30, 31, 32]}
+        set_data(f"{NEXT}.json", json.dumps(record).encode())(members)
+
+    edit_shard(folder, edit)
+    assert problems(folder) == [
+        'manifest.json: tiny-train: says captions per image are {"2": 5}, its shards have {"1": 1, "2": 3, "3": 1}'
+    ]
+
+
+def test_sample_too_few(folder):
+    edit_shard(folder, without(*(f"{KEY}.{extension}" for extension in ("png", "txt", "json"))))
+    assert problems(folder) == [
+        f"{SECOND}: has 1 samples, manifest.json says 2",
+        f"{SECOND}: has 2 captions, manifest.json says 4",
+    ]
+
+
+def test_files_of_samples_mixed(folder):
+    edit_shard(folder, lambda members: [members[0], members[3], *members[1:3], *members[4:]])
+    assert problems(folder) == [
+        f"{SECOND}: {KEY}: occurs again after {NEXT}; keys are unique and their files together",
+        f"{SECOND}: {NEXT}: occurs again after {KEY}; keys are unique and their files together",
+    ]
+
+
+def test_sample_twice_in_a_shard(folder):
+    edit_shard(folder, lambda members: members + members[:3])
+    assert problems(folder) == [f"{SECOND}: {KEY}: occurs again after {NEXT}; keys are unique and their files together"]
+
+
+def test_sample_twice_in_a_split(folder):
+    twice = read_archive(folder / SECOND)[:3]
+    edit_shard(folder, lambda members: twice, THIRD)
+    assert problems(folder) == [
+        f"{THIRD}: begins with {KEY}, but {SECOND} before it ends with {NEXT}",
+        f"{THIRD}: {KEY}: {SECOND} has a sample of this key too",
+        f"{THIRD}: {KEY}: image id 2 was that of {KEY} before",
+        f"{THIRD}: {KEY}: caption id 20 was that of {KEY} before",
+        f"{THIRD}: {KEY}: caption id 21 was that of {KEY} before",
+    ]
+
+
+def test_last_sample_of_a_shard_again(folder):
+    last = read_archive(folder / SECOND)[3:]
+    edit_shard(folder, lambda members: last, THIRD)
+    assert problems(folder) == [
+        f"{THIRD}: {NEXT}: {SECOND} has a sample of this key too",
+        f"{THIRD}: {NEXT}: image id 3 was that of {NEXT} before",
+        f"{THIRD}: {NEXT}: caption id 30 was that of {NEXT} before",
+        f"{THIRD}: {NEXT}: caption id 31 was that of {NEXT} before",
+    ]
+
+
+def test_shards_in_wrong_order(folder):
+    first, second = (read_archive(folder / shard) for shard in (FIRST, SECOND))
+    edit_shard(folder, lambda members: second, FIRST)
+    edit_shard(folder, lambda members: first, SECOND)
+    assert problems(folder) == [f"{SECOND}: begins with tiny-train-00000000, but {FIRST} before it ends with {NEXT}"]
+
+
+def test_samples_in_wrong_order(folder):
+    edit_shard(folder, lambda members: members[3:] + members[:3])
+    assert problems(folder) == [f"{SECOND}: {KEY}: comes after {NEXT}; keys are in ascending order"]
+
+
+@pytest.mark.parametrize("key", ["tiny-val-00000002", "tiny-train-2", "tiny-train-00000002x", "./tiny-train-00000002"])
+def test_key_of_something_else(folder, key):
+    edit_shard(folder, rename(KEY, key))
+    assert problems(folder) == [f"{SECOND}: {key}: is not a key of tiny-train, which has the form tiny-train-00000000"]
+
+
+def test_unused_keys_are_right(folder):
+    edit_shard(folder, rename("tiny-train-00000004", "tiny-train-00000009"), THIRD)
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("README", tarfile.REGTYPE, "README is not named <key>.<extension>"),
+        ("folder", tarfile.DIRTYPE, "folder is not a plain file"),
+        ("a\nb", tarfile.REGTYPE, r"a\nb is not named <key>.<extension>"),
+    ],
+)
+def test_file_of_no_sample(folder, name, kind, expected):
+    # Between two files of a sample, which it does not part.
+    edit_shard(folder, lambda members: [members[0], [name, b"x", kind], *members[1:]])
+    assert problems(folder) == [f"{SECOND}: {expected}"]
+
+
+def test_names_cannot_control_the_terminal(folder):
+    edit_shard(folder, lambda members: [[f"{KEY}.\x1b[31m", b"", tarfile.REGTYPE], *members])
+    assert problems(folder) == [rf"{SECOND}: {KEY}: has an unknown file {KEY}.\x1b[31m"]
+
+
+def test_long_names_have_headers_of_their_own(folder):
+    """Of GNU tar's header with a long name, the name itself is passed over."""
+    info = tarfile.TarInfo("x" * 150)
+    data = info.tobuf(tarfile.GNU_FORMAT)
+    edit_bytes(folder, lambda archive: data + archive)
+    assert problems(folder) == [
+        f"{SECOND}: ././@LongLink is not a plain file",
+        f"{SECOND}: {'x' * 100} is not named <key>.<extension>",
+    ]
+
+
+def member_start(data, name):
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return tar.getmember(name).offset
+
+
+CUTS = {
+    "nothing": (lambda data: b"", "is cut off before its first file: it has no end-of-archive mark"),
+    "in the first header": (lambda data: data[:100], "is cut off before its first file, in a header"),
+    "between samples": (
+        lambda data: data[: member_start(data, f"{NEXT}.json")],
+        f"is cut off after {KEY}.txt: it has no end-of-archive mark",
+    ),
+    "in a header": (
+        lambda data: data[: member_start(data, f"{NEXT}.json") + 300],
+        f"is cut off after {KEY}.txt, in a header",
+    ),
+    "in data": (
+        lambda data: data[: member_start(data, f"{NEXT}.txt") + 512 + 3],
+        f"is cut off in {NEXT}.txt, or its header is wrong: of 5 bytes 3 are there",
+    ),
+    "in padding": (
+        lambda data: data[: member_start(data, f"{NEXT}.txt") + 512 + 5],
+        f"is cut off after {NEXT}.txt: it has no end-of-archive mark",
+    ),
+    "before the mark": (
+        lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024],
+        f"is cut off after {NEXT}.txt: it has no end-of-archive mark",
+    ),
+    "in the mark": (
+        lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024 + 512],
+        f"is cut off after {NEXT}.txt, in its end-of-archive mark",
+    ),
+    "half a mark": (
+        lambda data: data[: member_start(data, f"{NEXT}.json")] + ZEROS + data[member_start(data, f"{NEXT}.json") :],
+        f"has an empty header after {KEY}.txt",
+    ),
+    "garbage": (
+        lambda data: data[: member_start(data, f"{NEXT}.json")] + bytes(range(256)) * 40,
+        f"has no tar header after {KEY}.txt: invalid header",
+    ),
+    "one bit of a header": (
+        lambda data: data.replace(f"{NEXT}.txt".encode(), f"{NEXT}.tyt".encode()),
+        f"has no tar header after {NEXT}.png: bad checksum",
+    ),
+    "behind the mark": (lambda data: data + b"\1" * 512, "has data behind its end-of-archive mark"),
+}
+
+
+@pytest.mark.parametrize(("cut", "expected"), CUTS.values(), ids=CUTS)
+def test_cut_off_shard(folder, cut, expected):
+    edit_bytes(folder, cut)
+    assert problems(folder) == [f"{SECOND}: {expected}"]
+
+
+def test_data_far_behind_the_mark(folder, monkeypatch):
+    monkeypatch.setattr(verification, "READ_TOGETHER", 100)
+    edit_bytes(folder, lambda data: data + bytes(200) + b"1" + bytes(200))
+    assert problems(folder) == [f"{SECOND}: has data behind its end-of-archive mark"]
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 18])
+def test_length_of_the_end_is_free(folder, zeros):
+    edit_bytes(folder, lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024] + ZEROS * (2 + zeros))
+    assert problems(folder) == []
+
+
+def test_cut_off_shard_is_checked_up_to_the_cut(folder):
+    def cut(data):
+        return data[: member_start(data, f"{NEXT}.txt")]
+
+    edit_shard(folder, set_data(f"{KEY}.txt", b"else"))
+    edit_bytes(folder, cut)
+    assert problems(folder) == [
+        f"{SECOND}: is cut off after {NEXT}.png: it has no end-of-archive mark",
+        f"{SECOND}: {KEY}: its txt is not the first caption of its json",
+    ]
+
+
+def test_numbers_of_a_cut_off_shard_are_not_compared(folder):
+    edit_shard(folder, set_data(f"{KEY}.json", b"{}"))
+    edit_bytes(folder, lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024])
+    fields = ("image_id", "captions", "caption_ids", "split", "dataset", "filename", "width", "height")
+    assert problems(folder) == [
+        f"{SECOND}: is cut off after {NEXT}.txt: it has no end-of-archive mark",
+        *(f"{SECOND}: {KEY}: its json has no {name!r}" for name in fields),
+    ]
+
+
+def test_last_sample_before_the_cut_is_checked_if_it_is_complete(folder):
+    edit_shard(folder, set_data(f"{NEXT}.txt", b"else"))
+    edit_bytes(folder, lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024])
+    assert problems(folder) == [
+        f"{SECOND}: is cut off after {NEXT}.txt: it has no end-of-archive mark",
+        f"{SECOND}: {NEXT}: its txt is not the first caption of its json",
+    ]
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 62, -5])
+def test_header_that_lies(folder, size):
+    info = tarfile.TarInfo(f"{KEY}.png")
+    info.size = size
+
+    def edit(data):
+        start = member_start(data, info.name)
+        return data[:start] + info.tobuf(tarfile.GNU_FORMAT) + data[start + 512 :]
+
+    edit_bytes(folder, edit)
+    (problem,) = problems(folder)
+    if size < 0:
+        assert problem == f"{SECOND}: has a header of -5 bytes: {KEY}.png"
+    else:
+        assert problem.startswith(f"{SECOND}: is cut off in {KEY}.png, or its header is wrong: of {size:,} bytes ")
+
+
+def test_member_too_large_for_memory(folder, monkeypatch):
+    # Decoders pass over what follows an image.
+    edit_shard(folder, set_data(f"{KEY}.png", encode_image(size=(10, 6)).ljust(2000)))
+    monkeypatch.setattr(verification, "LARGEST_MEMBER", 2000)
+    assert problems(folder) == []
+    monkeypatch.setattr(verification, "LARGEST_MEMBER", 1999)
+    assert problems(folder) == [
+        f"{SECOND}: {KEY}: {KEY}.png has 2,000 bytes, which readers would hold in memory",
+    ]
+
+
+def test_wrong_hash_does_not_stop_the_rest(folder):
+    before = hashlib.sha256((folder / SECOND).read_bytes()).hexdigest()
+    members = read_archive(folder / SECOND)
+    set_data(f"{KEY}.txt", b"else!")(members)
+    data = encode_archive(members)
+    (folder / SECOND).write_bytes(data)
+    assert problems(folder) == [
+        f"{SECOND}: sha256 is {hashlib.sha256(data).hexdigest()}, manifest.json says {before}",
+        f"{SECOND}: {KEY}: its txt is not the first caption of its json",
+    ]
+
+
+def test_longer_shard(folder):
+    data = (folder / SECOND).read_bytes()
+    before, after = (hashlib.sha256(content).hexdigest() for content in (data, data + ZEROS))
+    (folder / SECOND).write_bytes(data + ZEROS)
+    assert problems(folder) == [
+        f"{SECOND}: has {len(data) + 512:,} bytes, manifest.json says {len(data):,}",
+        f"{SECOND}: sha256 is {after}, manifest.json says {before}",
+    ]
+
+
+def test_missing_shard(folder):
+    (folder / SECOND).unlink()
+    assert problems(folder) == [f"{SECOND}: does not exist"]
+
+
+def test_shard_that_cannot_be_read(folder, monkeypatch):
+    def fail(self, size):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(verification._HashedReader, "read", fail)
+    assert problems(folder, splits=["tiny-val"]) == ["tiny-val-000000.tar: cannot be read: Input/output error"]
+
+
+def test_shard_that_cannot_be_opened(folder, monkeypatch):
+    def fail(self, name):
+        raise UserError(f"cannot read {name}: no")
+
+    monkeypatch.setattr(Folder, "open", fail)
+    assert problems(folder, splits=["tiny-val"]) == ["tiny-val-000000.tar: cannot read tiny-val-000000.tar: no"]
+
+
+def test_shard_that_shrinks_meanwhile(folder, monkeypatch):
+    read = verification._HashedReader.read
+    monkeypatch.setattr(verification._HashedReader, "read", lambda self, size: read(self, min(size, 512))[:512])
+    set_large = set_data(f"{KEY}.png", encode_image("BMP", (40, 40)))
+    edit_shard(folder, set_large)
+    assert f"{SECOND}: became shorter while it was read, in {KEY}.png" in problems(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiny-train-000003.tar", ["tiny-train-000003.tar: manifest.json does not list it"]),
+        ("other-train-000000.tar", ["other-train-000000.tar: manifest.json does not list it"]),
+        ("pictures.tar", []),
+        ("notes.txt", []),
+        (
+            ".tiny-train-000000.tar.0123abcd.partial",
+            [".tiny-train-000000.tar.0123abcd.partial: left over from an interrupted conversion; run it again"],
+        ),
+        (
+            ".tiny-train-000002.tar.done",
+            [".tiny-train-000002.tar.done: left over from an interrupted conversion; run it again"],
+        ),
+        (
+            "..tiny-train-000002.tar.done.0123abcd.partial",
+            ["..tiny-train-000002.tar.done.0123abcd.partial: left over from an interrupted conversion; run it again"],
+        ),
+        (
+            ".sizes.json.0123abcd.partial",
+            [".sizes.json.0123abcd.partial: left over from an interrupted conversion; run it again"],
+        ),
+        (".hidden.partial", []),
+    ],
+)
+def test_other_files(folder, name, expected):
+    (folder / name).write_bytes(b"")
+    assert problems(folder) == expected
+    assert problems(folder, splits=["tiny-train"]) == ([] if name.startswith("other") else expected)
+    assert problems(folder, splits=["tiny-val"]) == (expected if "sizes" in name else [])
+
+
+SIZES_DAMAGE = {
+    "not listed": (lambda sizes: sizes.pop(SECOND), [f"sizes.json: does not list {SECOND}"]),
+    "other number": (
+        lambda sizes: sizes.update({SECOND: 1}),
+        [f"sizes.json: says 1 samples for {SECOND}, manifest.json says 2"],
+    ),
+    "one more": (
+        lambda sizes: sizes.update({"tiny-train-000003.tar": 1}),
+        ["sizes.json: lists tiny-train-000003.tar, manifest.json does not"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "expected"), SIZES_DAMAGE.values(), ids=SIZES_DAMAGE)
+def test_sizes(folder, edit, expected):
+    edit_json_file(folder / "sizes.json", edit)
+    assert problems(folder) == problems(folder, splits=["tiny-train"]) == expected
+    assert problems(folder, splits=["tiny-val"]) == []
+
+
+def test_sizes_missing_or_unreadable(folder):
+    sizes = folder / "sizes.json"
+    sizes.unlink()
+    assert problems(folder) == ["sizes.json: does not exist"]
+    sizes.write_text("[")
+    assert problems(folder) == ["sizes.json: is not valid JSON: Expecting value: line 1 column 2 (char 1)"]
+    sizes.write_text('{"a": "b"}')
+    assert problems(folder) == ["sizes.json: must hold an object of shard names and numbers of samples"]
+
+
+@pytest.fixture
+def with_rejected(folder):
+    """The folder with two rejected images."""
+    lines = [
+        {"shards": "tiny-train", "image": name, "split": "train", "reason": "one\u2028line"} for name in ("a", "b")
+    ]
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (folder / "rejected.jsonl").write_text(content, encoding="utf-8")
+    edit_manifest(folder, lambda entry: entry.update(rejected=2))
+    return folder
+
+
+def test_rejected(with_rejected):
+    assert problems(with_rejected) == []
+    file = with_rejected / "rejected.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content.splitlines(keepends=True)[0])
+    expected = "rejected.jsonl: has 1 lines of tiny-train, manifest.json says 2"
+    assert problems(with_rejected) == [expected]
+    file.unlink()
+    assert problems(with_rejected) == [expected.replace("1 lines", "0 lines")]
+    assert problems(with_rejected, splits=["tiny-val"]) == []
+
+
+def test_rejected_of_other_splits(with_rejected):
+    with (with_rejected / "rejected.jsonl").open("a") as stream:
+        stream.write('{"shards": "other-train"}\n')
+    expected = "rejected.jsonl: has 1 lines of other-train, manifest.json does not list it"
+    assert problems(with_rejected) == [expected]
+    assert problems(with_rejected, splits=["tiny-train"]) == []
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", "3", ""])
+def test_rejected_that_cannot_be_read(with_rejected, line):
+    file = with_rejected / "rejected.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    file.write_text("\n".join([lines[0], line, ""]), encoding="utf-8")
+    assert problems(with_rejected) == [
+        "rejected.jsonl: line 2 is not a JSON object that names the 'shards' it belongs to"
+    ]
+
+
+MANIFEST_DAMAGE = {
+    "images": (
+        lambda entry: entry.update(images=6),
+        ["manifest.json: tiny-train: says 6 images, and 5 when those of its shards are added up"],
+    ),
+    "captions": (
+        lambda entry: entry.update(captions=11),
+        ["manifest.json: tiny-train: says 11 captions, and 10 when those of its shards are added up"],
+    ),
+    "rejected": (
+        lambda entry: entry.update(rejected=1),
+        ["rejected.jsonl: has 0 lines of tiny-train, manifest.json says 1"],
+    ),
+    "min": (
+        lambda entry: entry["captions_per_image"].update(min=1),
+        ["manifest.json: tiny-train: says min 1 captions per image, its histogram 2"],
+    ),
+    "max": (
+        lambda entry: entry["captions_per_image"].update(max=3),
+        ["manifest.json: tiny-train: says max 3 captions per image, its histogram 2"],
+    ),
+    "histogram": (
+        lambda entry: entry["captions_per_image"].update(histogram={"2": 4}),
+        ['manifest.json: tiny-train: says captions per image are {"2": 4}, its shards have {"2": 5}'],
+    ),
+    "histogram with a zero": (lambda entry: entry["captions_per_image"]["histogram"].update({"7": 0}), []),
+    "name of no shard": (
+        lambda entry: entry["shards"].update({"../x.tar": {"samples": 0, "captions": 0, "bytes": 0, "sha256": ""}}),
+        [
+            "sizes.json: does not list ../x.tar",
+            "manifest.json: tiny-train: '../x.tar' is not the name of a shard of this split",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "expected"), MANIFEST_DAMAGE.values(), ids=MANIFEST_DAMAGE)
+def test_manifest_that_contradicts_itself(folder, edit, expected):
+    edit_manifest(folder, edit)
+    assert problems(folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    [
+        ("samples", [f"sizes.json: says 2 samples for {SECOND}, manifest.json says 3", 6, "has 2 samples", 3]),
+        ("captions", [11, "has 4 captions", 5]),
+    ],
+)
+def test_manifest_that_contradicts_its_shards(folder, fact, expected):
+    edit_manifest(folder, lambda entry: entry["shards"][SECOND].update({fact: entry["shards"][SECOND][fact] + 1}))
+    total, right = ("images", 5) if fact == "samples" else ("captions", 10)
+    lines = expected[:-3]
+    lines.append(
+        f"manifest.json: tiny-train: says {right} {total}, and {right + 1} when those of its shards are added up"
+    )
+    lines.append(f"{SECOND}: {expected[-2]}, manifest.json says {expected[-1]}")
+    assert problems(folder) == lines
+
+
+def test_only_some_splits(folder):
+    (folder / SECOND).unlink()
+    result = verify_shards(folder, splits=["tiny-val"])
+    assert (result.shards, result.samples, result.captions, result.problems) == (1, 1, 2, ())
+    both = verify_shards(folder, splits=["tiny-val", "tiny-train", "tiny-val"])
+    assert (both.shards, both.samples, both.problems) == (3, 4, (f"{SECOND}: does not exist",))
+
+
+def test_unknown_split(folder):
+    with pytest.raises(UserError, match=r"unknown split 'tiny-trian' \(did you mean 'tiny-train'\?\); known: tiny-t"):
+        verify_shards(folder, splits=["tiny-trian"])
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], "it holds no shards of vl-plugins"),
+        (["tiny-train-000000.tar"], "these shards cannot be compared with anything"),
+        (["tiny-train-000000.tar", ".tiny-train-000000.tar.done"], "a conversion was interrupted; run it again"),
+    ],
+)
+def test_no_manifest(tmp_path, files, expected):
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError) as error:
+        verify_shards(tmp_path)
+    assert str(error.value) == f"there is no {tmp_path / 'manifest.json'}: {expected}"
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(UserError, match=r"there is no .*absent/manifest.json: it holds no shards"):
+        verify_shards(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"splits": []}'])
+def test_manifest_of_something_else(folder, content):
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json is not "):
+        verify_shards(folder)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda entry: entry.pop("images"),
+        lambda entry: entry.update(captions="10"),
+        lambda entry: entry.update(rejected=None),
+        lambda entry: entry.update(shards=[]),
+        lambda entry: entry.pop("captions_per_image"),
+        lambda entry: entry["captions_per_image"].pop("min"),
+        lambda entry: entry["captions_per_image"].update(histogram=[5]),
+        lambda entry: entry["captions_per_image"].update(histogram={"two": 5}),
+        lambda entry: entry["captions_per_image"].update(histogram={"2": "5"}),
+        lambda entry: entry["captions_per_image"].update(histogram={"2" * 5000: 5}),
+        lambda entry: entry["shards"].update({FIRST: 3}),
+        lambda entry: entry["shards"][FIRST].pop("sha256"),
+        lambda entry: entry["shards"][FIRST].update(bytes=1.5),
+    ],
+)
+def test_manifest_of_other_types(folder, edit):
+    edit_manifest(folder, edit)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: its entry 'tiny-train' is not one of ours"):
+        verify_shards(folder)
+
+
+def test_entry_that_is_no_object(folder):
+    edit_json_file(folder / "manifest.json", lambda manifest: manifest["splits"].update({"x": 3}))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: its entry 'x' is not one of ours"):
+        verify_shards(folder)
+
+
+def test_wrong_number_of_workers(folder):
+    with pytest.raises(UserError, match="workers must be at least 1, got 0"):
+        verify_shards(folder, workers=0)
+
+
+def test_what_conversion_writes_is_sound(tmp_path):
+    """Also with rejected images, a gap in the keys, a split of another name, and captions of any script."""
+    root = tmp_path / "images"
+    root.mkdir()
+    images = []
+    for index, image_format in enumerate(("JPEG", "PNG", "WEBP", None, "JPEG")):
+        (root / str(index)).write_bytes(encode_image(image_format) if image_format else b"text")
+        captions = tuple(f"{index} {text}" for text in ("a cat", "قطة", "一只猫\u2028", "🐱", '"quoted"')[: index + 1])
+        ids = tuple(f"{index}-{number}" for number in range(index + 1))
+        images.append(CaptionedImage(f"id {index}", str(index), captions, ids, "train-2_b", "my-set", "name"))
+    rejected = [RejectedImage("elsewhere", "train-2_b", "no captions")]
+    write_shards(images, root, tmp_path / "out", samples_per_shard=2, on_error="skip", rejected=rejected)
+    result = verify_shards(tmp_path / "out")
+    assert (result.shards, result.samples, result.captions, result.problems) == (3, 4, 11, ())
