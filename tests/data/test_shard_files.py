@@ -212,3 +212,17 @@ class TestReadSamples:
         shard = write_tar(tmp_path / "x.tar", members, format=tarfile.PAX_FORMAT)
         assert len(list(read_samples(shard))) == 2000
         assert len(list(read_samples(shard, 1990))) == 10
+
+
+def test_a_header_of_negative_size_ends_the_shard(tmp_path):
+    shard = tmp_path / "x.tar"
+    write_tar(shard, [("a.jpg", b"a" * 2000), ("b.jpg", b"b")])
+    damaged = tarfile.TarInfo("c.jpg")
+    damaged.size = -2048
+    content = shard.read_bytes()
+    end = 512 + 2048 + 512 + 512
+    shard.write_bytes(content[:end] + damaged.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    samples = read_samples(str(shard))
+    assert next(samples)["__key__"] == "a"
+    with pytest.raises((ValueError, tarfile.TarError)):
+        list(samples)

@@ -133,6 +133,12 @@ def test_failed_write_keeps_the_old_picture(tmp_path, monkeypatch):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("curves.png", b"old")]
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/curves.png: (File exists|Not a directory)"):
+        plot_training_curves({"clip": [row(1)]}, tmp_path / "file" / "curves.png")
+
+
 @pytest.mark.parametrize(
     ("runs", "name", "message"),
     [

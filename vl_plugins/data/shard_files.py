@@ -89,6 +89,9 @@ def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterato
         position, end = -1, 0
         while (member := tar.next()) is not None:
             tar.members.clear()  # the index of a large shard would grow in memory
+            if member.size < 0:
+                # Some versions of tarfile would go back by it and read the same for ever.
+                raise ValueError(f"the header of {member.name} says {member.size} bytes")
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
             key, extension = split_name(member.name)
             if key is None or not member.isreg() or re.match(r"__[^/]*__($|/)", member.name):

@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.captions import normalise_caption
-from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest
+from vl_plugins.data.shard_files import EXTENSIONS
 from vl_plugins.data.storage import Folder, error_text
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.optional import require
@@ -32,7 +32,6 @@ __all__ = [
     "spread_places",
 ]
 
-EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
 # The first shorter side, in pixels, of each bin; 224 and 336 are what most models take.
 SHORTER_SIDES = (0, 64, 128, 224, 336, 512, 768, 1024)
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
         unfinished.write_bytes(picture.getbuffer())
         unfinished.replace(out)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
         raise UserError(f"cannot write {out}: {error.strerror}") from error
 
 
