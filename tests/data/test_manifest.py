@@ -10,12 +10,24 @@ from vl_plugins.data.manifest import (
     is_shard_of,
     read_manifest,
     read_sizes,
+    select_splits,
     shard_name,
     to_json,
     update_index,
 )
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError
+
+
+def test_splits_are_selected_by_either_name():
+    names = ["b-val", "a-train", "a-val", "a-train-b", "train"]
+    assert select_splits(names, None) == names
+    assert select_splits(names, ["val"]) == ["b-val", "a-val"]
+    assert select_splits(names, ["a-train", "b-val"]) == ["b-val", "a-train"]
+    assert select_splits(names, ["train"]) == ["a-train", "train"]
+    for missing in ("rain", "a", ""):
+        with pytest.raises(UserError, match=f"unknown split '{missing}'"):
+            select_splits(names, ["val", missing])
 
 
 def make_entry(name, *samples):

@@ -51,7 +51,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="folder of the shards, or a URL of fsspec such as s3://...")
-    parser.add_argument("--split", nargs="+", metavar="NAME", help="only these, such as coco-train (default: all)")
+    parser.add_argument(
+        "--split", nargs="+", metavar="NAME", help="only these, such as train or coco-train (default: all)"
+    )
     parser.add_argument(
         "--batch-size",
         type=int,

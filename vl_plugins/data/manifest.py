@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,7 @@ from vl_plugins import __version__
 from vl_plugins.data.annotations import RejectedImage
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, unknown_name
 
 __all__ = [
     "MANIFEST_FILE",
@@ -21,6 +21,7 @@ __all__ = [
     "is_shard_of",
     "read_manifest",
     "read_sizes",
+    "select_splits",
     "shard_name",
     "to_json",
     "update_index",
@@ -90,6 +91,29 @@ def update_index(
         _write(folder, SIZES_FILE, to_json(sizes, indent=2))
         # Last: what it lists is complete.
         _write(folder, MANIFEST_FILE, to_json({"tool": f"vl_plugins {__version__}", "splits": splits}, indent=2))
+
+
+def select_splits(names: Iterable[str], wanted: Sequence[str] | None) -> list[str]:
+    """Return the splits that are wanted, of those that are there.
+
+    Args:
+        names: of the splits that are there, ``<dataset>-<split>``.
+        wanted: such names, or ``<split>`` for that split of every data set; None for all.
+
+    Raises:
+        UserError: one of them is not there.
+
+    >>> select_splits(["coco-train", "coco-val", "flickr30k-train"], ["train"])
+    ['coco-train', 'flickr30k-train']
+    """
+    names = list(names)
+    selected = set(names if wanted is None else ())
+    for split in wanted or ():
+        found = {name for name in names if name == split or name.endswith(f"-{split}")}
+        if not found:
+            raise unknown_name("split", split, names)
+        selected |= found
+    return [name for name in names if name in selected]
 
 
 def shard_name(name: str, index: int) -> str:

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.json_text import parse_json
-from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest
+from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest, select_splits
 from vl_plugins.data.shard_files import EXTENSIONS
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
 __all__ = [
@@ -150,7 +150,7 @@ def shard_statistics(
 
     Args:
         folder: of the shards, a path or a URL of fsspec.
-        splits: only these; by default all.
+        splits: only these, ``<dataset>-<split>`` or ``<split>``; by default all.
         batch_size: images in a batch, for the repeats expected in one.
 
     Raises:
@@ -161,10 +161,7 @@ def shard_statistics(
         raise UserError(f"the batch size must be at least 1, got {batch_size}")
     folder = folder if isinstance(folder, Folder) else Folder(folder)
     shards, entries = _find_shards(folder)
-    for name in splits or ():
-        if name not in shards:
-            raise unknown_name("split", name, shards)
-    selected = {name: files for name, files in shards.items() if splits is None or name in splits}
+    selected = {name: shards[name] for name in select_splits(shards, splits)}
     # disable=None: no bar where nobody watches, such as in a log file.
     number = sum(map(len, selected.values()))
     with require("tqdm", extra="data").tqdm(total=number, desc="read", unit="shard", disable=None) as bar:

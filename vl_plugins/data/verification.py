@@ -22,10 +22,11 @@ from vl_plugins.data.manifest import (
     is_shard_of,
     read_manifest,
     read_sizes,
+    select_splits,
 )
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
 __all__ = ["Verification", "verify_shards"]
@@ -79,7 +80,7 @@ def verify_shards(
 
     Args:
         folder: of the shards, a path or a URL of fsspec.
-        splits: only these, by ``<dataset>-<split>``; by default all that the manifest lists.
+        splits: only these, ``<dataset>-<split>`` or ``<split>``; by default all that the manifest lists.
         workers: number of processes; each holds one sample at a time.
 
     Raises:
@@ -88,10 +89,7 @@ def verify_shards(
     """
     folder = folder if isinstance(folder, Folder) else Folder(folder)
     entries = _read_entries(folder)
-    for name in splits or ():
-        if name not in entries:
-            raise unknown_name("split", name, entries)
-    selected = {name: entry for name, entry in entries.items() if splits is None or name in splits}
+    selected = {name: entries[name] for name in select_splits(entries, splits)}
     present = dict.fromkeys(folder.names())
     problems = [
         *_check_left_overs(present, None if splits is None else set(selected)),
