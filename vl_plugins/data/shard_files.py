@@ -12,7 +12,7 @@ from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.storage import Folder
 from vl_plugins.optional import require
 
-__all__ = ["EXTENSIONS", "Place", "locate", "missing_shards", "read_samples"]
+__all__ = ["EXTENSIONS", "Place", "headers", "locate", "missing_shards", "read_samples"]
 
 # Of images; where a sample has several, the first counts.
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
@@ -87,11 +87,7 @@ def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterato
         tar, is_plain = _open_tar(stream)
         sample: dict[str, Any] = {"__key__": None}
         position, end = -1, 0
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # the index of a large shard would grow in memory
-            if member.size < 0:
-                # Some versions of tarfile would go back by it and read the same for ever.
-                raise ValueError(f"the header of {member.name} says {member.size} bytes")
+        for member in headers(tar):
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
             key, extension = split_name(member.name)
             if key is None or not member.isreg() or re.match(r"__[^/]*__($|/)", member.name):
@@ -115,6 +111,22 @@ def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterato
                 raise ValueError("it is cut off: an archive ends with zeros")
         if position >= start:
             yield sample
+
+
+def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the headers of an archive that has just been opened, without keeping them.
+
+    Raises:
+        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it.
+    """
+    if tar.firstmember is None:
+        return  # nothing is in it, and `next` of Python 3.10 would seek to before its beginning
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # the index of a large shard would grow in memory
+        if member.size < 0:
+            # Some versions of tarfile would go back by it and read the same for ever.
+            raise tarfile.ReadError(f"the header of {member.name} says {member.size} bytes")
+        yield member
 
 
 def _open(shard: str) -> AbstractContextManager[BinaryIO]:

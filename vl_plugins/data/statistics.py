@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest, select_splits
-from vl_plugins.data.shard_files import EXTENSIONS
+from vl_plugins.data.shard_files import EXTENSIONS, headers
 from vl_plugins.data.storage import Folder, error_text
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
@@ -353,13 +353,11 @@ def _headers(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
     stream.seek(start)
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                if not 0 <= member.size <= end - member.offset_data:
-                    # tarfile would go there, even back, and read the same again for ever.
+            for member in headers(tar):
+                if member.size > end - member.offset_data:
                     raise tarfile.ReadError(
                         f"it is cut off or damaged: {member.name!r} cannot have {member.size:,} bytes"
                     )
-                tar.members.clear()  # the index of a large shard would grow in memory
                 yield member
             # tarfile takes a cut between two files, or garbage, for the end.
             stream.seek(tar.offset)
