@@ -1,7 +1,6 @@
 """``vl-plugins shards``: captioned images as WebDataset shards."""
 
 import argparse
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from vl_plugins.tables import align_columns
 __all__ = ["brace_pattern", "register", "run"]
 
 DEFAULT_QUALITY = 95
-HASHED_TOGETHER = 1 << 20  # bytes
 
 DESCRIPTION = """\
 Write {what}, as shards: tar files
@@ -340,14 +338,7 @@ def _read_table(
 
 def _describe_files(files: Sequence[Path]) -> list[dict[str, str]]:
     """Return name, without the folder, and SHA-256 of each file."""
-    descriptions = []
-    for file in files:
-        digest = hashlib.sha256()
-        with file.open("rb") as stream:
-            while data := stream.read(HASHED_TOGETHER):
-                digest.update(data)
-        descriptions.append({"file": file.name, "sha256": digest.hexdigest()})
-    return descriptions
+    return [{"file": file.name, "sha256": Folder(file.parent).sha256(file.name)} for file in files]
 
 
 def _of_splits(

@@ -5,11 +5,12 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vl_plugins.data.statistics import ShardSample
+from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
@@ -89,15 +90,7 @@ def draw_contact_sheet(samples: Sequence[ShardSample], file: str | os.PathLike, 
     with _without_font_warnings(), require("matplotlib.style", extra="eval").context("default"):
         # Unlike `savefig`, of the size and resolution that the figure has.
         _draw(samples, title).canvas.print_png(picture)
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(picture.getbuffer())
-        unfinished.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+    write_file(file, picture.getbuffer())
 
 
 class _Cell(NamedTuple):

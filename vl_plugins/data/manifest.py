@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "SIZES_FILE",
     "ForeignManifestError",
     "is_shard_of",
+    "number_of_captions",
     "read_manifest",
     "read_sizes",
     "select_splits",
@@ -124,6 +125,11 @@ def shard_name(name: str, index: int) -> str:
 def is_shard_of(name: str, file: str) -> bool:
     """Return whether a file name is one of :func:`shard_name`."""
     return re.fullmatch(rf"{re.escape(name)}-\d{{6}}\.tar", file) is not None
+
+
+def number_of_captions(captions_per_image: Mapping[int, int]) -> int:
+    """Return how many captions there are, given how many images have how many."""
+    return sum(captions * images for captions, images in captions_per_image.items())
 
 
 def to_json(value: Any, **options: Any) -> bytes:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.images import ImageInfo, inspect_image, resize_image
-from vl_plugins.data.manifest import is_shard_of, read_manifest, shard_name, to_json, update_index
+from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.storage import Folder, error_text
 from vl_plugins.errors import UserError
@@ -341,7 +341,7 @@ def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Wri
     hashed.write(bytes(_padded(hashed.size + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - hashed.size))
     facts = {
         "samples": captions_per_image.total(),
-        "captions": _number_of_captions(captions_per_image),
+        "captions": number_of_captions(captions_per_image),
         "bytes": hashed.size,
         "sha256": hashed.digest.hexdigest(),
     }
@@ -460,7 +460,7 @@ def _manifest_entry(
         "source": source,
         "options": options,
         "images": captions_per_image.total(),
-        "captions": _number_of_captions(captions_per_image),
+        "captions": number_of_captions(captions_per_image),
         "rejected": rejected,
         "captions_per_image": {
             "min": min(captions_per_image),
@@ -469,10 +469,6 @@ def _manifest_entry(
         },
         "shards": {shard.file: result.facts for shard, result in zip(shards, written, strict=True)},
     }
-
-
-def _number_of_captions(captions_per_image: Counter[int]) -> int:
-    return sum(captions * images for captions, images in captions_per_image.items())
 
 
 def _conflict(file: str) -> UserError:

@@ -18,7 +18,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["Folder", "error_text"]
+__all__ = ["Folder", "error_text", "write_file"]
 
 COPY_BYTES = 1 << 20
 
@@ -168,6 +168,23 @@ class Folder:
             yield
         except OSError as error:
             raise UserError(f"{action} {place}: {error_text(error)}") from error
+
+
+def write_file(file: Path, data: bytes | memoryview) -> None:
+    """Write a local file that appears complete or not at all; its folder is made when missing. Needs no fsspec.
+
+    Raises:
+        UserError: the file cannot be written; one that was there before stays.
+    """
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(data)
+        unfinished.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise UserError(f"cannot write {file}: {error_text(error)}") from error
 
 
 def error_text(error: OSError) -> str:

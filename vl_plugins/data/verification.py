@@ -20,6 +20,7 @@ from vl_plugins.data.manifest import (
     SIZES_FILE,
     ForeignManifestError,
     is_shard_of,
+    number_of_captions,
     read_manifest,
     read_sizes,
     select_splits,
@@ -127,7 +128,7 @@ def verify_shards(
     return Verification(
         shards=len(every),
         samples=sum(report.num_samples for report in every),
-        captions=sum(_number_of_captions(report.captions_per_image) for report in every),
+        captions=sum(number_of_captions(report.captions_per_image) for report in every),
         problems=tuple(map(_on_one_line, problems)),
     )
 
@@ -307,10 +308,6 @@ def _format_histogram(histogram: Mapping[int, int]) -> str:
     return json.dumps({str(captions): images for captions, images in sorted(histogram.items())})
 
 
-def _number_of_captions(captions_per_image: Mapping[int, int]) -> int:
-    return sum(captions * images for captions, images in captions_per_image.items())
-
-
 class _UniqueIds:
     """Keys and ids of one split, seen shard by shard.
 
@@ -373,7 +370,7 @@ def _verify_shard(folder: Folder, task: _Task) -> _Report:
         if size != facts["bytes"]:
             problems.insert(0, f"has {size:,} bytes, {MANIFEST_FILE} says {facts['bytes']:,}")
 
-    num_samples, captions = len(contents.samples), _number_of_captions(contents.captions_per_image)
+    num_samples, captions = len(contents.samples), number_of_captions(contents.captions_per_image)
     as_listed = ended and num_samples == facts["samples"]
     if ended:
         if not as_listed:

@@ -4,11 +4,11 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
@@ -105,15 +105,7 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
 
     picture = io.BytesIO()
     _draw_training_curves(runs).savefig(picture, format=out.suffix[1:])
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(picture.getbuffer())
-        unfinished.replace(out)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    write_file(out, picture.getbuffer())
 
 
 def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
