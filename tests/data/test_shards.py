@@ -606,7 +606,14 @@ def test_ctrl_c_ends_with_one_line_and_a_further_run_goes_on(tmp_path, large_pic
 
     out = tmp_path / "out"
     # A group of its own, as a terminal gives each command: Ctrl-C reaches the workers too.
-    process = subprocess.Popen(command("out"), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command("out"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A test run in the background of a script ignores Ctrl-C, and would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     deadline = time.monotonic() + 60
     while not list(out.glob("large-*.tar")):
         assert time.monotonic() < deadline
