@@ -8,10 +8,16 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 import vl_plugins
 from vl_plugins.errors import UserError
-from vl_plugins.losses import TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
+from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.registry import create_loss, list_losses, load_loss, loss_options
 
-OURS = {"triplet_hn": TripletHNLoss, "triplet_sh": TripletSHLoss, "unified": UnifiedLoss, "vlc": VLCLoss}
+OURS = {
+    "goal": GOALLoss,
+    "triplet_hn": TripletHNLoss,
+    "triplet_sh": TripletSHLoss,
+    "unified": UnifiedLoss,
+    "vlc": VLCLoss,
+}
 
 THIRD_PARTY_LOSS = """
 from pytorch_metric_learning.losses import ContrastiveLoss
@@ -88,7 +94,7 @@ def test_options_reach_the_loss():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("unifed", {}, "unknown loss 'unifed' (did you mean 'unified'?); known: triplet_hn, triplet_sh, unified, vlc"),
+        ("unifed", {}, "unknown loss 'unifed' (did you mean 'unified'?); known: " + ", ".join(OURS)),
         ("vlc", {"scael": 1}, "unknown option 'scael' of loss 'vlc' (did you mean 'scale'?); options: scale=50.0, "),
         ("unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?); known: "),
     ],
@@ -169,4 +175,4 @@ def test_losses_need_no_optional_dependency():
         from vl_plugins import create_loss, list_losses
         print([type(create_loss(name)).__name__ for name in list_losses()])
     """)
-    assert created == "['TripletHNLoss', 'TripletSHLoss', 'UnifiedLoss', 'VLCLoss']"
+    assert created == "['GOALLoss', 'TripletHNLoss', 'TripletSHLoss', 'UnifiedLoss', 'VLCLoss']"

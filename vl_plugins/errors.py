@@ -1,9 +1,9 @@
 """Errors that the command lines print as one line instead of a traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-__all__ = ["MissingExtraError", "UserError", "did_you_mean", "message", "unknown_name"]
+__all__ = ["MissingExtraError", "UserError", "check_name", "did_you_mean", "message", "unknown_name"]
 
 MOST_NAMES_LISTED = 30
 
@@ -22,6 +22,17 @@ def message(error: UserError) -> str:
     if text.startswith("Caught ") and "\nOriginal " in text:  # as torch writes it
         text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
     return text
+
+
+def check_name(kind: str, name: str, known: Collection[str]) -> str:
+    """Return ``name``, or raise ``UserError`` unless it is among the known ones.
+
+    >>> check_name("mining", "hardest", ["hardest", "all"])
+    'hardest'
+    """
+    if name not in known:
+        raise unknown_name(kind, name, known)
+    return name
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -27,6 +27,7 @@ OWN_DISTRIBUTION = "vl_plugins"
 # As strings, so that asking for names imports neither torch nor pytorch-metric-learning.
 OWN_LOSSES = MappingProxyType(
     {
+        "goal": "vl_plugins.losses.goal:GOALLoss",
         "triplet_hn": "vl_plugins.losses.triplet_hn:TripletHNLoss",
         "triplet_sh": "vl_plugins.losses.triplet_sh:TripletSHLoss",
         "unified": "vl_plugins.losses.unified:UnifiedLoss",

@@ -1,12 +1,14 @@
 """What all losses have in common: agreement with the loops, reduction, directions, empty cases, NaN and checks."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference import losses as reference
-from vl_plugins.functional import triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
+from vl_plugins.functional import goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
 
 LOSSES = {
     "unified": (unified_loss, reference.unified, {"margin": 0.2, "scale": 20.0}),
@@ -14,7 +16,15 @@ LOSSES = {
     "triplet_hn": (triplet_hn_loss, reference.triplet_hn, {"margin": 0.2}),
     "triplet_sh": (triplet_sh_loss, reference.triplet_sh, {"margin": 0.2}),
 }
-FUNCTIONS = pytest.mark.parametrize("loss", [function for function, _, _ in LOSSES.values()], ids=LOSSES.keys())
+# GOAL's loops need the whole batch, so test_goal.py compares with them.
+GOAL = {
+    "goal": goal_loss,
+    "goal-con-con": partial(goal_loss, triplet_weight="con", pair_weight="con"),
+    "goal-nca-lin_ms-all": partial(goal_loss, triplet_weight="nca", pair_weight="lin_ms", mining="all"),
+}
+ALL = {name: function for name, (function, _, _) in LOSSES.items()} | GOAL
+FUNCTIONS = pytest.mark.parametrize("loss", ALL.values(), ids=ALL.keys())
+OF_DIFFERENCES = pytest.mark.parametrize("loss", [*list(ALL.values())[:4], GOAL["goal-con-con"]])
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -106,7 +116,7 @@ def test_swapping_rows_and_columns(loss):
     torch.testing.assert_close(one_way + other_way, both)
 
 
-@FUNCTIONS
+@OF_DIFFERENCES
 @settings(deadline=None, max_examples=25)
 @given(shift=st.floats(-5, 5))
 def test_shifting_all_similarities_changes_nothing(loss, shift):

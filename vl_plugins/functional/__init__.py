@@ -1,6 +1,15 @@
 """Losses as pure functions of a similarity matrix and its positive and negative pairs."""
 
+from vl_plugins.functional.goal import goal_loss, goal_triplet_loss
 from vl_plugins.functional.triplet import triplet_hn_loss, triplet_margin, triplet_sh_loss
 from vl_plugins.functional.unified import unified_loss, vlc_loss
 
-__all__ = ["triplet_hn_loss", "triplet_margin", "triplet_sh_loss", "unified_loss", "vlc_loss"]
+__all__ = [
+    "goal_loss",
+    "goal_triplet_loss",
+    "triplet_hn_loss",
+    "triplet_margin",
+    "triplet_sh_loss",
+    "unified_loss",
+    "vlc_loss",
+]

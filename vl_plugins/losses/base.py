@@ -130,7 +130,7 @@ class PairLoss(BaseMetricLossFunction):
 
 
 class TripletLoss(PairLoss):
-    """A triplet loss: given triplets are used as they are, ``relu(margin + S_an - S_ap)`` each.
+    """A triplet loss: given triplets are used as they are, by default ``relu(margin + S_an - S_ap)`` each.
 
     The reducer then receives one value per triplet, ``reduction_type="triplet"``.
 
@@ -147,10 +147,19 @@ class TripletLoss(PairLoss):
     def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
         if indices_tuple is None or len(indices_tuple) != 3:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        anchors, positives, negatives = indices_tuple
-        similarities = self.similarities(embeddings, ref_emb)
-        losses = triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
+        losses = self.triplet_losses(self.similarities(embeddings, ref_emb), *indices_tuple)
         return self.loss_dict(losses, indices_tuple, "triplet")
+
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        """Return the loss of each triplet, (T,).
+
+        Args:
+            similarities: (A, C), larger is closer.
+            anchors: (T,), indices of rows.
+            positives: (T,), indices of columns.
+            negatives: (T,), indices of columns.
+        """
+        return triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
 
 
 def check_embeddings(

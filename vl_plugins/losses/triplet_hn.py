@@ -1,14 +1,15 @@
 """Triplet loss with the hardest negative."""
 
+import torch
 from torch import Tensor
 
-from vl_plugins.functional import triplet_hn_loss
-from vl_plugins.losses.base import TripletLoss
+from vl_plugins.functional import triplet_hn_loss, triplet_sh_loss
+from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 
 __all__ = ["TripletHNLoss"]
 
 
-class TripletHNLoss(TripletLoss):
+class TripletHNLoss(HardestNegativeLoss):
     """Triplet loss with the hardest negative of each anchor, the max of hinges of VSE++.
 
     See :func:`vl_plugins.functional.triplet_hn_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for
@@ -16,7 +17,8 @@ class TripletHNLoss(TripletLoss):
 
     Args:
         margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
-        kwargs: ``symmetric`` and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric`` and
+            the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
@@ -35,9 +37,11 @@ class TripletHNLoss(TripletLoss):
     equation = "Eq. 1-2"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
 
-    def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
+    def mined_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
     ) -> Tensor:
-        return triplet_hn_loss(
-            similarities, positive_mask, negative_mask, self.margin, symmetric=symmetric, reduction="none"
-        )
+        loss = triplet_sh_loss if mining == "all" else triplet_hn_loss
+        return loss(similarities, positive_mask, negative_mask, self.margin, symmetric=symmetric, reduction="none")
+
+    def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
+        return torch.full_like(positive_similarities, self.margin)

@@ -1,0 +1,118 @@
+"""GOAL: objectives that are given by their gradient."""
+
+from typing import Any
+
+from torch import Tensor
+
+from vl_plugins.errors import check_name
+from vl_plugins.functional.goal import (
+    PAIR_WEIGHTS,
+    TRIPLET_WEIGHTS,
+    goal_loss,
+    goal_triplet_loss,
+    triplet_violation,
+)
+from vl_plugins.losses.checks import finite, non_negative, positive
+from vl_plugins.losses.hardest_negative import HardestNegativeLoss
+
+__all__ = ["GOALLoss"]
+
+
+class GOALLoss(HardestNegativeLoss):
+    """GOAL: a gradient made of one of 3 triplet weights and one of 5 pair weights, for the hardest negatives.
+
+    See :func:`vl_plugins.functional.goal_loss` for the formulas and for which combination is which known loss, and
+    :class:`~vl_plugins.losses.base.PairLoss` for how to call it. With triplets as ``indices_tuple`` each given triplet
+    counts, and no negative is searched. The value is how far the triplets are from being right, not the integral of the
+    gradient; ``AvgNonZeroReducer`` keeps those with a triplet weight > 0.
+
+    Args:
+        triplet_weight: con, nca or cir.
+        pair_weight: con, lin, sig, sig_ms or lin_ms.
+        margin: m of triplet weight con, >= 0.
+        tau: inverse temperature of triplet weights nca and cir, > 0.
+        offset: added in the exponent of triplet weight cir: 0 in the paper; 1 is Circle loss with m = 0.
+        alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
+        beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
+        lam: similarity at which the weights of sig are 1/2.
+        eps: slack in the choice of the pairs that sig_ms and lin_ms compare a pair with, >= 0.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric`` and
+            the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`. The ``distance`` has
+            to be a similarity, best the cosine; only (con, con) and (nca, con) take real distances, negated.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range, or a distance that is none for the weights.
+
+    Reference:
+        Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval, Eq. 5-13.
+
+    >>> import torch
+    >>> loss = GOALLoss("con", "lin", margin=0.2)
+    >>> image_embeddings, text_embeddings = torch.eye(3), torch.eye(3).roll(1, dims=0)
+    >>> labels = torch.arange(3)
+    >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    tensor(2.4000)
+    """
+
+    equation = "Eq. 5-13"
+    paper = "Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval"
+
+    def __init__(
+        self,
+        triplet_weight: str = "cir",
+        pair_weight: str = "sig_ms",
+        margin: float = 0.2,
+        tau: float = 10.0,
+        offset: float = 0.0,
+        alpha: float = 2.0,
+        beta: float = 10.0,
+        lam: float = 0.5,
+        eps: float = 0.1,
+        **kwargs,
+    ):
+        super().__init__(margin=margin, **kwargs)
+        self.triplet_weight = check_name("triplet_weight", triplet_weight, TRIPLET_WEIGHTS)
+        self.pair_weight = check_name("pair_weight", pair_weight, PAIR_WEIGHTS)
+        self.tau = positive("tau", tau)
+        self.offset = finite("offset", offset)
+        self.alpha = non_negative("alpha", alpha)
+        self.beta = non_negative("beta", beta)
+        self.lam = finite("lam", lam)
+        self.eps = non_negative("eps", eps)
+        self.add_to_recordable_attributes(list_of_names=["tau", "offset", "alpha", "beta", "lam", "eps"])
+        only_differences = triplet_weight != "cir" and pair_weight == "con"
+        if not (self.distance.is_inverted or only_differences):
+            raise ValueError(
+                f"triplet_weight {triplet_weight!r} with pair_weight {pair_weight!r} needs a similarity such as "
+                f"CosineSimilarity as distance, got {type(self.distance).__name__}"
+            )
+
+    def mined_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
+    ) -> Tensor:
+        return goal_loss(
+            similarities,
+            positive_mask,
+            negative_mask,
+            mining=mining,
+            symmetric=symmetric,
+            reduction="none",
+            **self._hyper_parameters(),
+        )
+
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        return goal_triplet_loss(similarities, anchors, positives, negatives, **self._hyper_parameters())
+
+    def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
+        return triplet_violation(
+            positive_similarities,
+            positive_similarities,
+            self.triplet_weight,
+            margin=self.margin,
+            tau=self.tau,
+            offset=self.offset,
+        )
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        names = ("triplet_weight", "pair_weight", "margin", "tau", "offset", "alpha", "beta", "lam", "eps")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,98 @@
+"""What the losses of hardest negatives share: a warm-up without mining, and a warning when the model collapses."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from vl_plugins.losses.base import TripletLoss
+from vl_plugins.losses.checks import non_negative_integer
+
+__all__ = ["HardestNegativeLoss"]
+
+# Similar embeddings of different items are normal at the first steps of a model trained from scratch.
+COLLAPSED_STEPS = 100
+CHECK_EVERY = 10  # reading a value off the accelerator waits for it
+TOLERANCE = 0.05
+
+
+class HardestNegativeLoss(TripletLoss):
+    """A triplet loss that mines: by itself it compares each positive with the hardest negative of its anchor.
+
+    Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
+    become the same, and the loss stays at its value for that, 2 * margin for each pair. All negatives counted for the
+    first epoch or so prevent it, as VSE++ and its successors are trained. The losses warn, once, when they have been at
+    that value for a hundred steps.
+
+    Args:
+        margin: see :class:`~vl_plugins.losses.base.TripletLoss`.
+        warmup_steps: number of training steps during which all negatives of an anchor count, and are summed up. Steps
+            are calls in training mode with gradients enabled; their number is part of ``state_dict``. Given triplets
+            and evaluation are not affected.
+        kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
+
+    Attributes:
+        calls_per_step: how many calls make a training step: more than 1 where a host calls the loss for each direction
+            or micro-batch.
+    """
+
+    def __init__(self, margin: float = 0.2, warmup_steps: int = 0, **kwargs):
+        super().__init__(margin=margin, **kwargs)
+        self.warmup_steps = non_negative_integer("warmup_steps", warmup_steps)
+        self.calls_per_step = 1
+        self.training_calls = 0
+        self._collapsed_calls = 0
+        self._has_warned = False
+
+    def mined_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
+    ) -> Tensor:
+        """Return the loss of each positive pair as :meth:`pair_losses` does, ``mining`` is "hardest" or "all"."""
+        raise NotImplementedError
+
+    def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
+        """Return the loss of pairs in one direction, (M,), if the hardest negative were as similar as the positive."""
+        raise NotImplementedError
+
+    def pair_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
+    ) -> Tensor:
+        in_training = self.training and torch.is_grad_enabled()
+        mining = "all" if in_training and self._advance() else "hardest"
+        losses = self.mined_losses(similarities, positive_mask, negative_mask, mining=mining, symmetric=symmetric)
+        if in_training and mining == "hardest":
+            self._watch(losses, similarities, positive_mask, symmetric)
+        return losses
+
+    @torch.compiler.disable
+    def _advance(self) -> bool:
+        """Count a call of a training step; return whether it is one of the warm-up."""
+        self.training_calls += 1
+        return self.training_calls <= self.warmup_steps * self.calls_per_step
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _watch(self, losses: Tensor, similarities: Tensor, positive_mask: Tensor, symmetric: bool) -> None:
+        if self._has_warned or self.training_calls % CHECK_EVERY or len(losses) == 0:
+            return
+        collapsed = self.collapsed_losses(similarities[positive_mask]) * (2 if symmetric else 1)
+        # Of every pair, because a mean can have any value for other reasons.
+        if (losses - collapsed).abs().mean() >= TOLERANCE * collapsed.mean():
+            self._collapsed_calls = 0
+            return
+        self._collapsed_calls += CHECK_EVERY
+        if self._collapsed_calls >= COLLAPSED_STEPS * self.calls_per_step:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self).__name__} has been {losses.mean():.4g} per pair for {COLLAPSED_STEPS} steps, its value "
+                "when all embeddings are the same: the model seems to have collapsed. Train the first epoch without "
+                "mining (warmup_steps), or with the Unified loss, or lower the learning rate.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"training_calls": self.training_calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.training_calls = state["training_calls"]
