@@ -127,7 +127,11 @@ def get_data(
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
     if "train" in data:
-        _warn_of_long_warmup(args, data["train"].dataloader.num_batches)
+        steps_per_epoch = data["train"].dataloader.num_batches // args.accum_freq
+        _warn_of_long_warmup(args, steps_per_epoch * args.epochs)
+        args.steps_before = (
+            epoch * steps_per_epoch
+        )  # for the loss, which open_clip makes without saying where it stands
     return data
 
 
@@ -201,8 +205,7 @@ def _check_for_host_reader(args: Namespace) -> None:
         )
 
 
-def _warn_of_long_warmup(args: Namespace, num_batches: int) -> None:
-    steps = num_batches // args.accum_freq * args.epochs
+def _warn_of_long_warmup(args: Namespace, steps: int) -> None:
     if args.warmup >= steps and not args.skip_scheduler:
         logging.warning(
             f"--warmup {args.warmup} is not shorter than the whole training of {steps} steps, so the learning rate "

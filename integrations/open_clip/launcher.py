@@ -124,7 +124,14 @@ def _create_loss(args: Namespace, *, options: PluginOptions):
             "points in another direction than the loss's; add --gather-with-grad."
         )
     loss = build_loss(
-        options, args.local_loss, args.gather_with_grad, args.rank, args.world_size, use_horovod=args.horovod
+        options,
+        args.local_loss,
+        args.gather_with_grad,
+        args.rank,
+        args.world_size,
+        use_horovod=args.horovod,
+        accum_freq=args.accum_freq,
+        steps_before=args.steps_before,
     )
     logging.info(f"Training with the loss of vl_plugins: {describe(options)}")
     return loss

@@ -9,6 +9,7 @@ from vl_plugins.components import create_component
 from vl_plugins.errors import UserError
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
 
@@ -147,8 +148,13 @@ def build_loss(
     rank: int = 0,
     world_size: int = 1,
     use_horovod: bool = False,
+    accum_freq: int = 1,
+    steps_before: int = 0,
 ) -> TwoTowerLoss:
     """Build the loss that the launcher's flags ask for.
+
+    ``accum_freq`` is open_clip's number of batches in a training step. ``steps_before`` is the number of steps that the
+    model has been trained for: a resumed run goes on with the loss's warm-up where it was.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
@@ -170,9 +176,13 @@ def build_loss(
             f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
         )
     miner = create_component("miner", options.miner, **options.miner_kwargs) if options.miner is not None else None
-    return TwoTowerLoss(
+    two_towers = TwoTowerLoss(
         options.loss, loss, miner, learned_scale, local_loss, gather_with_grad, rank, world_size, use_horovod
     )
+    if isinstance(loss, HardestNegativeLoss):
+        loss.calls_per_step = accum_freq * (1 if two_towers.one_call or not two_towers.text_to_image else 2)
+        loss.training_calls = steps_before * loss.calls_per_step
+    return two_towers
 
 
 def describe(options: PluginOptions) -> str:

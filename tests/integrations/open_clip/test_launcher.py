@@ -31,6 +31,10 @@ def run(command, cwd, **variables):
     return finished
 
 
+def logged_losses(finished, name):
+    return [float(value) for value in re.findall(rf"{name}_loss: (\S+)", finished.stderr + finished.stdout)]
+
+
 def launch(cwd, *flags, module=MODULE):
     return run([sys.executable, "-m", module, *flags], cwd)
 
@@ -240,7 +244,7 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
 def test_trainer_flags(tmp_path, train_data, val_data, flags):
     finished = launch(tmp_path, *SHORT, *train_data, *val_data, "--name", "run", "--loss", "unified", *flags)
     assert finished.returncode == 0
-    values = [float(value) for value in re.findall(r"Unified_loss: (\S+)", finished.stderr + finished.stdout)]
+    values = logged_losses(finished, "Unified")
     assert values
     assert all(0 < value < 2 for value in values)
     assert "rsum" in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text()
@@ -252,9 +256,15 @@ def test_trainer_flags(tmp_path, train_data, val_data, flags):
 
 
 def test_resume_latest_goes_on(tmp_path, train_data, val_data):
-    flags = [*SHORT, *train_data, *val_data, "--name", "run", "--loss", "unified", "--save-most-recent"]
-    assert launch(tmp_path, *flags).returncode == 0
+    flags = [*SHORT, *train_data, *val_data, "--name", "run", "--save-most-recent"]
+    flags += ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=4"]
+    finished = launch(tmp_path, *flags)
+    assert finished.returncode == 0
+    warm = logged_losses(finished, "Triplet_hn")
+    assert len(warm) == 4
+    assert min(warm) > 2, "all negatives count"
     finished = launch(tmp_path, *flags, "--resume", "latest", "--epochs", "2")
+    assert max(logged_losses(finished, "Triplet_hn")) < 1, "the warm-up is not begun again"
     assert finished.returncode == 0
     assert "resuming checkpoint" in finished.stderr + finished.stdout
     rows = (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()

@@ -20,6 +20,7 @@ OPTIONS = {
     "vlc": {"scale": 20},
     "triplet_hn": {"margin": 0.3},
     "triplet_sh": {"margin": 0.3},
+    "goal": {"pair_weight": "sig"},
 }
 
 
@@ -219,6 +220,33 @@ def test_a_loss_with_parameters_is_refused(monkeypatch):
     monkeypatch.setattr("vl_plugins.integrations.open_clip.loss.create_loss", create)
     with pytest.raises(UserError, match="trainable parameters of its own"):
         build_loss(plugin("unified"))
+
+
+@pytest.mark.parametrize("accum_freq", [1, 3])
+@pytest.mark.parametrize(
+    ("fields", "arguments", "calls"),
+    [
+        ({}, {}, 1),
+        ({"miner": "MultiSimilarityMiner"}, {}, 2),
+        ({}, {"local_loss": True, "gather_with_grad": True, "world_size": 2}, 2),
+    ],
+    ids=["one call", "miner", "local loss"],
+)
+@pytest.mark.parametrize("name", ["triplet_hn", "goal"])
+def test_warm_up_counts_training_steps(name, fields, arguments, calls, accum_freq):
+    options = PluginOptions(loss=name, loss_kwargs={"warmup_steps": 5}, **fields)
+    two_towers = build_loss(options, accum_freq=accum_freq, steps_before=3, **arguments)
+    loss = two_towers.loss
+    assert (loss.calls_per_step, loss.training_calls) == (calls * accum_freq, 3 * calls * accum_freq)
+    one_way = build_loss(PluginOptions(loss=name, loss_kwargs={"symmetric": False}, **fields), **arguments)
+    assert one_way.loss.calls_per_step == 1
+    if arguments:
+        return
+    outputs = Towers()(*batch())
+    values = torch.stack([two_towers(**outputs) for _ in range(3 * accum_freq)])
+    mined = build_loss(PluginOptions(loss=name, **fields))(**outputs)
+    assert values[0] > mined + 0.1
+    assert torch.equal(values, torch.stack([values[0]] * 2 * accum_freq + [mined] * accum_freq))
 
 
 def test_describe():
