@@ -72,6 +72,22 @@ def test_value_and_gradient_equal_the_loops(triplet, pair, options, mining, symm
             )
 
 
+@pytest.mark.parametrize("pair", ["sig_ms", "lin_ms"])
+@pytest.mark.parametrize("mining", MININGS)
+@pytest.mark.parametrize("steepness", [2.0, 60.0])
+def test_relative_terms_with_ties_and_steep_weights(pair, mining, steepness):
+    # Multiples of 1/4: equal positives, equal negatives, and similarities exactly at the threshold, which are not
+    # chosen. Steep weights: the extreme one of the chosen outweighs all others by e^-15 and more.
+    options = {"triplet_weight": "nca", "pair_weight": pair, "eps": 0.5, "alpha": steepness, "beta": steepness}
+    for seed in range(8):
+        masks = label_masks(5, 9) if seed % 2 else label_masks(9, 5)
+        generator = torch.Generator().manual_seed(seed)
+        similarities = torch.randint(-4, 5, masks[0].shape, generator=generator).float().div(4).requires_grad_()
+        expected = of_loops(similarities.detach(), masks, MININGS[mining], symmetric=True, **options)
+        values = goal_loss(similarities, *masks, mining=mining, reduction="none", **options)
+        torch.testing.assert_close(value_and_gradient(values, similarities), expected, atol=1e-5, rtol=1e-4)
+
+
 @ALL_COMBINATIONS
 @pytest.mark.parametrize("mining", MININGS)
 def test_gradient_of_the_embeddings_equals_the_loops(triplet, pair, mining):

@@ -56,7 +56,7 @@ def goal_loss(
     on that of one pair. Many losses are such a combination (Table 1 of the paper):
 
     ==========  ======================  ==============  ===============
-    P \\ T      con                     nca             cir
+    P / T       con                     nca             cir
     ==========  ======================  ==============  ===============
     con         triplet loss            NT-Xent loss    new
     lin         new                     new             Circle loss
@@ -66,7 +66,7 @@ def goal_loss(
     ==========  ======================  ==============  ===============
 
     The value is the triplet's violation (:func:`triplet_violation`): never negative, and 0 exactly where T is 0. It
-    says how far the triplets are from being right; its derivative is the objective only for pair weight con.
+    says how far the triplet is from being right; only for (con, con) and (nca, con) is the objective its derivative.
     T and P carry no gradient of their own. An anchor without negatives gives 0. Memory is that of a few matrices like
     ``similarities``, for all weights.
 
