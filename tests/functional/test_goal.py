@@ -264,7 +264,16 @@ def test_the_value_is_the_violation():
         assert (values >= 0).all()
 
 
+@pytest.fixture(params=[False, True], ids=["subnormal numbers", "flushed to zero"])
+def flush_denormal(request):
+    if not torch.set_flush_denormal(request.param):
+        pytest.skip("this processor cannot")
+    yield
+    torch.set_flush_denormal(False)
+
+
 @ALL_COMBINATIONS
+@pytest.mark.usefixtures("flush_denormal")
 def test_the_value_is_zero_exactly_where_the_triplet_weight_is(triplet, pair):
     # tau * (s_n - s_p) passes through where the float32 logistic function and logarithm are subnormal and zero
     s_n = torch.linspace(-1, 1, 4001)
