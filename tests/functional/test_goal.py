@@ -370,6 +370,19 @@ def test_memory_is_that_of_the_similarities():
     assert largest == similarities.numel()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [0, 1])
+def test_not_a_number_is_not_hidden_by_triplets_that_do_not_need_it(count, bad):
+    similarities = torch.rand(3, 4)
+    similarities[2, 3] = bad
+    similarities.requires_grad_()
+    values = goal_triplet_loss(similarities, *torch.tensor([[0], [1], [2]])[:, :count])
+    assert values.isnan().all()
+    values.sum().backward()
+    if count:
+        assert similarities.grad.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
