@@ -107,6 +107,7 @@ VARIANTS = {
     "goal con": lambda **kwargs: GOALLoss("con", "sig", **kwargs),
     "goal nca": lambda **kwargs: GOALLoss("nca", "lin_ms", **kwargs),
     "goal cir": GOALLoss,
+    "goal as circle loss": lambda **kwargs: GOALLoss("cir", "lin", offset=1.0, **kwargs),
 }
 
 
