@@ -1,7 +1,6 @@
 """The launcher's own flags, and configuration files that set any flag of ours or of open_clip's."""
 
 import argparse
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -11,6 +10,7 @@ from typing import Any
 from vl_plugins.data.reader import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.key_values import KeyValues
 from vl_plugins.optional import require
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
@@ -48,29 +48,6 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-class _KeyValues(argparse.Action):
-    """``key=value ...`` into a dict, added to what an earlier occurrence of the flag has set.
-
-    Values are Python literals; anything else is a string.
-    """
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parsed = {}
-        for token in values:
-            key, separator, value = token.partition("=")
-            if not separator or not key.isidentifier():
-                raise UserError(f"{option_string}: expected key=value, got {token!r}")
-            parsed[key] = _literal(value)
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest), **parsed})
-
-
-def _literal(value: str) -> Any:
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return {"true": True, "false": False, "null": None}.get(value, value)
-
-
 def _captions_per_image(text: str) -> str | int:
     try:
         return parse_captions_per_image(text)
@@ -98,7 +75,7 @@ def _plugin_parser() -> _Parser:
     group.add_argument(
         "--loss", metavar="NAME", help="a loss of `vl-plugins losses` or of an installed package (default: open_clip's)"
     )
-    kwargs = {"nargs": "+", "action": _KeyValues, "default": {}, "metavar": "KEY=VALUE"}
+    kwargs = {"nargs": "+", "action": KeyValues, "default": {}, "metavar": "KEY=VALUE"}
     group.add_argument(
         "--loss-kwargs",
         **kwargs,
@@ -221,7 +198,7 @@ def _config_arguments(path: Path, argv: Sequence[str], theirs: argparse.Argument
         if flag not in flags:
             raise unknown_name(f"key in {path}", key, [known[2:] for known in flags])
         action = flags[flag]
-        if isinstance(action, _KeyValues):
+        if isinstance(action, KeyValues):
             if not isinstance(value, Mapping):
                 raise UserError(f"{path}: {key} must be a mapping such as {{margin: 0.2}}, got {value!r}")
             owner = action.dest.removesuffix("_kwargs")

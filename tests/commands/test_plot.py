@@ -1,11 +1,16 @@
 import argparse
+import inspect
 import json
+import re
 
 import pytest
 
-import vl_plugins.retrieval
+from vl_plugins.cli import main
 from vl_plugins.commands import plot
 from vl_plugins.errors import UserError
+from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
+from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss
+from vl_plugins.plots import gradients, training, weights
 
 ROW = {"epoch": 1, "rsum": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 
@@ -27,9 +32,11 @@ def run_command():
 def drawn(monkeypatch):
     """What the command hands to the plot."""
     calls = {}
+    monkeypatch.setattr(training, "plot_training_curves", lambda runs, out: calls.update(runs=runs, out=out))
     monkeypatch.setattr(
-        vl_plugins.retrieval, "plot_training_curves", lambda runs, out: calls.update(runs=runs, out=out)
+        weights, "plot_weights", lambda out, *kinds, **options: calls.update(kinds=kinds, options=options, out=out)
     )
+    monkeypatch.setattr(gradients, "plot_gradient_sizes", lambda losses, out: calls.update(losses=losses, out=out))
     return calls
 
 
@@ -78,7 +85,171 @@ def test_missing_run_is_named(tmp_path, drawn, run_command):
         run_command("training", tmp_path / "absent")
 
 
-@pytest.mark.parametrize("argv", [(), ("training",), ("nothing",), ("training", "run", "--ou", "x.png")])
+def test_weights_are_drawn_with_the_options_given(drawn, run_command, capsys):
+    run_command("weights")
+    assert (drawn["kinds"], drawn["options"], str(drawn["out"])) == ((), {}, "weights.png")
+    assert capsys.readouterr().out == "wrote weights.png\n"
+    run_command(
+        *"weights --triplet-weight nca cir --pair-weight lin_ms con --margin 0.3 --tau 5 --offset -0.5".split(),
+        *"--alpha 3 --beta 20 --lam 0.4 --relative 0.1 2 --out picture.svg".split(),
+    )
+    assert drawn["options"] == {
+        "triplet_kinds": ["nca", "cir"],
+        "pair_kinds": ["lin_ms", "con"],
+        "margin": 0.3,
+        "tau": 5.0,
+        "offset": -0.5,
+        "alpha": 3.0,
+        "beta": 20.0,
+        "lam": 0.4,
+        "relative": [0.1, 2.0],
+    }
+    assert str(drawn["out"]) == "picture.svg"
+
+
+def test_named_kinds_are_drawn_alone(drawn, run_command):
+    run_command(*"weights --triplet-weight con --margin 0".split())
+    assert drawn["options"] == {"triplet_kinds": ["con"], "pair_kinds": (), "margin": 0.0}
+    run_command(*"weights --pair-weight con --beta 0".split())
+    assert drawn["options"] == {"triplet_kinds": (), "pair_kinds": ["con"], "beta": 0.0}
+
+
+def test_losses_are_drawn_each_with_the_options_after_it(drawn, run_command, capsys):
+    run_command(
+        *"weights --loss goal --loss unified --loss-kwargs margin=0.1".split(),
+        *"--loss-kwargs scale=30 reducer=SumReducer --loss unified --loss triplet_hn --loss-kwargs margin=0".split(),
+        *"--out gradients.pdf".split(),
+    )
+    titles = ["goal", "unified(margin=0.1, scale=30, reducer='SumReducer')", "unified", "triplet_hn(margin=0)"]
+    assert list(drawn["losses"]) == titles
+    goal, unified, default, triplet = drawn["losses"].values()
+    assert [type(loss) for loss in (goal, unified, default, triplet)] == [
+        GOALLoss,
+        UnifiedLoss,
+        UnifiedLoss,
+        TripletHNLoss,
+    ]
+    assert (unified.margin, unified.scale, type(unified.reducer).__name__) == (0.1, 30, "SumReducer")
+    assert (default.margin, default.scale, triplet.margin) == (0.2, 50, 0)
+    assert capsys.readouterr().out == "wrote gradients.pdf\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--triplet-weight lin", "unknown triplet weight 'lin'; known: cir, con, nca"),
+        ("--pair-weight sigms", "unknown pair weight 'sigms' (did you mean 'sig_ms'?); known: con, lin, lin_ms, sig"),
+        ("--tau 0", "tau must be a finite number > 0, got 0.0"),
+        ("--out weights.jpg", "the picture must end in .png, .pdf or .svg, got weights.jpg"),
+        ("--pair-weight lin --tau 5", "--tau is of triplet weights, and none is drawn: name one with --triplet-weight"),
+        ("--triplet-weight con --lam 1", "--lam is of pair weights, and none is drawn: name one with --pair-weight"),
+        ("--triplet-weight con --relative 1", "--relative is of pair weights, and none is drawn"),
+        ("--loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
+        ("--loss unified --loss-kwargs scael=1", "unknown option 'scael' of loss 'unified' (did you mean 'scale'?)"),
+        ("--loss unified --loss-kwargs scale=0", "--loss unified: scale must be a finite number > 0, got 0"),
+        ("--loss unified --loss-kwargs scale", "--loss-kwargs: expected key=value, got 'scale'"),
+        ("--loss-kwargs scale=1 --loss vlc", "--loss-kwargs scale=1: give it after the --loss that it is for"),
+        ("--loss vlc --margin 1", "--margin and --loss are of different pictures; options of a loss are --loss-kwargs"),
+        ("--loss vlc --pair-weight con", "--pair-weight and --loss are of different pictures"),
+        ("--loss vlc --triplet-weight con", "--triplet-weight and --loss are of different pictures"),
+        ("--loss vlc --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
+        (
+            "--loss vlc --loss-kwargs reducer=DoNothingReducer",
+            "vlc(reducer='DoNothingReducer'): VLCLoss has no gradient for one anchor with one positive",
+        ),
+    ],
+)
+def test_wrong_weights_are_one_line(argv, message, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", "weights", *argv.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vl-plugins plot: error: {message}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_from_the_command_to_the_picture(tmp_path, capsys, monkeypatch):
+    pil_image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(gradients, "POINTS", 7)
+    for name, argv, size in (
+        ("weights.png", "", (1320, 912)),
+        ("cir.png", "--triplet-weight cir", (504, 420)),
+        ("gradients.png", "--loss goal --loss mine --loss-kwargs neg_margin=0.5", (1080, 912)),
+    ):
+        install_a_loss(tmp_path / name.replace(".", "_"), monkeypatch)
+        assert main(["plot", "weights", *argv.split(), "--out", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().out == f"wrote {tmp_path / name}\n"
+        with pil_image.open(tmp_path / name) as picture:
+            assert picture.size == size
+
+
+def install_a_loss(site, monkeypatch):
+    """Make another distribution's loss ``mine`` importable, the way an installer would."""
+    metadata = site / "other_losses-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-losses\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vl_plugins.losses]\nmine = pytorch_metric_learning.losses:ContrastiveLoss\n"
+    )
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.fixture
+def help_text(capsys, monkeypatch):
+    def text(*argv):
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as stopped:
+            main([*argv, "--help"])
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    return text
+
+
+def test_help_names_the_kinds_and_the_defaults_in_force(help_text):
+    text = help_text("plot", "weights")
+    assert re.search(r"--triplet-weight KIND \[KIND ...\]\n +(.+)\n", text)[1] == ", ".join(TRIPLET_WEIGHTS)
+    assert re.search(r"--pair-weight KIND \[KIND ...\]\n +(.+)\n", text)[1] == ", ".join(PAIR_WEIGHTS)
+    parameters = inspect.signature(weights.plot_weights).parameters
+    options = {name for name in parameters if name not in ("out", "triplet_kinds", "pair_kinds")}
+    assert options == {*plot.TRIPLET_OPTIONS, *plot.PAIR_OPTIONS, "relative"}
+    for name in options - {"relative"}:
+        stated = re.search(rf"--{name} X [^-]*?\(default: ([\d.]+)\)", text)[1]
+        assert float(stated) == parameters[name].default
+    assert "(default: 0.1)" in text
+    assert parameters["relative"].default == (0.1,)
+    assert "(default: weights.png)" in text
+
+
+def test_help_shows_examples_that_work(help_text, drawn):
+    examples = help_text("plot", "weights").partition("examples:\n")[2].splitlines()
+    assert len(examples) == 4
+    for example in examples:
+        program, *argv = example.split()
+        assert program == "vl-plugins"
+        assert main(argv) == 0
+
+
+def test_help_of_both_pictures(help_text):
+    text = help_text("plot")
+    assert re.findall(r"^    (\w+) ", text, flags=re.MULTILINE) == ["training", "weights"]
+    assert "plot      draw training runs, or how losses weigh a triplet" in help_text()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("training",),
+        ("nothing",),
+        ("training", "run", "--ou", "x.png"),
+        ("weights", "--relative"),
+        ("weights", "--margin", "x"),
+        ("weights", "run"),
+        ("weights", "--los", "vlc"),
+    ],
+)
 def test_usage_errors(argv, capsys, run_command):
     with pytest.raises(SystemExit) as error:
         run_command(*argv)

@@ -1,18 +1,56 @@
 """``vl-plugins plot``: pictures for papers and for watching a training run."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vl_plugins.errors import UserError
+from vl_plugins.key_values import parse_key_values
+from vl_plugins.options import format_options
 
 __all__ = ["register"]
+
+TRIPLET_OPTIONS = {
+    "margin": (0.2, "margin of con"),
+    "tau": (10.0, "inverse temperature of nca and cir"),
+    "offset": (0.0, "what is added in the exponent of cir; 1 is Circle loss"),
+}
+PAIR_OPTIONS = {
+    "alpha": (2.0, "steepness of sig and sig_ms for positive pairs"),
+    "beta": (10.0, "steepness of sig and sig_ms for negative pairs"),
+    "lam": (0.5, "similarity at which sig is 1/2"),
+}
+
+WEIGHTS_DESCRIPTION = """\
+Draw how a loss weighs a triplet, before any training.
+
+Without --loss: the triplet weights and pair weights that make up the loss `goal`, as Figures 2
+and 3 of "Dissecting Deep Metric Learning Losses for Image-Text Retrieval" show them.
+
+With --loss: the size of a loss's gradient at the positive and at the negative pair of a triplet,
+over both cosines, by automatic differentiation; of any loss of `vl-plugins losses`. The triplet
+is alone in its batch: there are no other pairs, which sig_ms and lin_ms of `goal` would look at."""
+
+WEIGHTS_EPILOG = """\
+examples:
+  vl-plugins plot weights
+  vl-plugins plot weights --triplet-weight cir --offset 1 --out circle.pdf
+  vl-plugins plot weights --pair-weight sig sig_ms --relative 0.1 0.5 1
+  vl-plugins plot weights --loss unified --loss-kwargs margin=0.1 scale=30 --loss triplet_hn"""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add ``plot`` and its kinds of picture."""
-    parser = subparsers.add_parser("plot", help="draw curves of training runs", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "plot",
+        help="draw training runs, or how losses weigh a triplet",
+        description="Draw a picture for a paper, or to watch a training run.",
+        allow_abbrev=False,
+    )
     pictures = parser.add_subparsers(title="pictures", dest="picture", metavar="PICTURE", required=True)
     _register_training(pictures)
+    _register_weights(pictures)
 
 
 def _register_training(pictures: argparse._SubParsersAction) -> None:
@@ -29,14 +67,17 @@ def _register_training(pictures: argparse._SubParsersAction) -> None:
         help="a run folder of open_clip (LOGS/NAME) or a results.jsonl; NAME=PATH names it in the picture",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("training_curves.png"), help="the .png, .pdf or .svg (default: %(default)s)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("training_curves.png"),
+        help="the .png, .pdf or .svg (default: %(default)s)",
     )
     parser.set_defaults(run=_run_training)
 
 
 def _run_training(arguments: argparse.Namespace) -> None:
-    # Here, because every command imports this module and most need no torch.
-    from vl_plugins.retrieval import plot_training_curves, read_results
+    from vl_plugins.plots.training import plot_training_curves, read_results
 
     runs = {}
     for argument in arguments.runs:
@@ -55,7 +96,127 @@ def _name_and_path(argument: str) -> tuple[str, Path]:
         if not name or not path:
             raise UserError(f"a run is NAME=PATH or a path, got {argument!r}")
         return name, Path(path)
-    from vl_plugins.retrieval.plots import find_results
+    from vl_plugins.plots.training import find_results
 
     folder = find_results(argument).resolve().parent
     return (folder.parent if folder.name == "checkpoints" else folder).name, Path(argument)
+
+
+def _register_weights(pictures: argparse._SubParsersAction) -> None:
+    parser = pictures.add_parser(
+        "weights",
+        help="weights that the loss `goal` is made of, or gradients of any loss",
+        description=WEIGHTS_DESCRIPTION,
+        epilog=WEIGHTS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("weights.png"),
+        help="the .png, .pdf or .svg (default: %(default)s)",
+    )
+
+    weights = parser.add_argument_group(
+        "weights", "Every kind of both is drawn, unless kinds are named: then those alone."
+    )
+    weights.add_argument("--triplet-weight", nargs="+", metavar="KIND", help="con, nca, cir")
+    weights.add_argument("--pair-weight", nargs="+", metavar="KIND", help="con, lin, sig, sig_ms, lin_ms")
+    for name, (default, meaning) in (TRIPLET_OPTIONS | PAIR_OPTIONS).items():
+        weights.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {default:g})")
+    weights.add_argument(
+        "--relative",
+        type=float,
+        nargs="+",
+        metavar="M",
+        help="relative similarities m+ = m- of sig_ms and lin_ms; a curve for each (default: 0.1)",
+    )
+
+    gradients = parser.add_argument_group("gradients")
+    gradients.add_argument(
+        "--loss",
+        action="append",
+        dest="losses",
+        metavar="NAME",
+        help="a loss of `vl-plugins losses`; repeat it to compare several, or one with different options",
+    )
+    gradients.add_argument(
+        "--loss-kwargs",
+        action="append",
+        dest="losses",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="options of the --loss before it, such as margin=0.2 scale=50",
+    )
+    parser.set_defaults(run=_run_weights)
+
+
+def _run_weights(arguments: argparse.Namespace) -> None:
+    options = {
+        name: value
+        for name in (*TRIPLET_OPTIONS, *PAIR_OPTIONS, "relative")
+        if (value := getattr(arguments, name)) is not None
+    }
+    try:
+        if arguments.losses:
+            _plot_losses(arguments, options)
+        else:
+            _plot_weights(arguments, options)
+    except UserError:
+        raise
+    except ValueError as error:  # of a hyper-parameter out of its range
+        raise UserError(str(error)) from error
+    print(f"wrote {arguments.out}")
+
+
+def _plot_weights(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    kinds = {"triplet_kinds": arguments.triplet_weight or (), "pair_kinds": arguments.pair_weight or ()}
+    if not any(kinds.values()):
+        kinds = {}
+    for name in options if kinds else ():
+        sort = "triplet" if name in TRIPLET_OPTIONS else "pair"
+        if not kinds[f"{sort}_kinds"]:
+            raise UserError(f"--{name} is of {sort} weights, and none is drawn: name one with --{sort}-weight")
+
+    from vl_plugins.plots.weights import plot_weights
+
+    plot_weights(arguments.out, **kinds, **options)
+
+
+def _plot_losses(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    for name in ("triplet_weight", "pair_weight", *options):
+        if getattr(arguments, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} and --loss are of different pictures; options of a loss are "
+                "--loss-kwargs KEY=VALUE"
+            )
+    asked = _losses_with_options(arguments.losses)
+
+    from vl_plugins.plots.gradients import plot_gradient_sizes
+    from vl_plugins.registry import create_loss
+
+    losses = {}
+    for name, kwargs in asked:
+        try:
+            loss = create_loss(name, **kwargs)
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--loss {name}: {error}") from error
+        losses[f"{name}({format_options(kwargs)})" if kwargs else name] = loss
+    plot_gradient_sizes(losses, arguments.out)
+
+
+def _losses_with_options(tokens: Sequence[str | list[str]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the losses with their options from ``NAME``s, each before the lists of its ``KEY=VALUE``s."""
+    losses: list[tuple[str, dict[str, Any]]] = []
+    for token in tokens:
+        if isinstance(token, str):
+            losses.append((token, {}))
+        elif losses:
+            losses[-1][1].update(parse_key_values(token, "--loss-kwargs"))
+        else:
+            raise UserError(f"--loss-kwargs {' '.join(token)}: give it after the --loss that it is for")
+    return losses

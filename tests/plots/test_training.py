@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from vl_plugins.errors import MissingExtraError, UserError
-from vl_plugins.retrieval import plot_training_curves, read_results
-from vl_plugins.retrieval.plots import COLOURS, MARKERS, _draw_training_curves
+from vl_plugins.plots.figures import COLOURS
+from vl_plugins.plots.training import MARKERS, _draw_training_curves, plot_training_curves, read_results
 
 
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
@@ -160,10 +160,10 @@ def test_without_matplotlib(tmp_path, monkeypatch):
         plot_training_curves({"clip": [row(1)]}, tmp_path / "curves.png")
 
 
-def test_importing_the_package_needs_only_torch():
+def test_importing_it_needs_neither_torch_nor_an_extra():
     code = (
-        "import sys; import vl_plugins.retrieval; "
-        "print([m for m in ('matplotlib', 'open_clip', 'webdataset', 'PIL') if m in sys.modules])"
+        "import sys; import vl_plugins.plots.training; "
+        "print([m for m in ('torch', 'matplotlib', 'open_clip', 'webdataset', 'PIL') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -1,6 +1,5 @@
 """Curves of retrieval quality over training, from the ``results.jsonl`` that open_clip's trainer writes."""
 
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -8,16 +7,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
+from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
 
 __all__ = ["find_results", "plot_training_curves", "read_results"]
 
 CURVE_KEYS = ("epoch", "rsum", "positive_similarity", "hardest_negative_similarity")
-
-# Okabe and Ito's palette, which people with any common colour vision deficiency can tell apart, without its yellow.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -94,24 +90,18 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
         UserError: no run, a run without rows, another suffix, or a picture that cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
-    out = Path(out)
     if not runs:
         raise UserError("runs must hold at least one named run, got none")
     empty = [name for name, rows in runs.items() if not rows]
     if empty:
         raise UserError(f"runs without results: {', '.join(empty)}")
-    if out.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"the picture must end in .png, .pdf or .svg, got {out}")
-
-    picture = io.BytesIO()
-    _draw_training_curves(runs).savefig(picture, format=out.suffix[1:])
-    write_file(out, picture.getbuffer())
+    out = picture_file(out)
+    write_figure(_draw_training_curves(runs), out)
 
 
 def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
     """Return the ``matplotlib.figure.Figure``."""
-    # A Figure of its own, not pyplot's, neither needs a display nor changes the caller's current figure.
-    figure = require("matplotlib.figure", extra="eval").Figure(figsize=(10, 4.2), dpi=120, layout="constrained")
+    figure = new_figure(10, 4.2)
     figure.get_layout_engine().set(wspace=0.06)
     ticker = require("matplotlib.ticker", extra="eval")
     rsum_axes, similarity_axes = figure.subplots(1, 2)

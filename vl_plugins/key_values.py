@@ -1,0 +1,47 @@
+"""Options on a command line as ``key=value``."""
+
+import argparse
+import ast
+from collections.abc import Iterable
+from typing import Any
+
+from vl_plugins.errors import UserError
+
+__all__ = ["KeyValues", "parse_key_values"]
+
+
+def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
+    """Return what ``key=value ...`` says: Python literals, also true, false and null; anything else is a string.
+
+    Args:
+        tokens: one ``key=value`` each; of a key that occurs twice the last counts.
+        flag: the option that they follow, for errors.
+
+    Raises:
+        UserError: a token that is no ``key=value``.
+
+    >>> parse_key_values(["margin=0.2", "scale=learned", "symmetric=false"], "--loss-kwargs")
+    {'margin': 0.2, 'scale': 'learned', 'symmetric': False}
+    """
+    parsed = {}
+    for token in tokens:
+        key, separator, value = token.partition("=")
+        if not separator or not key.isidentifier():
+            raise UserError(f"{flag}: expected key=value, got {token!r}")
+        parsed[key] = _literal(value)
+    return parsed
+
+
+class KeyValues(argparse.Action):
+    """``key=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parsed = parse_key_values(values, option_string)
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), **parsed})
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "null": None}.get(value, value)

@@ -1,0 +1,56 @@
+"""What all pictures share: colours, figures without a display, and files that appear complete or not at all."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from vl_plugins.data.storage import write_file
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+
+__all__ = ["COLOURS", "new_figure", "picture_file", "write_figure"]
+
+# Okabe and Ito's palette, which people with any common colour vision deficiency can tell apart, without its yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+SUFFIXES = (".png", ".pdf", ".svg")
+DPI = 120
+
+
+def picture_file(out: str | os.PathLike[str]) -> Path:
+    """Return the path of a picture that can be drawn. To be called before the work that the picture needs.
+
+    Raises:
+        UserError: a suffix other than ``.png``, ``.pdf`` or ``.svg``.
+        MissingExtraError: matplotlib is not installed.
+    """
+    out = Path(out)
+    if out.suffix not in SUFFIXES:
+        raise UserError(f"the picture must end in .png, .pdf or .svg, got {out}")
+    require("matplotlib.figure", extra="eval")
+    return out
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty ``matplotlib.figure.Figure`` whose layout follows what is drawn.
+
+    Args:
+        width, height: inches; 120 pixels each.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    # A Figure of its own, not pyplot's, neither needs a display nor changes the caller's current figure.
+    return require("matplotlib.figure", extra="eval").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def write_figure(figure: Any, out: Path) -> None:
+    """Write a figure as the picture that :func:`picture_file` has checked; its folder is made when missing.
+
+    Raises:
+        UserError: it cannot be written; a picture that was there before stays.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format=out.suffix[1:])
+    write_file(out, picture.getbuffer())
