@@ -62,6 +62,8 @@ def test_options():
     assert dict(loss_options("unified")) == {
         "margin": 0.2,
         "scale": 50.0,
+        "weights": None,
+        "relative": None,
         "symmetric": True,
         "embedding_regularizer": None,
         "embedding_reg_weight": 1,

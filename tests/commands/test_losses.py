@@ -24,8 +24,8 @@ def test_every_loss_with_options_equation_and_paper(capsys, monkeypatch):
     assert paragraphs[list_losses().index("unified")] == (
         "unified\n"
         "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.\n"
-        "  options   margin=0.2, scale=50.0, symmetric=True\n"
-        "  equation  Eq. 5\n"
+        "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True\n"
+        "  equation  Eq. 5, 24-27\n"
         "  paper     Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     )
     assert "reducer=None, distance=None" in " ".join(paragraphs[-1].split())
@@ -44,7 +44,7 @@ def test_json(capsys):
     descriptions = {description.pop("name"): description for description in json.loads(capsys.readouterr().out)}
     assert tuple(descriptions) == list_losses()
     unified = descriptions["unified"]
-    assert unified["equation"] == "Eq. 5"
+    assert unified["equation"] == "Eq. 5, 24-27"
     assert unified["paper"].startswith("Li et al. 2022")
     assert unified["without_default"] == []
     assert unified["options"]["margin"] == 0.2

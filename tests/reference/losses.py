@@ -6,6 +6,7 @@ holds the anchor's similarities; ``positive`` and ``negatives`` are indices into
 """
 
 import math
+from collections import Counter
 
 
 def unified(row, positive, negatives, margin, scale):
@@ -15,6 +16,56 @@ def unified(row, positive, negatives, margin, scale):
     derivatives = {n: term / total for n, term in terms.items()}
     derivatives[positive] = -math.fsum(terms.values()) / total
     return math.log1p(math.fsum(terms.values())) / scale, derivatives
+
+
+def unified_variants(similarities, positives, negatives, *, symmetric, scale, margin, weights, relative):
+    """Li et al. 2022, Eq. 24-26 in one: with weights, a function of the relative similarity, and a margin per pair.
+
+    Returns what :func:`pair_losses` does, but a derivative has the key ("similarity", i, c), ("margin", i, p),
+    ("positive weight", i, p) or ("negative weight", i, n).
+
+    ``margin`` is a function of the pair (i, p) and its similarity that returns (value, derivative by the similarity);
+    ``weights`` are two such functions, of a positive and of a negative pair; ``relative`` is one of a number.
+    """
+    positive_weight, negative_weight = weights
+    values, derivatives = {}, {}
+    for i, p in sorted(positives):
+        s_p = similarities[i][p]
+        m, slope_m = margin(i, p, s_p)
+        w_p, slope_w_p = positive_weight(i, p, s_p)
+        value, derivative = 0.0, Counter()
+        directions = [[(r, c) for r, c in sorted(negatives) if r == i]]
+        if symmetric:
+            directions.append([(r, c) for r, c in sorted(negatives) if c == p])
+        for of_anchor in directions:
+            weighted, slopes, terms = {}, {}, {}
+            for r, c in of_anchor:
+                s_n = similarities[r][c]
+                weighted[r, c] = negative_weight(r, c, s_n)
+                g, slopes[r, c] = relative(weighted[r, c][0] * s_n - w_p * s_p)
+                terms[r, c] = math.exp(scale * (g + m))
+            total = 1 + math.fsum(terms.values())
+            value += math.log(total) / scale
+            for (r, c), term in terms.items():
+                s_n, (w_n, slope_w_n), share = similarities[r][c], weighted[r, c], term / total
+                derivative["margin", i, p] += share
+                derivative["similarity", i, p] += share * slope_m
+                derivative["negative weight", r, c] += share * slopes[r, c] * s_n
+                derivative["similarity", r, c] += share * slopes[r, c] * (w_n + slope_w_n * s_n)
+                derivative["positive weight", i, p] -= share * slopes[r, c] * s_p
+                derivative["similarity", i, p] -= share * slopes[r, c] * (w_p + slope_w_p * s_p)
+        values[i, p], derivatives[i, p] = value, derivative
+    return values, derivatives
+
+
+def polynomial(coefficients):
+    """Return the function of a number that returns the polynomial's value and its derivative."""
+
+    def value_and_derivative(x):
+        value = math.fsum(c * x**k for k, c in enumerate(coefficients))
+        return value, math.fsum(k * c * x ** (k - 1) for k, c in enumerate(coefficients) if k > 0)
+
+    return value_and_derivative
 
 
 def vlc(row, positive, negatives, scale):

@@ -9,10 +9,11 @@ from vl_plugins.functional.precision import full_precision, zero_or_nan
 
 __all__ = ["AnchorLoss", "check_pairs", "reduce_positive_pairs"]
 
-AnchorLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``(similarities, negative_mask, anchors, positives) -> values``, with the rows as anchors.
+AnchorLoss = Callable[..., Tensor]
+"""``(similarities, negative_mask, anchors, positives, *pair_values) -> values``, with the rows as anchors.
 
-``anchors`` and ``positives`` (M,) index the positive pairs, ``values`` (M,) are their losses.
+``anchors`` and ``positives`` (M,) index the positive pairs, ``values`` (M,) are their losses. ``pair_values`` are what
+:func:`reduce_positive_pairs` was given, at the positive pairs: (M,) each, the same in both directions.
 """
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -23,7 +24,7 @@ def reduce_positive_pairs(
     similarities: Tensor,
     positive_mask: Tensor,
     negative_mask: Tensor,
-    *,
+    *pair_values: Tensor | float,
     symmetric: bool,
     reduction: str,
 ) -> Tensor:
@@ -34,13 +35,15 @@ def reduce_positive_pairs(
         similarities: (A, C), anchors x candidates, larger is closer. Computed in float32 at least.
         positive_mask: (A, C), bool.
         negative_mask: (A, C), bool.
+        pair_values: (A, C) each, or a number; what else belongs to the pairs, such as a margin of each. Only their
+            elements at the positive pairs are read.
         symmetric: add the loss with the columns as anchors to each pair's value.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"``.
 
     Returns:
         A scalar; with ``"none"`` (M,), in the order of ``torch.where(positive_mask)``. Without positive pairs the
-        scalar is 0, connected to ``similarities``. Any NaN or infinity in ``similarities`` makes the result NaN, also
-        at a pair in neither mask.
+        scalar is 0, connected to ``similarities`` and ``pair_values``. Any NaN or infinity in ``similarities`` makes
+        the result NaN, also at a pair in neither mask.
 
     Raises:
         ValueError: wrong shape, type, device or reduction.
@@ -51,12 +54,13 @@ def reduce_positive_pairs(
     (similarities,) = full_precision(similarities)
 
     anchors, positives = torch.where(positive_mask)
+    pair_values = [value[anchors, positives] if isinstance(value, Tensor) else value for value in pair_values]
     if len(anchors) == 0:  # torch has no maximum over zero rows or columns
-        values = similarities.new_zeros(0)
+        values = sum((value for value in pair_values if isinstance(value, Tensor)), similarities.new_zeros(0))
     else:
-        values = anchor_loss(similarities, negative_mask, anchors, positives)
+        values = anchor_loss(similarities, negative_mask, anchors, positives, *pair_values)
         if symmetric:
-            values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors)
+            values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors, *pair_values)
 
     if reduction != "none":
         values = values.sum()

@@ -1,23 +1,34 @@
 """Unified loss of pair similarity optimisation, and vision-language contrastive loss as its margin-free case."""
 
+from collections.abc import Callable
 from functools import partial
+from numbers import Real
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from vl_plugins.functional.pairs import reduce_positive_pairs
+from vl_plugins.functional.pairs import check_pairs, reduce_positive_pairs
+from vl_plugins.functional.precision import full_precision
 
-__all__ = ["unified_loss", "vlc_loss"]
+__all__ = ["Margin", "Weights", "unified_loss", "vlc_loss"]
+
+Margin = float | Tensor | Callable[[Tensor, Tensor, Tensor], float | Tensor]
+"""A number, 0-D, (A,), (A, C), or a function of the similarities and both masks that returns one of these."""
+
+Weights = Tensor | Callable[[Tensor], Tensor]
+"""(A, C), or a function of the similarities (A, C) that returns it."""
 
 
 def unified_loss(
     similarities: Tensor,
     positive_mask: Tensor,
     negative_mask: Tensor,
-    margin: float = 0.2,
+    margin: Margin = 0.2,
     scale: float | Tensor = 50.0,
     *,
+    weights: Weights | tuple[Weights, Weights] | None = None,
+    relative: Callable[[Tensor], Tensor] | None = None,
     symmetric: bool = True,
     reduction: str = "mean",
 ) -> Tensor:
@@ -28,20 +39,36 @@ def unified_loss(
     .. math:: \ell_{ip} = \frac{1}{\gamma} \log \Bigl(1 + \sum_{n \in N_i} e^{\gamma (S_{in} - S_{ip} + m)} \Bigr)
 
     Other positives of an anchor are never its negatives. An anchor without negatives gives 0. A larger scale brings
-    the loss closer to :func:`~vl_plugins.functional.triplet_hn_loss` (Eq. 6).
+    the loss closer to :func:`~vl_plugins.functional.triplet_hn_loss` (Eq. 6). Its variants, alone or together:
+
+    - Weighted (Eq. 24): :math:`w_{in} S_{in} - w_{ip} S_{ip} + m` in the exponent. The self-similarity polynomial loss
+      SSP has ``weights=(Polynomial(...), Polynomial(...))``, for the positives and for the negatives.
+    - Of relative similarities (Eq. 25): :math:`G(S_{in} - S_{ip}) + m`. The relative-similarity polynomial loss RSP has
+      ``relative=Polynomial(...)``. Memory is then one row of candidates per positive pair, M x C.
+    - With adaptive margins (Eq. 26): :math:`m_{ip}` for m, for example ``margin=soft_margin(confidence)`` of Noisy
+      Correspondence Rectifier, see :func:`~vl_plugins.functional.soft_margin` (Eq. 27).
 
     Args:
         similarities: (A, C), anchors x candidates, larger is closer.
         positive_mask: (A, C), bool.
         negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
-        margin: m, by how much the positive should be closer than the negatives.
+        margin: m, by how much the positive should be closer than the negatives: a number or 0-D tensor; (A,), one for
+            all positive pairs of a row, also where their columns are the anchors; (A, C), read at the positive pairs;
+            or a function of (similarities, positive_mask, negative_mask) that returns one of these. Margins per
+            negative are added to the similarities of the negatives instead.
         scale: gamma > 0, the inverse temperature; a number, or a tensor of one element, which receives a gradient.
+        weights: w, (A, C), read at the positive and negative pairs, or a function of the similarities that returns it;
+            or a pair of these, for the positives and for the negatives. The gradient goes through such a function; one
+            whose weights are constants detaches them.
+        relative: G, an elementwise function of a tensor (number of positive pairs, candidates). It is also called with
+            pairs in neither mask, whose values are not read.
         symmetric: rows and columns are anchors; otherwise rows only.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
             the order of ``torch.where(positive_mask)``.
 
     Returns:
-        A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.
+        A scalar, or (number of positive pairs,), float32 or float64 as the similarities. NaN if any similarity is not
+        finite, and for NaN in a margin or weight that is read. Tensors of margins and weights receive gradients.
 
     Raises:
         ValueError: wrong shape, type, device or reduction.
@@ -53,13 +80,27 @@ def unified_loss(
     >>> positives = torch.eye(2, dtype=torch.bool)
     >>> unified_loss(similarities, positives, ~positives, margin=0.2, scale=50)
     tensor(0.2001)
+    >>> unified_loss(similarities, positives, ~positives, margin=torch.tensor([0.0, 0.2]), scale=50)
+    tensor(0.0502)
     """
     scale = _one_number("scale", scale)
+    check_pairs(similarities, positive_mask, negative_mask)
+    (similarities,) = full_precision(similarities)
+    margin = _margin_of_pairs(margin, similarities, positive_mask, negative_mask)
+    of_positives = of_negatives = similarities
+    if weights is not None:
+        positive_weights, negative_weights = _pair_of_weights(weights, similarities)
+        of_positives = _weighted(similarities, positive_weights, positive_mask)
+        of_negatives = _weighted(similarities, negative_weights, negative_mask)
+
+    anchor_loss = _softplus_over_negatives if relative is None else partial(_softplus_over_relative, relative=relative)
     pair_loss = reduce_positive_pairs(
-        partial(_softplus_over_negatives, margin=margin, scale=scale),
-        similarities,
+        partial(anchor_loss, scale=scale),
+        of_negatives,
         positive_mask,
         negative_mask,
+        of_positives,
+        margin,
         symmetric=symmetric,
         reduction=reduction,
     )
@@ -114,15 +155,95 @@ def _softplus_over_negatives(
     negative_mask: Tensor,
     anchors: Tensor,
     positives: Tensor,
+    positive_similarities: Tensor,
+    margin: float | Tensor,
     *,
-    margin: float,
     scale: float | Tensor,
 ) -> Tensor:
+    negatives = _masked_logsumexp(scale * similarities, negative_mask)  # (A,)
+    return _softplus(negatives[anchors] + scale * (margin - positive_similarities))  # (M,)
+
+
+def _softplus_over_relative(
+    similarities: Tensor,
+    negative_mask: Tensor,
+    anchors: Tensor,
+    positives: Tensor,
+    positive_similarities: Tensor,
+    margin: float | Tensor,
+    *,
+    scale: float | Tensor,
+    relative: Callable[[Tensor], Tensor],
+) -> Tensor:
+    differences = similarities[anchors] - positive_similarities[:, None]  # (M, C)
+    relative_similarities = _matching("relative similarities", relative(differences), differences)
+    negatives = _masked_logsumexp(scale * relative_similarities, negative_mask[anchors])  # (M,)
+    # A NaN of the positive's weight or margin comes out, in value and gradients, without negatives too.
+    return _softplus(negatives + scale * (margin + 0 * positive_similarities))
+
+
+def _masked_logsumexp(exponents: Tensor, mask: Tensor) -> Tensor:
     # Not -inf: without negatives logsumexp would have NaN gradients, masked here but reported by anomaly detection.
-    lowest = torch.finfo(similarities.dtype).min
-    negatives = (scale * similarities).masked_fill(~negative_mask, lowest).logsumexp(dim=1)  # (A,)
-    difference = negatives[anchors] + scale * (margin - similarities[anchors, positives])  # (M,)
-    return -logsigmoid(-difference)  # torch's softplus is only the identity above 20
+    return exponents.masked_fill(~mask, torch.finfo(exponents.dtype).min).logsumexp(dim=1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return -logsigmoid(-x)  # torch's softplus is only the identity above 20
+
+
+def _margin_of_pairs(
+    margin: Margin, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor
+) -> float | Tensor:
+    """Return the margin as a number or (A, C)."""
+    if callable(margin):
+        margin = margin(similarities, positive_mask, negative_mask)
+    if isinstance(margin, Real):
+        return margin
+    if not isinstance(margin, Tensor):
+        raise ValueError(f"margin must be a number, a tensor or a function that returns one, got {margin!r}")
+    expected = similarities.shape[: margin.ndim]
+    if margin.shape != expected:
+        rows, columns = similarities.shape
+        raise ValueError(f"margin must have the shape (), ({rows},) or ({rows}, {columns}), got {tuple(margin.shape)}")
+    if margin.ndim > 0 and margin.device != similarities.device:
+        raise ValueError(f"margin must have the device {similarities.device}, got {margin.device}")
+    return margin.to(similarities).reshape(expected + (1,) * (2 - margin.ndim)).expand_as(similarities)
+
+
+def _pair_of_weights(weights: Weights | tuple[Weights, Weights], similarities: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (A, C) of the positives and of the negatives."""
+    if not isinstance(weights, (tuple, list)):
+        both = _weights("weights", weights, similarities)
+        return both, both
+    if len(weights) != 2:
+        raise ValueError(f"weights must be one or a pair, for positives and negatives, got {len(weights)}")
+    of_positives, of_negatives = weights
+    return (
+        _weights("weights of the positives", of_positives, similarities),
+        _weights("weights of the negatives", of_negatives, similarities),
+    )
+
+
+def _weights(name: str, weights: Weights, similarities: Tensor) -> Tensor:
+    return _matching(name, weights(similarities) if callable(weights) else weights, similarities)
+
+
+def _weighted(similarities: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    # What a weight is where it is not read must not reach a gradient: 0 * nan is nan.
+    return similarities * torch.where(mask, weights, 1)
+
+
+def _matching(name: str, value: Tensor, like: Tensor) -> Tensor:
+    """Return ``value`` in the type of ``like``, or raise ``ValueError`` unless it has its shape and device."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor or a function that returns one, got {value!r}")
+    for what, expected, actual in (
+        ("shape", tuple(like.shape), tuple(value.shape)),
+        ("device", like.device, value.device),
+    ):
+        if actual != expected:
+            raise ValueError(f"{name} must have the {what} {expected}, got {actual}")
+    return value.to(like.dtype)
 
 
 def _one_number(name: str, value: float | Tensor) -> float | Tensor:

@@ -1,9 +1,29 @@
 """Checks of hyper-parameters."""
 
 import math
+from collections.abc import Callable
 from numbers import Real
 
-__all__ = ["finite", "non_negative", "non_negative_integer", "positive"]
+from torch import Tensor
+
+__all__ = ["adaptive_margin", "finite", "finite_tensor", "integer", "non_negative", "positive"]
+
+
+def adaptive_margin(name: str, value: float | Tensor | Callable) -> float | Tensor | Callable:
+    """Return a number as a float, a tensor or callable as it is, or raise ``ValueError``.
+
+    Numbers, and all elements of a tensor, have to be finite and >= 0.
+    """
+    if callable(value):
+        return value
+    if isinstance(value, Tensor):
+        finite_tensor(name, value)
+        if (value < 0).any():
+            raise ValueError(f"{name} must be >= 0 everywhere, got a tensor with the minimum {value.min().item():.4g}")
+        return value
+    if not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, a tensor or a function, got {value!r}")
+    return non_negative(name, value)
 
 
 def finite(name: str, value: float) -> float:
@@ -13,6 +33,13 @@ def finite(name: str, value: float) -> float:
     return float(value)
 
 
+def finite_tensor(name: str, value: Tensor) -> Tensor:
+    """Return ``value``, or raise ``ValueError`` unless all its elements are finite."""
+    if not value.isfinite().all():
+        raise ValueError(f"{name} must be finite everywhere, got a tensor with NaN or infinity")
+    return value
+
+
 def non_negative(name: str, value: float) -> float:
     """Return ``value`` as a float, or raise ``ValueError`` unless it is a finite number >= 0."""
     if not _is_finite(value) or value < 0:
@@ -20,10 +47,10 @@ def non_negative(name: str, value: float) -> float:
     return float(value)
 
 
-def non_negative_integer(name: str, value: int) -> int:
-    """Return ``value``, or raise ``ValueError`` unless it is an integer >= 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+def integer(name: str, value: int, least: int) -> int:
+    """Return ``value``, or raise ``ValueError`` unless it is an integer >= ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
     return value
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.losses.base import TripletLoss
-from vl_plugins.losses.checks import non_negative_integer
+from vl_plugins.losses.checks import integer
 
 __all__ = ["HardestNegativeLoss"]
 
@@ -38,7 +38,7 @@ class HardestNegativeLoss(TripletLoss):
 
     def __init__(self, margin: float = 0.2, warmup_steps: int = 0, **kwargs):
         super().__init__(margin=margin, **kwargs)
-        self.warmup_steps = non_negative_integer("warmup_steps", warmup_steps)
+        self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
         self.calls_per_step = 1
         self.training_calls = 0
         self._collapsed_calls = 0

@@ -1,10 +1,15 @@
 """Unified loss of pair similarity optimisation."""
 
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
 
-from vl_plugins.functional import unified_loss
+from torch import Tensor, nn
+
+from vl_plugins.functional import Polynomial, unified_loss
+from vl_plugins.functional.unified import Margin, Weights
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.checks import non_negative, positive
+from vl_plugins.losses.checks import adaptive_margin, finite_tensor, positive
 
 __all__ = ["UnifiedLoss"]
 
@@ -12,19 +17,28 @@ __all__ = ["UnifiedLoss"]
 class UnifiedLoss(PairLoss):
     """Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.
 
-    See :func:`vl_plugins.functional.unified_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for how
-    to call it.
+    See :func:`vl_plugins.functional.unified_loss` for the formula and its variants, and
+    :class:`~vl_plugins.losses.base.PairLoss` for how to call it. In the shapes below A is the number of embeddings and
+    C that of reference embeddings. A tensor belongs to one batch, so it is usually set as an attribute before each
+    call, ``loss.margin = soft_margin(confidence)``, and has to be on the device of the embeddings.
 
     Args:
-        margin: by how much the positive should be closer than the negatives, >= 0, in units of the similarity.
+        margin: by how much the positive should be closer than the negatives, >= 0, in units of the similarity: a
+            number, a tensor 0-D, (A,) or (A, C), or a function of the similarities and both masks (Eq. 26).
         scale: inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++.
+        weights: of the similarities (Eq. 24): a function of them, or a tensor (A, C); or a pair of these, for the
+            positives and for the negatives.
+        relative: a function of the relative similarities (Eq. 25). Memory is then one row of candidates per positive
+            pair. Here and in ``weights`` a sequence of numbers stands for a function, the
+            :class:`~vl_plugins.functional.Polynomial` with these coefficients.
         kwargs: ``symmetric`` and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
 
     Reference:
-        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5.
+        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5
+        and 24-27.
 
     >>> import torch
     >>> loss = UnifiedLoss(margin=0.2, scale=50)
@@ -32,16 +46,31 @@ class UnifiedLoss(PairLoss):
     >>> labels = torch.arange(3)
     >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
     tensor(2.4000)
+    >>> UnifiedLoss(weights=([0.5, -0.7], [0.03, 0.9]), relative=[0, 1, 0.5]).relative
+    Polynomial(coefficients=(0.0, 1.0, 0.5))
     """
 
-    equation = "Eq. 5"
+    equation = "Eq. 5, 24-27"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
 
-    def __init__(self, margin: float = 0.2, scale: float = 50.0, **kwargs):
+    def __init__(
+        self,
+        margin: Margin = 0.2,
+        scale: float = 50.0,
+        weights: Weights | Sequence[Weights | Sequence[float] | float] | None = None,
+        relative: Callable[[Tensor], Tensor] | Sequence[float] | None = None,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
-        self.margin = non_negative("margin", margin)
+        self.margin = adaptive_margin("margin", margin)
         self.scale = positive("scale", scale)
-        self.add_to_recordable_attributes(list_of_names=["margin", "scale"])
+        self.weights = _pair_or_one(weights)
+        self.relative = None if relative is None else _function("relative", relative)
+        # pytorch-metric-learning writes these to its logs as numbers.
+        self.add_to_recordable_attributes(list_of_names=["scale"] if callable(margin) else ["margin", "scale"])
+        if isinstance(self.weights, tuple) and any(isinstance(weight, nn.Module) for weight in self.weights):
+            # An optimizer would not find their parameters in a tuple.
+            self.weight_modules = nn.ModuleList(weight for weight in self.weights if isinstance(weight, nn.Module))
 
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
@@ -52,6 +81,34 @@ class UnifiedLoss(PairLoss):
             negative_mask,
             self.margin,
             self.scale,
+            weights=self.weights,
+            relative=self.relative,
             symmetric=symmetric,
             reduction="none",
         )
+
+
+def _pair_or_one(weights: Any) -> Weights | tuple[Weights, Weights] | None:
+    if weights is None:
+        return None
+    if isinstance(weights, Sequence) and len(weights) == 2 and not any(isinstance(item, Real) for item in weights):
+        of_positives, of_negatives = weights
+        return _weights("weights of the positives", of_positives), _weights("weights of the negatives", of_negatives)
+    return _weights("weights", weights)
+
+
+def _weights(name: str, value: Any) -> Weights:
+    if not isinstance(value, Tensor):
+        return _function(name, value)
+    if value.ndim != 2:
+        raise ValueError(f"{name} must have the shape (anchors, candidates), got {tuple(value.shape)}")
+    return finite_tensor(name, value)
+
+
+def _function(name: str, value: Any) -> Callable[[Tensor], Tensor]:
+    if callable(value):
+        return value
+    try:
+        return Polynomial(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a function or the coefficients of a polynomial: {error}") from error
