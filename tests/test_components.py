@@ -1,6 +1,7 @@
 import pytest
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 
+from vl_plugins import miners as own_miners
 from vl_plugins.components import create_component, list_components, resolve_components
 from vl_plugins.errors import UserError
 
@@ -10,6 +11,7 @@ from vl_plugins.errors import UserError
     [
         ("distance", "LpDistance", {"p": 1}),
         ("miner", "MultiSimilarityMiner", {"epsilon": 0.3}),
+        ("miner", "HardestNegativeMiner", {"k": 3}),
         ("reducer", "ThresholdReducer", {"low": 0.1}),
         ("regularizer", "LpRegularizer", {"power": 2}),
     ],
@@ -17,7 +19,7 @@ from vl_plugins.errors import UserError
 def test_create_component(kind, name, options):
     component = create_component(kind, name, **options)
     package = {"distance": distances, "miner": miners, "reducer": reducers, "regularizer": regularizers}[kind]
-    assert type(component) is getattr(package, name)
+    assert type(component) is getattr(own_miners if name in own_miners.__all__ else package, name)
     for option, value in options.items():
         assert getattr(component, option) == value
 
@@ -32,7 +34,9 @@ def test_every_component_of_the_installed_version_is_listed():
         names = list_components(kind)
         assert len(names) > 3
         assert list(names) == sorted(names)
-        assert set(names) == {cls.__name__ for cls in subclasses(base) if cls.__module__.startswith(package.__name__)}
+        modules = (package.__name__, f"vl_plugins.{kind}s")
+        assert set(names) == {cls.__name__ for cls in subclasses(base) if cls.__module__.startswith(modules)}
+    assert set(own_miners.__all__) < set(list_components("miner"))
 
 
 def subclasses(cls):
@@ -63,6 +67,7 @@ def test_names_among_the_options_are_created():
             r"unknown miner 'BatchHardMinr' \(did you mean 'BatchHardMiner'\?\); known: Angul",
         ),
         ("miner", "BaseMiner", {}, "unknown miner 'BaseMiner'"),
+        ("miner", "HardestNegative", {}, r"unknown miner .* \(did you mean 'HardestNegativeMiner'\?\)"),
         ("miner", "MultiSimilarityMiner", {"epsilom": 1}, r"option 'epsilom' .* \(did you mean 'epsilon'\?\)"),
         ("miner", "BatchHardMiner", {"distance": "Cosine"}, r"unknown distance 'Cosine'.*CosineSimilarity"),
         ("reducer", "ClassWeightedReducer", {}, "refuses to be made without options: .*'weights'; options: weights"),

@@ -36,7 +36,10 @@ def run(command, cwd):
     return finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize("snippet", blocks("python")[:2], ids=["pml", "functional"])
+*OF_LOSSES, OF_READER = blocks("python")
+
+
+@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "miner and wrapper"])
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)
@@ -92,10 +95,9 @@ def test_the_open_clip_command(tmp_path, toy_shards):
 
 def test_reader_snippet(toy_shards, tmp_path, monkeypatch):
     """With the toy shards under the name it gives, smaller batches, and what follows each batch."""
-    (snippet,) = blocks("python")[2:]
     monkeypatch.chdir(tmp_path)
     Path("shards").symlink_to(toy_shards)
-    snippet = snippet.replace("coco-train-{000000..000113}", "toy-train-{000000..000007}")
+    snippet = OF_READER.replace("coco-train-{000000..000113}", "toy-train-{000000..000007}")
     snippet = snippet.replace("batch_size=128", "batch_size=4").replace("range(10)", "range(2)").replace("...", "use()")
     batches = []
 
@@ -112,14 +114,30 @@ def test_reader_snippet(toy_shards, tmp_path, monkeypatch):
         assert sorted(label for *_, labels in epoch for label in labels.tolist()) == list(range(64))
 
 
+def own_commands(*names):
+    """Return the lines ``vl-plugins NAME ...``, split."""
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("vl-plugins")]
+    return [command for command in commands if command[1] in names]
+
+
+def test_plot_commands(tmp_path):
+    commands = own_commands("plot")
+    assert len(commands) == 2
+    for command in commands:
+        run(command, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
+
+
+def test_every_command_is_known_here():
+    assert len(own_commands("shards", "evaluate", "plot")) == sum(
+        line.startswith("vl-plugins") for block in blocks("bash") for line in block.splitlines()
+    )
+
+
 def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
     """The lines for COCO, on the toy scenes under the names that they give."""
-    commands = [
-        shlex.split(line, comments=True)
-        for block in blocks("bash")
-        for line in block.replace("\\\n", " ").splitlines()
-        if line.startswith("vl-plugins")
-    ]
+    commands = own_commands("shards", "evaluate")
     (tmp_path / "coco").symlink_to(toy_scenes)
     (tmp_path / "flickr30k-images").symlink_to(toy_scenes / "train")
     (tmp_path / "pictures").symlink_to(toy_scenes / "train")

@@ -1,4 +1,4 @@
-"""Distances, reducers, miners and regularizers of pytorch-metric-learning by their class names."""
+"""Distances, reducers, miners and regularizers by class name: those of pytorch-metric-learning and ours."""
 
 import importlib
 import inspect
@@ -17,6 +17,9 @@ BASE_CLASSES = {
     "regularizer": "BaseRegularizer",
 }
 
+# By name, so that this module imports neither torch nor pytorch-metric-learning.
+OWN_PACKAGES = {"miner": "vl_plugins.miners"}
+
 KIND_OF_OPTION = {
     "distance": "distance",
     "embedding_regularizer": "regularizer",
@@ -25,7 +28,7 @@ KIND_OF_OPTION = {
 
 
 def create_component(kind: str, name: str, /, **options: Any) -> Any:
-    """Return a new component of pytorch-metric-learning.
+    """Return a new component for pytorch-metric-learning, one of its own or one of ours.
 
     Args:
         kind: ``"distance"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
@@ -67,10 +70,14 @@ def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
 def _component_classes(kind: str) -> dict[str, type]:
     if kind not in BASE_CLASSES:
         raise unknown_name("kind of component", kind, BASE_CLASSES)
-    package = importlib.import_module(f"pytorch_metric_learning.{kind}s")
-    base_class = getattr(package, BASE_CLASSES[kind])
+    host = importlib.import_module(f"pytorch_metric_learning.{kind}s")
+    base_class = getattr(host, BASE_CLASSES[kind])
+    packages = [host]
+    if kind in OWN_PACKAGES:
+        packages.append(importlib.import_module(OWN_PACKAGES[kind]))
     return {
         name: value
+        for package in packages
         for name, value in vars(package).items()
         if inspect.isclass(value) and issubclass(value, base_class) and value is not base_class
     }

@@ -3,6 +3,7 @@
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
+from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, PerAnchorReducer
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
@@ -75,11 +76,12 @@ class PairLoss(BaseMetricLossFunction):
             ref_labels: (C,).
 
         Raises:
-            ValueError: labels missing, or tensors that do not fit each other.
+            ValueError: labels missing, or tensors that do not fit each other or the reducer.
         """
         if ref_emb is embeddings:
             ref_emb = None
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        check_reducer(self.reducer, embeddings, labels, ref_emb)
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
@@ -191,6 +193,17 @@ def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
     """Raise ``ValueError`` unless there is one label for each embedding."""
     if labels is not None and labels.shape != embeddings.shape[:1]:
         raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
+
+
+def check_reducer(reducer: BaseReducer, embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None) -> None:
+    """Raise ``ValueError`` for a call whose losses the reducer could not look up."""
+    for module in reducer.modules():
+        if isinstance(module, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
+            raise ValueError(
+                f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"
+            )
+        if isinstance(module, ClassWeightedReducer) and labels is None:
+            raise ValueError("ClassWeightedReducer needs labels, got None")
 
 
 def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
