@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -27,7 +27,8 @@ class TwoTowerLoss(nn.Module):
     and the two are added. Where the option ``symmetric`` is False it is image to text only.
 
     With several processes the features are gathered by open_clip's own function, so ``local_loss`` and
-    ``gather_with_grad`` scale the gradients exactly as they do for ClipLoss.
+    ``gather_with_grad`` scale the gradients exactly as they do for ClipLoss. With ``local_loss`` a loss sees the
+    positive pairs of its own process only; sig_ms and lin_ms of ``goal`` compare a pair with those.
 
     Args:
         name: the loss's name; the term is logged as ``<name>_loss``.

@@ -36,9 +36,9 @@ class GOALLoss(HardestNegativeLoss):
         beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
         eps: slack in the choice of the pairs that sig_ms and lin_ms compare a pair with, >= 0.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric`` and
-            the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`. The ``distance`` has
-            to be a similarity, best the cosine; only (con, con) and (nca, con) take real distances, negated.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric``
+            and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`. The ``distance``
+            has to be a similarity, best the cosine; only (con, con) and (nca, con) take real distances, negated.
 
     Raises:
         ValueError: a hyper-parameter out of its range, or a distance that is none for the weights.

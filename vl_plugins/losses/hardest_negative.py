@@ -20,9 +20,9 @@ class HardestNegativeLoss(TripletLoss):
     """A triplet loss that mines: by itself it compares each positive with the hardest negative of its anchor.
 
     Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
-    become the same, and the loss stays at its value for that, 2 * margin for each pair. All negatives counted for the
-    first epoch or so prevent it, as VSE++ and its successors are trained. The losses warn, once, when they have been at
-    that value for a hundred steps.
+    become the same, and the loss stays at its value for that, 2 * margin for each pair of a triplet loss. Counting all
+    negatives for the first epoch or so helps, as VSE++ and its successors are trained. The losses warn, once, when they
+    have been at that value for a hundred steps.
 
     Args:
         margin: see :class:`~vl_plugins.losses.base.TripletLoss`.

@@ -17,8 +17,8 @@ class TripletHNLoss(HardestNegativeLoss):
 
     Args:
         margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric`` and
-            the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric``
+            and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Raises:
         ValueError: a hyper-parameter out of its range.

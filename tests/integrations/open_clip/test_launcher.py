@@ -172,7 +172,7 @@ def test_shards_that_cannot_be_read_in_the_middle_of_training(tmp_path, toy_shar
     assert "on_read_error: raise" in parameters
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
     """The toy data's vague captions fit many images: 64 of them cannot be told apart by all of theirs."""
     flags = [*SHORT, *train_data, "--loss", "unified", "--captions-per-image", "all", "--batch-size", "64"]
@@ -188,7 +188,15 @@ def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
     assert "allow_duplicate_captions: True" in (tmp_path / "logs/allowed/params.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("captions", "batch_size"), [("random", "16"), ("2", "32"), ("all", "16"), ("all", "32")])
+@pytest.mark.parametrize(
+    ("captions", "batch_size"),
+    [
+        ("random", "16"),
+        pytest.param("2", "32", marks=pytest.mark.slow),
+        ("all", "16"),
+        pytest.param("all", "32", marks=pytest.mark.slow),
+    ],
+)
 def test_repeated_captions_leave_the_number_of_steps_as_it_is(tmp_path, train_data, captions, batch_size):
     flags = [*SHORT, *train_data, "--name", "run", "--loss", "unified", "--batch-size", batch_size]
     finished = launch(tmp_path, *flags, "--captions-per-image", captions)
@@ -233,11 +241,17 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     "flags",
     [
         pytest.param(["--accum-freq", "2"], id="accum-freq"),
-        pytest.param(["--accum-freq", "2", "--captions-per-image", "3"], id="accum-freq-several-captions"),
+        pytest.param(
+            ["--accum-freq", "2", "--captions-per-image", "3"], id="accum-freq-several-captions", marks=pytest.mark.slow
+        ),
         pytest.param(["--precision", "amp_bf16"], id="amp_bf16"),
-        pytest.param(["--grad-checkpointing"], id="grad-checkpointing"),
+        pytest.param(["--grad-checkpointing"], id="grad-checkpointing", marks=pytest.mark.slow),
         pytest.param(["--captions-per-image", "all", "--miner", "BatchHardMiner"], id="all-captions-miner"),
-        pytest.param(["--loss-kwargs", "scale=learned", "--workers", "3"], id="learned-scale-more-workers-than-shards"),
+        pytest.param(
+            ["--loss-kwargs", "scale=learned", "--workers", "3"],
+            id="learned-scale-more-workers-than-shards",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["--torchcompile"], id="torchcompile", marks=pytest.mark.slow),
     ],
 )
