@@ -6,6 +6,7 @@ from pytorch_metric_learning.reducers import SumReducer
 from torch.nn.functional import normalize
 
 from tests.functional.test_pairs import EMPTY, diagonal_masks, label_masks, pairs, similarities_like
+from tests.memory import LargestTensor
 from tests.reference import goal as reference
 from tests.reference import losses as reference_losses
 from vl_plugins.functional import goal_loss, goal_triplet_loss, triplet_hn_loss, vlc_loss
@@ -353,21 +354,10 @@ def test_memory_is_that_of_the_similarities():
     texts = labels.repeat_interleave(5)
     positive_mask = labels[:, None] == texts
     similarities = torch.rand(size, 5 * size, requires_grad=True)
-    largest = 0
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
-    with Largest():
+    with LargestTensor() as largest:
         for pair in PAIR_WEIGHTS:
             goal_loss(similarities, positive_mask, ~positive_mask, "cir", pair).backward()
-    assert largest == similarities.numel()
+    assert largest.elements == similarities.numel()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

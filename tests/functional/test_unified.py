@@ -1,9 +1,9 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.functional.test_pairs import EMPTY, diagonal_masks, label_masks, pairs, similarities_like
+from tests.memory import LargestTensor
 from tests.reference import losses as reference
 from vl_plugins.functional import Polynomial, soft_margin, triplet_hn_loss, unified_loss, vlc_loss
 
@@ -588,17 +588,6 @@ def test_non_contiguous_input_of_the_variants(name):
     }
     actual = unified_loss(strided(similarities), *map(strided, masks), **strided_options)
     assert torch.equal(actual, unified_loss(similarities, *masks, **options))
-
-
-class LargestTensor(TorchDispatchMode):
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 @ALL_VARIANTS

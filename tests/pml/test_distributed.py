@@ -15,7 +15,7 @@ def results(tmp_path_factory):
     """``results[rank][name, case]`` is a list of ``(value, gradients)``."""
     folder = tmp_path_factory.mktemp("processes")
     torch.multiprocessing.spawn(processes.run, args=(str(folder),), nprocs=WORLD_SIZE)
-    results = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD_SIZE)]
+    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
     assert all(len(of_rank) == len(CASES) * len(own_losses()) for of_rank in results)
     return results
 

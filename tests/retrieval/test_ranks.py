@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.memory import LargestTensor
 from tests.reference import retrieval as reference
 from vl_plugins.retrieval import Ranks, retrieval_ranks
 
@@ -202,19 +202,6 @@ def test_single_image_has_no_negative():
     assert ranks.image_to_text.tolist() == [1]
     assert ranks.text_to_image.tolist() == [1, 1, 1]
     assert ranks.image_to_text_hardest_negative.tolist() == [-torch.inf]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16])

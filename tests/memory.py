@@ -1,0 +1,19 @@
+"""How much memory an operation asks for at once."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LargestTensor"]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
