@@ -84,7 +84,8 @@ def _plugin_parser() -> _Parser:
     group.add_argument(
         "--miner",
         metavar="CLASS",
-        help="a pytorch-metric-learning miner, such as BatchHardMiner; it mines images for texts and texts for images",
+        help="a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner of vl_plugins; it "
+        "mines images for texts and texts for images",
     )
     group.add_argument("--miner-kwargs", **kwargs, help="options of the miner, such as epsilon=0.1")
     group.add_argument(

@@ -61,7 +61,7 @@ class HardestNegativeLoss(TripletLoss):
         mining = "all" if in_training and self._advance() else "hardest"
         losses = self.mined_losses(similarities, positive_mask, negative_mask, mining=mining, symmetric=symmetric)
         if in_training and mining == "hardest":
-            self._watch(losses, similarities, positive_mask, symmetric)
+            self._watch(losses.detach(), similarities.detach(), positive_mask, symmetric)
         return losses
 
     @torch.compiler.disable
@@ -71,7 +71,6 @@ class HardestNegativeLoss(TripletLoss):
         return self.training_calls <= self.warmup_steps * self.calls_per_step
 
     @torch.compiler.disable
-    @torch.no_grad()
     def _watch(self, losses: Tensor, similarities: Tensor, positive_mask: Tensor, symmetric: bool) -> None:
         if self._has_warned or self.training_calls % CHECK_EVERY or len(losses) == 0:
             return
@@ -88,7 +87,7 @@ class HardestNegativeLoss(TripletLoss):
                 "when all embeddings are the same: the model seems to have collapsed. Train the first epoch without "
                 "mining (warmup_steps), or with the Unified loss, or lower the learning rate.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,  # between here and the user's code are only modules calling modules
             )
 
     def get_extra_state(self) -> dict[str, int]:
