@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 
-def demo(cwd, *flags):
+def demo(cwd, *flags, timeout=290):
     return subprocess.run(
-        [sys.executable, "-m", "vl_plugins.cli", "demo", *flags], cwd=cwd, capture_output=True, text=True, timeout=290
+        [sys.executable, "-m", "vl_plugins.cli", "demo", *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -48,8 +48,9 @@ def test_a_folder_of_others_is_left_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a slow machine needs more than 5 minutes
 def test_the_unified_loss_learns_the_scenes(tmp_path):
-    finished = demo(tmp_path)
+    finished = demo(tmp_path, timeout=1180)
     assert finished.returncode == 0, finished.stderr
     rsum = {
         name: float(value) for name, value in re.findall(r"^(\w+) .* (\d+\.\d)$", finished.stdout, flags=re.MULTILINE)
