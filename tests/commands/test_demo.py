@@ -8,7 +8,11 @@ from PIL import Image
 
 def demo(cwd, *flags, timeout=290):
     return subprocess.run(
-        [sys.executable, "-m", "vl_plugins.cli", "demo", *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-m", "vl_plugins.cli", "demo", *flags],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
