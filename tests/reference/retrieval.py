@@ -25,9 +25,9 @@ def hardest_negatives(scores, is_positive):
     ]
 
 
-def retrieval(image_embeddings, caption_embeddings, image_of_caption):
+def retrieval(image_embeddings, caption_embeddings, image_of_caption, similarity=dot):
     """Return ranks, positive similarities and hardest negatives of nested lists of numbers, as a dict of lists."""
-    scores = [[dot(image, caption) for caption in caption_embeddings] for image in image_embeddings]
+    scores = [[similarity(image, caption) for caption in caption_embeddings] for image in image_embeddings]
     is_positive = [[owner == image for owner in image_of_caption] for image in range(len(image_embeddings))]
     scores_by_caption = [list(column) for column in zip(*scores, strict=True)]
     is_positive_by_caption = [list(column) for column in zip(*is_positive, strict=True)]

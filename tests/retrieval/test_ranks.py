@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.memory import LargestTensor
 from tests.reference import retrieval as reference
+from vl_plugins.functional.set_similarity import mil_similarity
 from vl_plugins.retrieval import Ranks, retrieval_ranks
 
 RANK_FIELDS = ("image_to_text", "text_to_image")
@@ -21,8 +24,12 @@ def embeddings(images, width=8, seed=0, captions_per_image=(5, 6, 7), dtype=torc
     return image_embeddings, caption_embeddings + 0.5 * image_embeddings[image_of_caption], image_of_caption
 
 
-def assert_equals_reference(ranks, image_embeddings, caption_embeddings, image_of_caption, **tolerance):
-    expected = reference.retrieval(image_embeddings.tolist(), caption_embeddings.tolist(), image_of_caption.tolist())
+def assert_equals_reference(
+    ranks, image_embeddings, caption_embeddings, image_of_caption, similarity=reference.dot, **tolerance
+):
+    expected = reference.retrieval(
+        image_embeddings.tolist(), caption_embeddings.tolist(), image_of_caption.tolist(), similarity
+    )
     assert set(expected) == set(Ranks._fields)
     for name, values in expected.items():
         got = getattr(ranks, name)
@@ -37,6 +44,38 @@ def test_equals_plain_loops(captions_per_image, chunk_size):
     assert ranks.image_to_text.dtype == ranks.text_to_image.dtype == torch.int64
     assert ranks.positive_similarity.dtype == torch.float64
     assert_equals_reference(ranks, *inputs)
+
+
+def closest_pair(left, right):
+    """The similarity of two sets that is easiest to write down: the largest product of an element of each."""
+    return max(reference.dot(x, y) for x in left for y in right)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+def test_sets_equal_plain_loops(chunk_size):
+    images, captions, image_of_caption = embeddings(images=13, width=12)
+    images, captions = images.view(-1, 3, 4), captions.view(-1, 3, 4)[:, :2]
+    ranks = retrieval_ranks(images, captions, image_of_caption, chunk_size, partial(mil_similarity, normalize=False))
+    assert_equals_reference(ranks, images, captions, image_of_caption, closest_pair)
+
+
+def test_a_similarity_sees_chunks_of_queries_in_full_precision():
+    images, captions, image_of_caption = embeddings(images=5, dtype=torch.float16)
+    seen = []
+
+    def similarity(queries, candidates):
+        assert not torch.is_autocast_enabled("cpu")
+        seen.append((tuple(queries.shape), tuple(candidates.shape), queries.dtype))
+        return queries @ candidates.T
+
+    with torch.autocast("cpu", torch.bfloat16):
+        ranks = retrieval_ranks(images, captions, image_of_caption, 3, similarity)
+    count = len(captions)
+    directions = [((3, 8), (count, 8)), ((2, 8), (count, 8))]
+    directions += [((min(3, count - start), 8), (5, 8)) for start in range(0, count, 3)]
+    assert seen == [(*shapes, torch.float32) for shapes in directions]
+    for got, expected in zip(ranks, retrieval_ranks(images, captions, image_of_caption), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @st.composite

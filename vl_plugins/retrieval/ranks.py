@@ -1,5 +1,6 @@
 """Ranks of image-text retrieval, exact and in chunks."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,13 @@ class Ranks(NamedTuple):
 
 @torch.no_grad()
 def retrieval_ranks(
-    image_embeddings: Tensor, caption_embeddings: Tensor, image_of_caption: Tensor, chunk_size: int = 256
+    image_embeddings: Tensor,
+    caption_embeddings: Tensor,
+    image_of_caption: Tensor,
+    chunk_size: int = 256,
+    similarity: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Ranks:
-    r"""Rank all captions for every image and all images for every caption by their dot products.
+    r"""Rank all captions for every image and all images for every caption by their dot products or sets' similarity.
 
     With :math:`P_q` the positives of query :math:`q` among its candidates,
 
@@ -48,16 +53,20 @@ def retrieval_ranks(
     two does not.
 
     Nothing is sorted, and the memory needed beyond the embeddings is that of a few ``chunk_size`` x max(I, C)
-    blocks. Half precision is computed in float32, under autocast too; on a GPU the float32 product follows
-    :func:`torch.set_float32_matmul_precision`. A product whose rounding depends on the position in the block
-    can separate candidates that tie on paper by one unit in the last place.
+    blocks, and of what ``similarity`` takes for one. Half precision is computed in float32, under autocast too; on a
+    GPU the float32 product follows :func:`torch.set_float32_matmul_precision`. A product whose rounding depends on the
+    position in the block can separate candidates that tie on paper by one unit in the last place.
 
     Args:
-        image_embeddings: (I, D) floating point; unit vectors where the similarity is to be a cosine in [-1, 1].
-        caption_embeddings: (C, D) floating point, on the same device.
+        image_embeddings: (I, D) floating point; unit vectors where the similarity is to be a cosine in [-1, 1]. With a
+            ``similarity`` whatever it takes, such as sets (I, K, D).
+        caption_embeddings: (C, D) floating point, on the same device; with a ``similarity`` likewise.
         image_of_caption: (C,) integers in [0, I), the index of each caption's image. The captions of an image
             need not be adjacent, and their number may differ from image to image.
         chunk_size: queries scored at a time.
+        similarity: called with embeddings (Q, ...) and (N, ...), each side as queries once, returns their similarities
+            (Q, N), larger is closer; a symmetric function, such as
+            :func:`vl_plugins.functional.smooth_chamfer_similarity`. The dot product if left out.
 
     Raises:
         ValueError: a shape or type is not as above, an index is out of range, an image has no caption, an embedding
@@ -75,7 +84,8 @@ def retrieval_ranks(
     >>> ranks.positive_similarity
     tensor([1., 0., 0.])
     """
-    _check_embeddings(image_embeddings, caption_embeddings)
+    _check_embeddings(image_embeddings, caption_embeddings, vectors=similarity is None)
+    similarity = similarity or _dot_products
     _check_image_of_caption(image_of_caption, len(image_embeddings), len(caption_embeddings))
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -85,10 +95,10 @@ def retrieval_ranks(
     caption_index = torch.arange(len(captions), device=images.device)
 
     image_to_text, _, image_to_text_hardest_negative = _rank_queries(
-        "image-to-text", images, captions, image_of_caption, caption_index, chunk_size
+        "image-to-text", images, captions, image_of_caption, caption_index, chunk_size, similarity
     )
     text_to_image, positive_similarity, text_to_image_hardest_negative = _rank_queries(
-        "text-to-image", captions, images, caption_index, image_of_caption, chunk_size
+        "text-to-image", captions, images, caption_index, image_of_caption, chunk_size, similarity
     )
     return Ranks(
         image_to_text,
@@ -99,6 +109,10 @@ def retrieval_ranks(
     )
 
 
+def _dot_products(queries: Tensor, candidates: Tensor) -> Tensor:
+    return queries @ candidates.T
+
+
 def _rank_queries(
     direction: str,
     queries: Tensor,
@@ -106,6 +120,7 @@ def _rank_queries(
     query_of_pair: Tensor,
     candidate_of_pair: Tensor,
     chunk_size: int,
+    similarity: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rank, similarity of the best positive and of the hardest negative of each query, all (Q,).
 
@@ -114,7 +129,7 @@ def _rank_queries(
     chunks = []
     for start in range(0, len(queries), chunk_size):
         with torch.autocast(queries.device.type, enabled=False):
-            similarities = queries[start : start + chunk_size] @ candidates.T  # (chunk, N)
+            similarities = similarity(queries[start : start + chunk_size], candidates)  # (chunk, N)
         in_chunk = (query_of_pair >= start) & (query_of_pair < start + chunk_size)
         positives = query_of_pair[in_chunk] - start, candidate_of_pair[in_chunk]
 
@@ -136,20 +151,22 @@ def _rank_queries(
     return ranks, best_positive, hardest_negative
 
 
-def _check_embeddings(image_embeddings: Tensor, caption_embeddings: Tensor) -> None:
+def _check_embeddings(image_embeddings: Tensor, caption_embeddings: Tensor, vectors: bool) -> None:
     for name, embeddings in (("image_embeddings", image_embeddings), ("caption_embeddings", caption_embeddings)):
-        if embeddings.ndim != 2 or not embeddings.is_floating_point() or len(embeddings) == 0:
+        right_shape = embeddings.ndim == 2 if vectors else embeddings.ndim > 1
+        if not right_shape or not embeddings.is_floating_point() or len(embeddings) == 0:
+            shape = "(rows, D)" if vectors else "(rows, ...)"
             raise ValueError(
-                f"{name} must be a floating-point tensor of shape (rows, D) with at least one row, "
+                f"{name} must be a floating-point tensor of shape {shape} with at least one row, "
                 f"got {embeddings.dtype} of shape {tuple(embeddings.shape)}"
             )
-    if image_embeddings.shape[1] != caption_embeddings.shape[1]:
+    if vectors and image_embeddings.shape[1] != caption_embeddings.shape[1]:
         raise ValueError(
             "image_embeddings and caption_embeddings must have the same width D, "
             f"got shapes {tuple(image_embeddings.shape)} and {tuple(caption_embeddings.shape)}"
         )
     for name, embeddings in (("image_embeddings", image_embeddings), ("caption_embeddings", caption_embeddings)):
-        not_finite = ~embeddings.isfinite().all(dim=1)
+        not_finite = ~embeddings.flatten(1).isfinite().all(dim=1)
         if not_finite.any():
             raise ValueError(f"{name} must be finite; NaN or infinity in {_count_and_first(not_finite)}")
 
