@@ -18,7 +18,21 @@ BASE_CLASSES = {
 }
 
 # By name, so that this module imports neither torch nor pytorch-metric-learning.
-OWN_PACKAGES = {"miner": "vl_plugins.miners"}
+OWN_PACKAGES = {
+    "distance": "vl_plugins.distances",
+    "miner": "vl_plugins.miners",
+    "regularizer": "vl_plugins.regularizers",
+}
+
+# Names of similarities in papers and on command lines.
+SHORT_NAMES = {
+    "distance": {
+        "chamfer": "ChamferSimilarity",
+        "match_probability": "MatchProbability",
+        "mil": "MILSimilarity",
+        "smooth_chamfer": "SmoothChamferSimilarity",
+    }
+}
 
 KIND_OF_OPTION = {
     "distance": "distance",
@@ -32,7 +46,8 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
 
     Args:
         kind: ``"distance"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
-        name: its class name, as in ``list_components(kind)``.
+        name: its class name, as in ``list_components(kind)``, or for a set similarity its short name: ``chamfer``,
+            ``match_probability``, ``mil`` or ``smooth_chamfer``.
         options: what its constructor takes. A distance, reducer or embedding regularizer may be given by class name.
 
     Raises:
@@ -43,8 +58,10 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
     CosineSimilarity()
     """
     classes = _component_classes(kind)
+    short_names = SHORT_NAMES.get(kind, {})
+    name = short_names.get(name, name)
     if name not in classes:
-        raise unknown_name(kind, name, classes)
+        raise unknown_name(kind, name, [*short_names, *classes])
     return construct(kind, name, classes[name], resolve_components(options))
 
 

@@ -6,17 +6,20 @@ from typing import Any
 
 from vl_plugins.errors import UserError, did_you_mean
 
-__all__ = ["REQUIRED", "construct", "constructor_options", "format_options"]
+__all__ = ["REQUIRED", "construct", "constructor_options", "format_options", "own_and_forwarded_options"]
 
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
 
 
-def constructor_options(factory: Callable) -> dict[str, Any]:
+def constructor_options(factory: Callable, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the keyword options of a class or function with their defaults, :data:`REQUIRED` for those without one.
 
     An ``__init__`` that takes ``**kwargs`` hands them to the next one of the class's bases, so those options are
     listed too, as far as the chain goes; also one that the class sets itself, which nothing in a signature shows.
+
+    A class that hands them to something else instead, such as another loss that it holds, says so with a class method
+    ``forwarded_options(given)``. It returns the options of that, which may depend on the ``given`` ones.
 
     >>> class Base:
     ...     def __init__(self, reducer=None): ...
@@ -25,21 +28,33 @@ def constructor_options(factory: Callable) -> dict[str, Any]:
     >>> constructor_options(Loss)
     {'margin': 0.2, 'reducer': None}
     """
+    own, forwarded = own_and_forwarded_options(factory, given)
+    return own | forwarded
+
+
+def own_and_forwarded_options(
+    factory: Callable, given: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what :func:`constructor_options` does in two parts, the second from ``forwarded_options``."""
     options: dict[str, Any] = {}
-    for function in _constructor_chain(factory):
+    for owner, function in _constructor_chain(factory):
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name != "self":
                 options.setdefault(parameter.name, parameter.default)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return options
+        if owner is not None and "forwarded_options" in vars(owner):
+            forwarded = factory.forwarded_options(given or {})
+            return options, {name: default for name, default in forwarded.items() if name not in options}
+    return options, {}
 
 
-def _constructor_chain(factory: Callable) -> list[Callable]:
+def _constructor_chain(factory: Callable) -> list[tuple[type | None, Callable]]:
+    """Return each constructor with its class, in the order in which they call each other."""
     if not inspect.isclass(factory):
-        return [factory]
-    return [vars(base)["__init__"] for base in factory.__mro__[:-1] if "__init__" in vars(base)]
+        return [(None, factory)]
+    return [(base, vars(base)["__init__"]) for base in factory.__mro__[:-1] if "__init__" in vars(base)]
 
 
 def construct(kind: str, name: str, factory: Callable, options: Mapping[str, Any]) -> Any:
@@ -49,7 +64,7 @@ def construct(kind: str, name: str, factory: Callable, options: Mapping[str, Any
         UserError: an unknown option, or options that the constructor refuses.
         ValueError: from the constructor, as it is.
     """
-    known = constructor_options(factory)
+    known = constructor_options(factory, options)
     for option in options:
         if option not in known:
             hint = did_you_mean(option, known)

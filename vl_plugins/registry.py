@@ -5,8 +5,9 @@ Another distribution adds a loss with an entry point of the group ``vl_plugins.l
     [project.entry-points."vl_plugins.losses"]
     my_loss = "my_package.losses:MyLoss"
 
-``MyLoss`` is a pytorch-metric-learning loss. Its options are read from its constructor; what ``vl-plugins losses``
-prints, from the attributes ``equation`` and ``paper`` and its docstring.
+``MyLoss`` is a pytorch-metric-learning loss. Its options are read from its constructor, see
+:func:`vl_plugins.options.constructor_options`; what ``vl-plugins losses`` prints, from the attributes ``equation`` and
+``paper`` and its docstring.
 """
 
 from collections import defaultdict
@@ -28,6 +29,7 @@ OWN_DISTRIBUTION = "vl_plugins"
 OWN_LOSSES = MappingProxyType(
     {
         "goal": "vl_plugins.losses.goal:GOALLoss",
+        "smooth_chamfer": "vl_plugins.losses.smooth_chamfer:SmoothChamferLoss",
         "triplet_hn": "vl_plugins.losses.triplet_hn:TripletHNLoss",
         "triplet_sh": "vl_plugins.losses.triplet_sh:TripletSHLoss",
         "unified": "vl_plugins.losses.unified:UnifiedLoss",
@@ -63,13 +65,23 @@ def list_losses() -> tuple[str, ...]:
     return tuple(sorted(_providers()))
 
 
-def loss_options(name: str) -> Mapping[str, Any]:
+def loss_options(name: str, /, **given: Any) -> Mapping[str, Any]:
     """Return the options of a loss with their defaults, :data:`vl_plugins.options.REQUIRED` for those without one.
+
+    Args:
+        name: one of :func:`list_losses`.
+        given: options that decide which others there are, such as ``base`` of ``smooth_chamfer``. Others have no
+            effect.
+
+    Raises:
+        UserError: an unknown name, or a loss of another package that cannot be used.
 
     >>> loss_options("vlc")["scale"]
     50.0
+    >>> "scale" in loss_options("smooth_chamfer"), "scale" in loss_options("smooth_chamfer", base="vlc")
+    (False, True)
     """
-    return MappingProxyType(constructor_options(load_loss(name)))
+    return MappingProxyType(constructor_options(load_loss(name), given))
 
 
 def load_loss(name: str) -> Callable:

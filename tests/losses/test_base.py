@@ -9,11 +9,12 @@ from pytorch_metric_learning import distances, reducers, regularizers
 from tests.pml.loops import LOSSES as NAMES
 from tests.pml.loops import call_with as matrix_call
 from tests.pml.loops import check_call, make_loss
-from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
+from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.losses.base import PairLoss
 
 LOSSES = {
     "goal": GOALLoss,
+    "smooth_chamfer": SmoothChamferLoss,
     "triplet_hn": TripletHNLoss,
     "triplet_sh": TripletSHLoss,
     "unified": UnifiedLoss,

@@ -3,17 +3,22 @@
 from vl_plugins.functional.goal import goal_loss, goal_triplet_loss
 from vl_plugins.functional.margins import soft_margin
 from vl_plugins.functional.polynomial import Polynomial
+from vl_plugins.functional.regularizers import circular_variance, diversity_loss, mmd_loss, uniformity_loss
 from vl_plugins.functional.triplet import triplet_hn_loss, triplet_margin, triplet_sh_loss
 from vl_plugins.functional.unified import unified_loss, vlc_loss
 
 __all__ = [
     "Polynomial",
+    "circular_variance",
+    "diversity_loss",
     "goal_loss",
     "goal_triplet_loss",
+    "mmd_loss",
     "soft_margin",
     "triplet_hn_loss",
     "triplet_margin",
     "triplet_sh_loss",
     "unified_loss",
+    "uniformity_loss",
     "vlc_loss",
 ]

@@ -1,5 +1,7 @@
 """Losses of positive pairs and of triplets as pytorch-metric-learning losses."""
 
+import inspect
+
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -28,6 +30,8 @@ class PairLoss(BaseMetricLossFunction):
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
       the labels' pairs, in the direction that it mined: its anchors are the queries.
 
+    An ``embedding_regularizer`` is of ``embeddings`` alone, and of ``ref_emb`` too where its ``forward`` takes that.
+
     The reducer receives one value per positive pair, ``reduction_type="pos_pair"``. Everything is computed in float32
     at least, also under autocast; gradients have the type of the embeddings. A batch without pairs gives 0, connected
     to all embeddings. NaN or infinity in any embedding gives NaN, whatever the reducer.
@@ -44,6 +48,7 @@ class PairLoss(BaseMetricLossFunction):
     def __init__(self, symmetric: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.symmetric = symmetric
+        self._ref_emb: Tensor | None = None  # during a call
 
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
@@ -83,8 +88,12 @@ class PairLoss(BaseMetricLossFunction):
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         check_reducer(self.reducer, embeddings, labels, ref_emb)
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        self._ref_emb = ref_emb
+        try:
+            with torch.autocast(embeddings.device.type, enabled=False):
+                loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        finally:
+            self._ref_emb = None
         if isinstance(loss, Tensor):  # DoNothingReducer returns a dict
             # Only here, because a reducer may drop what it was given: no NaN is above AvgNonZeroReducer's threshold.
             loss = loss + sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
@@ -108,6 +117,13 @@ class PairLoss(BaseMetricLossFunction):
         symmetric = self.symmetric and indices_tuple is None and not one_set
         losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric)
         return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
+
+    def embedding_regularization_loss(self, embeddings: Tensor) -> dict:
+        """Return the weighted term of the regularizer as PML does, which would leave the references out."""
+        if "ref_emb" not in inspect.signature(self.embedding_regularizer.forward).parameters:
+            return super().embedding_regularization_loss(embeddings)
+        loss = self.embedding_regularizer(embeddings, ref_emb=self._ref_emb) * self.embedding_reg_weight
+        return {"losses": loss, "indices": None, "reduction_type": "already_reduced"}
 
     def similarities(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         """Return (A, C) similarities, larger is closer, by the loss's distance."""

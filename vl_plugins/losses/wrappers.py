@@ -8,16 +8,18 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple, PairLoss
+from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss
 
 __all__ = ["CrossBatchMemory", "DistributedLossWrapper", "SelfSupervisedLoss"]
 
 
 class _TakesPairLosses:
-    """Adds every loss that is derived from :class:`~vl_plugins.losses.base.PairLoss` to a wrapper's list of names."""
+    """Adds the losses of this package, and those derived from its ``PairLoss``, to a wrapper's list of names."""
 
     @classmethod
     def supported_losses(cls) -> list[str]:
-        return [*super().supported_losses(), *sorted({loss.__name__ for loss in _subclasses(PairLoss)})]
+        ours = {SmoothChamferLoss, *_subclasses(SmoothChamferLoss), *_subclasses(PairLoss)}
+        return [*super().supported_losses(), *sorted({loss.__name__ for loss in ours})]
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
