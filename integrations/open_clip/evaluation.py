@@ -1,23 +1,18 @@
 """Retrieval metrics of a saved open_clip model on shards, outside of training."""
 
-import pickle
-from pathlib import Path
-
-import open_clip
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from vl_plugins.data.reader import evaluation_pipeline, expand_shards
-from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.models import check_model
+from vl_plugins.integrations.open_clip.checkpoints import load_model
 from vl_plugins.integrations.open_clip.validation import validation_metrics
 
 __all__ = ["evaluate_checkpoint"]
 
 
 def evaluate_checkpoint(
-    model: str,
+    model: str | None,
     checkpoint: str,
     shards: str,
     *,
@@ -31,7 +26,7 @@ def evaluate_checkpoint(
     """Return :func:`vl_plugins.retrieval.retrieval_metrics` of an open_clip model on shards, recalls in percent.
 
     Args:
-        model: an open_clip model name, or one of ``configs/models``.
+        model: an open_clip model name, or one of ``configs/models``; None for a checkpoint of a model with heads.
         checkpoint: a file that open_clip's trainer wrote, a file of weights, or a pretrained tag of the model.
         shards: shards of ``vl-plugins shards``, in brace notation.
         max_captions: only the first so many captions of each image.
@@ -41,23 +36,11 @@ def evaluate_checkpoint(
     Raises:
         UserError: an unknown model or tag, a file that is not there or does not fit the model.
     """
-    check_model(model)
-    if checkpoint not in open_clip.list_pretrained_tags_by_model(model) and not Path(checkpoint).is_file():
-        raise UserError(f"--checkpoint {checkpoint}: no such file, nor a pretrained tag of {model}")
     urls = expand_shards(shards)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        built, _, transform = open_clip.create_model_and_transforms(
-            model, pretrained=checkpoint, precision=precision, device=device
-        )
-    # open_clip asserts that the widths of position embeddings agree.
-    except (AssertionError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"--checkpoint {checkpoint} does not fit model {model}: {str(error).splitlines()[0]}"
-        ) from error
-    tokenizer = open_clip.get_tokenizer(model)
+    loaded, transform, tokenizer = load_model(checkpoint, model, device=device, precision=precision)
     pipeline = evaluation_pipeline(urls, transform, tokenizer, batch_size, max_captions=max_captions)
     batches = DataLoader(pipeline, batch_size=None, num_workers=workers)
     if progress:
         batches = tqdm(batches, desc="encoding", unit="batch")
-    return validation_metrics(built.eval(), batches, device, precision)
+    return validation_metrics(loaded, batches, device, precision)

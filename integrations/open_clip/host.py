@@ -24,8 +24,10 @@ __all__ = ["data_parallel_on_cpu", "parser", "patched", "trainer"]
 
 SUPPORTED_VERSIONS = "open_clip_torch 3.3 and later 3.x"
 
-# The functions that the launcher replaces or calls, with the parameters they have in the supported versions.
+# The functions that the launcher replaces or calls, with the parameters they have in the supported versions; after an
+# ellipsis come others, which are passed on as they are.
 SIGNATURES = {
+    "create_model_and_transforms": ("model_name", ...),
     "parse_args": ("args",),
     "create_loss": ("args",),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
@@ -47,13 +49,19 @@ def trainer() -> ModuleType:
     for name, expected in SIGNATURES.items():
         function = getattr(main, name, None)
         found = tuple(inspect.signature(function).parameters) if callable(function) else None
+        if found is not None and expected[-1] is ...:
+            found = (*found[: len(expected) - 1], ...)
         if found != expected:
-            what = "does not exist" if found is None else f"takes ({', '.join(found)})"
+            what = "does not exist" if found is None else f"takes {_written(found)}"
             raise UserError(
                 f"open_clip_torch {installed} is not supported: open_clip_train.main.{name} {what}, "
-                f"expected ({', '.join(expected)}); install {SUPPORTED_VERSIONS}"
+                f"expected {_written(expected)}; install {SUPPORTED_VERSIONS}"
             )
     return main
+
+
+def _written(parameters: tuple) -> str:
+    return f"({', '.join('...' if parameter is ... else parameter for parameter in parameters)})"
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Runs ``open_clip_train.main.main`` with the loss, the reader and the validation that the flags ask for."""
 
+import copy
 import functools
 import logging
 import os
@@ -13,8 +14,20 @@ from typing import Any
 from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
+from vl_plugins.options import format_options
 
 __all__ = ["main"]
+
+# Options that mean nothing to open_clip's own loss.
+OF_LOSS = (
+    "loss_kwargs",
+    "miner",
+    "miner_kwargs",
+    "reducer",
+    "reducer_kwargs",
+    "distance",
+    "distance_kwargs",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +54,13 @@ def _processes_have_joined() -> bool:
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:
     from vl_plugins.integrations.open_clip import data, validation
 
-    check(options, host_options)
+    loss = check(options, host_options)
     reader = data.choose_reader(options, host_options)
+    if options.head == "set" and host_options.val_data and not reader.validation:
+        raise UserError(
+            f"--val-data {host_options.val_data}: open_clip's validation compares single vectors; "
+            "with --head set give shards of `vl-plugins shards`"
+        )
     recorded = {**asdict(options), "captions_per_image": reader.captions_per_image}
     trainer = host.trainer()
     replacements = {
@@ -50,15 +68,22 @@ def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[st
         "get_data": functools.partial(data.get_data, reader=reader, host_get_data=trainer.get_data),
         "evaluate": functools.partial(validation.evaluate, host_evaluate=trainer.evaluate),
     }
-    if options.loss is not None:
-        replacements["create_loss"] = functools.partial(_create_loss, options=options)
+    if loss is not None:
+        replacements["create_loss"] = functools.partial(_create_loss, options=options, loss=loss)
+    if options.head is not None:
+        replacements["create_model_and_transforms"] = functools.partial(
+            _create_model, options=options, loss=loss, host_create=trainer.create_model_and_transforms
+        )
     with host.patched(replacements), host.data_parallel_on_cpu():
         status = trainer.main(list(host_argv))
     return 2 if status else 0
 
 
-def check(options: PluginOptions, host_options: Namespace) -> None:
+def check(options: PluginOptions, host_options: Namespace):
     """Find what is wrong with a command line before anything is written or a model is built.
+
+    Returns:
+        The loss that the flags ask for, of pytorch-metric-learning; None without ``--loss``.
 
     Raises:
         UserError: one line that says what is wrong and what would be right.
@@ -71,7 +96,7 @@ def check(options: PluginOptions, host_options: Namespace) -> None:
     model = host_options.model
     check_model(model)
     if options.loss is None:
-        for name in ("loss_kwargs", "miner", "miner_kwargs", "reducer", "reducer_kwargs"):
+        for name in OF_LOSS:
             if getattr(options, name):
                 raise UserError(f"--{name.replace('_', '-')} needs --loss")
         if options.captions_per_image not in (None, "random", "first", 1):
@@ -89,7 +114,11 @@ def check(options: PluginOptions, host_options: Namespace) -> None:
             raise UserError(
                 f"--loss {options.loss} has no captioning term, which model {model} needs; train it without --loss"
             )
-        _check_loss(options)
+    for kind in ("miner", "reducer", "distance", "head"):
+        if getattr(options, f"{kind}_kwargs") and getattr(options, kind) is None:
+            raise UserError(f"--{kind}-kwargs needs --{kind}")
+    if options.head is not None:
+        _check_head(options, host_options)
     if host_options.name is not None and host_options.resume != "latest":
         log = Path(host_options.logs, host_options.name, "out.log")
         if log.exists():
@@ -97,13 +126,32 @@ def check(options: PluginOptions, host_options: Namespace) -> None:
                 f"--name {host_options.name}: {log.parent} holds an earlier run; "
                 "give another name, or --resume latest to go on"
             )
+    return None if options.loss is None else _checked_loss(options)
 
 
-def _check_loss(options: PluginOptions) -> None:
-    from vl_plugins.integrations.open_clip.loss import build_loss
+def _check_head(options: PluginOptions, host_options: Namespace) -> None:
+    from vl_plugins.integrations.open_clip.heads import head_settings
+
+    head_settings(options.head, options.head_kwargs)
+    if options.head == "set" and options.loss is None:
+        raise UserError("--head set needs a loss: give --loss smooth_chamfer, or another of `vl-plugins losses`")
+    refused = ["distill_model", "torchscript", "trace", "use_bnb_linear"]
+    if options.head == "set":  # open_clip's zero-shot classifier takes single vectors
+        refused += ["imagenet_val", "imagenet_v2"]
+    for name in refused:
+        if getattr(host_options, name):
+            raise UserError(f"--head {options.head} does not go with --{name.replace('_', '-')}: give one of them")
+    if "coca" in host_options.model.lower():
+        raise UserError(f"--head {options.head} is not for model {host_options.model}, which generates captions too")
+
+
+def _checked_loss(options: PluginOptions):
+    from vl_plugins.integrations.open_clip.loss import build_loss, create_pair_loss
 
     try:
-        build_loss(options)
+        loss = create_pair_loss(options)
+        build_loss(options, loss=copy.deepcopy(loss))  # for its miner
+        return loss
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -115,7 +163,22 @@ def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], host_parse_
     return Namespace(**vars(host_parse_args(argv)), **recorded)
 
 
-def _create_loss(args: Namespace, *, options: PluginOptions):
+def _create_model(model: str, *args, options: PluginOptions, loss, host_create: Callable, **kwargs):
+    """Put the heads on the model; in training mode or not, all else that was made with it is open_clip's."""
+    from vl_plugins.integrations.open_clip.checkpoints import add_heads
+
+    clip, *transforms = host_create(model, *args, **kwargs)
+    similarity = loss.distance if options.head == "set" else None
+    with_heads = add_heads(clip, model, kwargs, options.head, options.head_kwargs, similarity)
+    state = with_heads.get_extra_state()
+    compared = ""
+    if similarity is not None:
+        compared = f"; sets are compared by {state['similarity']}({format_options(state['similarity_kwargs'])})"
+    logging.info(f"Both towers end in the head {options.head}({format_options(state['head_kwargs'])}){compared}")
+    return with_heads, *transforms
+
+
+def _create_loss(args: Namespace, *, options: PluginOptions, loss):
     from vl_plugins.integrations.open_clip.loss import build_loss, describe
 
     if args.local_loss and not args.gather_with_grad and args.world_size > 1:
@@ -123,7 +186,7 @@ def _create_loss(args: Namespace, *, options: PluginOptions):
             "--local-loss without --gather-with-grad: features of other processes get no gradient, so the update "
             "points in another direction than the loss's; add --gather-with-grad."
         )
-    loss = build_loss(
+    two_towers = build_loss(
         options,
         args.local_loss,
         args.gather_with_grad,
@@ -132,6 +195,8 @@ def _create_loss(args: Namespace, *, options: PluginOptions):
         use_horovod=args.horovod,
         accum_freq=args.accum_freq,
         steps_before=args.steps_before,
+        log_every_n_steps=args.log_every_n_steps if args.rank == 0 else 0,
+        loss=loss,
     )
     logging.info(f"Training with the loss of vl_plugins: {describe(options)}")
-    return loss
+    return two_towers

@@ -1,19 +1,23 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
+import logging
+
 import torch
 from open_clip.loss import gather_features
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 
 from vl_plugins.components import create_component
+from vl_plugins.distances.base import SetDistance
 from vl_plugins.errors import UserError
+from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
 
-__all__ = ["TwoTowerLoss", "build_loss", "describe"]
+__all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 
 LEARNED = "learned"
 
@@ -30,12 +34,17 @@ class TwoTowerLoss(nn.Module):
     ``gather_with_grad`` scale the gradients exactly as they do for ClipLoss. With ``local_loss`` a loss sees the
     positive pairs of its own process only; sig_ms and lin_ms of ``goal`` compare a pair with those.
 
+    A loss with regularization, as ``smooth_chamfer``, has it computed once for both directions, on all features, and
+    logged apart.
+
     Args:
         name: the loss's name; the term is logged as ``<name>_loss``.
-        loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
+        loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``; or, where it has a method
+            ``regularization``, its ``base`` is.
         miner: gives the ``indices_tuple`` of one direction, or None.
         learned_scale: use the model's logit scale as the loss's ``scale``.
         local_loss, gather_with_grad, rank, world_size, use_horovod: as in ``open_clip.ClipLoss``.
+        log_every: log the circular variance of embedding sets at each so many calls; 0 for never.
     """
 
     def __init__(
@@ -49,10 +58,12 @@ class TwoTowerLoss(nn.Module):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
+        log_every: int = 0,
     ):
         super().__init__()
         self.name = name
         self.loss = loss
+        self.pair_loss = loss.base if hasattr(loss, "regularization") else loss
         self.miner = miner
         self.learned_scale = learned_scale
         self.local_loss = local_loss and world_size > 1
@@ -60,11 +71,13 @@ class TwoTowerLoss(nn.Module):
         self.rank = rank
         self.world_size = world_size
         self.use_horovod = use_horovod
-        adds_directions = hasattr(loss, "symmetric")
-        self.text_to_image = getattr(loss, "symmetric", True)
+        self.log_every = log_every
+        self.calls = 0
+        adds_directions = hasattr(self.pair_loss, "symmetric")
+        self.text_to_image = getattr(self.pair_loss, "symmetric", True)
         self.one_call = adds_directions and miner is None and not self.local_loss
         if adds_directions and not self.one_call:
-            loss.symmetric = False
+            self.pair_loss.symmetric = False
 
     def forward(
         self,
@@ -73,61 +86,94 @@ class TwoTowerLoss(nn.Module):
         logit_scale: torch.Tensor,
         logit_bias: torch.Tensor | None = None,
         output_dict: bool = False,
+        image_slots: torch.Tensor | None = None,
+        text_slots: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Return the loss, as ``{"<name>_loss": loss}`` where ``output_dict`` is set.
+        """Return the loss, where ``output_dict`` is set as ``{"<name>_loss": loss}`` with the regularization's terms.
 
         Args:
-            image_features: (B, D).
-            text_features: (k * B, D), the k captions of an image side by side.
+            image_features: (B, D), or sets (B, K, D).
+            text_features: (k * B, D) or (k * B, K, D), the k captions of an image side by side.
             logit_scale: 0-D or (1,), already exponentiated.
             logit_bias: 0-D or (1,), or None. No loss of ours uses it.
+            image_slots: (B, K, D), from which the sets were made; for the regularization.
+            text_slots: (k * B, K, D).
         """
         # Half-precision similarities times a scale of 50 would be off by 0.2 in the exponent.
         with torch.autocast(image_features.device.type, enabled=False):
-            loss = self._loss(*full_precision(image_features, text_features), logit_scale)
+            terms = self._terms(*full_precision(image_features, text_features), logit_scale, image_slots, text_slots)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
-                loss = loss + 0 * unused.sum()
-        return {f"{self.name}_loss": loss} if output_dict else loss
+                terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
+        if image_features.ndim == 3:
+            self._log_variance(image_features, text_features)
+        return terms if output_dict else sum(terms.values())
 
-    def _loss(self, images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor) -> torch.Tensor:
-        all_images, all_texts = images, texts
-        if self.world_size > 1:
-            all_images, all_texts = gather_features(
-                images,
-                texts,
-                local_loss=self.local_loss,
-                gather_with_grad=self.gather_with_grad,
-                rank=self.rank,
-                world_size=self.world_size,
-                use_horovod=self.use_horovod,
-            )
-            if not self.local_loss:
-                images, texts = all_images, all_texts
+    def _terms(
+        self,
+        images: torch.Tensor,
+        texts: torch.Tensor,
+        logit_scale: torch.Tensor,
+        image_slots: torch.Tensor | None,
+        text_slots: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        all_images, all_texts = self._gather(images, texts, self.local_loss)
+        if not self.local_loss:
+            images, texts = all_images, all_texts
         image_labels, text_labels = _labels(
             images, texts, first_image=self.rank * len(images) if self.local_loss else 0
         )
         all_image_labels, all_text_labels = _labels(all_images, all_texts)
 
         if self.learned_scale:
-            self.loss.scale = logit_scale
+            self.pair_loss.scale = logit_scale
         try:
             if self.one_call:
-                return self.loss(images, image_labels, ref_emb=texts, ref_labels=text_labels)
-            loss = self._one_direction(images, image_labels, all_texts, all_text_labels)
-            if self.text_to_image:
-                loss = loss + self._one_direction(texts, text_labels, all_images, all_image_labels)
-            return loss
+                loss = self.pair_loss(images, image_labels, ref_emb=texts, ref_labels=text_labels)
+            else:
+                loss = self._one_direction(images, image_labels, all_texts, all_text_labels)
+                if self.text_to_image:
+                    loss = loss + self._one_direction(texts, text_labels, all_images, all_image_labels)
         finally:
             if self.learned_scale:
-                self.loss.scale = None  # hold no graph between steps
+                self.pair_loss.scale = None  # hold no graph between steps
+        terms = {f"{self.name}_loss": loss}
+        if self.pair_loss is not self.loss:
+            if self.local_loss:
+                all_images, all_texts = self._gather(images, texts, local_loss=False)
+            if image_slots is not None:
+                image_slots, text_slots = self._gather(image_slots, text_slots, local_loss=False)
+            terms |= self.loss.regularization(all_images, all_texts, image_slots, text_slots)
+        return terms
+
+    def _gather(
+        self, of_images: torch.Tensor, of_texts: torch.Tensor, local_loss: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.world_size == 1:
+            return of_images, of_texts
+        return gather_features(
+            of_images,
+            of_texts,
+            local_loss=local_loss,
+            gather_with_grad=self.gather_with_grad,
+            rank=self.rank,
+            world_size=self.world_size,
+            use_horovod=self.use_horovod,
+        )
 
     def _one_direction(self, queries, query_labels, candidates, candidate_labels) -> torch.Tensor:
         pairs = None
         if self.miner is not None:
             pairs = self.miner(queries, query_labels, candidates, candidate_labels)
-        return self.loss(queries, query_labels, pairs, candidates, candidate_labels)
+        return self.pair_loss(queries, query_labels, pairs, candidates, candidate_labels)
+
+    @torch.no_grad()
+    def _log_variance(self, images: torch.Tensor, texts: torch.Tensor) -> None:
+        if self.log_every and self.calls % self.log_every == 0:
+            of_images, of_texts = (circular_variance(sets).mean().item() for sets in (images, texts))
+            logging.info(f"Circular variance of the sets: images {of_images:.4g}, texts {of_texts:.4g}")
+        self.calls += 1
 
 
 def _labels(images: torch.Tensor, texts: torch.Tensor, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +188,44 @@ def _labels(images: torch.Tensor, texts: torch.Tensor, first_image: int = 0) -> 
     return labels, labels.repeat_interleave(captions_per_image)
 
 
+def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
+    """Return the pytorch-metric-learning loss that the launcher's flags ask for.
+
+    Sets are compared by smooth-Chamfer similarity unless the flags name another.
+
+    Raises:
+        UserError: an unknown name or option, or a loss that has parameters of its own.
+        ValueError: a hyper-parameter out of its range.
+    """
+    kwargs = dict(options.loss_kwargs)
+    if _learned_scale(options):
+        del kwargs["scale"]
+        if "scale" not in loss_options(options.loss, **kwargs):
+            raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
+    for kind in ("reducer", "distance"):
+        name = getattr(options, kind)
+        if name is not None:
+            if kind in kwargs:
+                raise UserError(f"--{kind} and {kind}= in --loss-kwargs both name a {kind}: give one of them")
+            kwargs[kind] = create_component(kind, name, **getattr(options, f"{kind}_kwargs"))
+    makes_sets = options.head == "set"
+    loss = create_loss(options.loss, **kwargs)
+    if makes_sets and "distance" not in kwargs and not isinstance(loss.distance, SetDistance):
+        loss = create_loss(options.loss, **kwargs, distance="smooth_chamfer")
+    if makes_sets and not isinstance(loss.distance, SetDistance):
+        raise UserError(
+            f"--head set: {type(loss.distance).__name__} does not compare sets; "
+            "give --distance smooth_chamfer, chamfer, mil or match_probability"
+        )
+    # With a set head those of the distance belong to the model.
+    learned_with_the_model = set(loss.distance.parameters()) if makes_sets else set()
+    if set(loss.parameters()) - learned_with_the_model:
+        raise UserError(
+            f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
+        )
+    return loss
+
+
 def build_loss(
     options: PluginOptions,
     local_loss: bool = False,
@@ -151,39 +235,46 @@ def build_loss(
     use_horovod: bool = False,
     accum_freq: int = 1,
     steps_before: int = 0,
+    log_every_n_steps: int = 0,
+    loss: BaseMetricLossFunction | None = None,
 ) -> TwoTowerLoss:
     """Build the loss that the launcher's flags ask for.
 
     ``accum_freq`` is open_clip's number of batches in a training step. ``steps_before`` is the number of steps that the
-    model has been trained for: a resumed run goes on with the loss's warm-up where it was.
+    model has been trained for: a resumed run goes on with the loss's warm-up where it was. ``loss`` is that of
+    :func:`create_pair_loss`, where it was created before.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
         ValueError: a hyper-parameter out of its range.
     """
-    kwargs = dict(options.loss_kwargs)
-    learned_scale = kwargs.get("scale") == LEARNED
-    if learned_scale:
-        if "scale" not in loss_options(options.loss):
-            raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
-        del kwargs["scale"]
-    if options.reducer is not None:
-        if "reducer" in kwargs:
-            raise UserError("--reducer and reducer= in --loss-kwargs both name a reducer: give one of them")
-        kwargs["reducer"] = create_component("reducer", options.reducer, **options.reducer_kwargs)
-    loss = create_loss(options.loss, **kwargs)
-    if next(loss.parameters(), None) is not None:
-        raise UserError(
-            f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
-        )
-    miner = create_component("miner", options.miner, **options.miner_kwargs) if options.miner is not None else None
+    if loss is None:
+        loss = create_pair_loss(options)
+    miner = None
+    if options.miner is not None:
+        of_sets = {"distance": loss.distance} if options.head == "set" else {}
+        miner = create_component("miner", options.miner, **{**of_sets, **options.miner_kwargs})
     two_towers = TwoTowerLoss(
-        options.loss, loss, miner, learned_scale, local_loss, gather_with_grad, rank, world_size, use_horovod
+        options.loss,
+        loss,
+        miner,
+        _learned_scale(options),
+        local_loss,
+        gather_with_grad,
+        rank,
+        world_size,
+        use_horovod,
+        log_every=log_every_n_steps * accum_freq,
     )
-    if isinstance(loss, HardestNegativeLoss):
-        loss.calls_per_step = accum_freq * (1 if two_towers.one_call or not two_towers.text_to_image else 2)
-        loss.training_calls = steps_before * loss.calls_per_step
+    pair_loss = two_towers.pair_loss
+    if isinstance(pair_loss, HardestNegativeLoss):
+        pair_loss.calls_per_step = accum_freq * (1 if two_towers.one_call or not two_towers.text_to_image else 2)
+        pair_loss.training_calls = steps_before * pair_loss.calls_per_step
     return two_towers
+
+
+def _learned_scale(options: PluginOptions) -> bool:
+    return options.loss_kwargs.get("scale") == LEARNED
 
 
 def describe(options: PluginOptions) -> str:
@@ -191,12 +282,12 @@ def describe(options: PluginOptions) -> str:
     of_every_loss = constructor_options(BaseMetricLossFunction)
     defaults = {
         name: value
-        for name, value in loss_options(options.loss).items()
+        for name, value in loss_options(options.loss, **options.loss_kwargs).items()
         if name not in of_every_loss and value is not REQUIRED
     }
     parts = [f"{options.loss}({format_options({**defaults, **options.loss_kwargs})})"]
-    if options.miner is not None:
-        parts.append(f"{options.miner}({format_options(options.miner_kwargs)})")
-    if options.reducer is not None:
-        parts.append(f"{options.reducer}({format_options(options.reducer_kwargs)})")
+    for kind in ("miner", "reducer", "distance"):
+        name = getattr(options, kind)
+        if name is not None:
+            parts.append(f"{name}({format_options(getattr(options, f'{kind}_kwargs'))})")
     return ", ".join(parts)

@@ -36,6 +36,10 @@ class PluginOptions:
     miner_kwargs: dict[str, Any] = field(default_factory=dict)
     reducer: str | None = None
     reducer_kwargs: dict[str, Any] = field(default_factory=dict)
+    distance: str | None = None
+    distance_kwargs: dict[str, Any] = field(default_factory=dict)
+    head: str | None = None
+    head_kwargs: dict[str, Any] = field(default_factory=dict)
     captions_per_image: str | int | None = None
     allow_duplicate_captions: bool = False
     on_read_error: str = "skip"
@@ -92,6 +96,22 @@ def _plugin_parser() -> _Parser:
         "--reducer", metavar="CLASS", help="a pytorch-metric-learning reducer, such as AvgNonZeroReducer"
     )
     group.add_argument("--reducer-kwargs", **kwargs, help="options of the reducer, such as low=0.05")
+    group.add_argument(
+        "--distance",
+        metavar="NAME",
+        help="by what the loss compares embeddings: a distance of pytorch-metric-learning, or for sets smooth_chamfer "
+        "(the default with --head set), chamfer, mil or match_probability",
+    )
+    group.add_argument("--distance-kwargs", **kwargs, help="options of the distance, such as alpha=16")
+    group.add_argument(
+        "--head",
+        choices=("set", "linear"),
+        help="what both towers end in: set predicts a set of embeddings from patches or tokens by slot attention, "
+        "linear is an embedding layer (default: nothing, as in open_clip)",
+    )
+    group.add_argument(
+        "--head-kwargs", **kwargs, help="options of the head: num_slots=4 num_iters=4 of set, dim=768 of linear"
+    )
     group.add_argument(
         "--captions-per-image",
         metavar="{random,first,all,N}",

@@ -1,5 +1,6 @@
 """Validation during training: image-text retrieval over all captions, in place of open_clip's one-caption metric."""
 
+import copy
 import json
 import logging
 from argparse import Namespace
@@ -13,6 +14,7 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 from open_clip_train.train import unwrap_model
 
+from vl_plugins.functional import circular_variance
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.retrieval import format_metrics_table, retrieval_metrics, retrieval_ranks
 
@@ -33,7 +35,7 @@ def encode(
 
     Returns:
         On the CPU and in the order of the shards: L2-normalised image embeddings (I, D), caption embeddings (C, D) and
-        the index of each caption's image (C,).
+        the index of each caption's image (C,). Embedding sets are (I, K, D) and (C, K, D).
     """
     device = torch.device(device)
     autocast = get_autocast(precision, device_type=device.type)
@@ -52,15 +54,26 @@ def encode(
 
 
 def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
-    """Return :func:`vl_plugins.retrieval.retrieval_metrics` of a model, recalls in percent."""
+    """Return :func:`vl_plugins.retrieval.retrieval_metrics` of a model, recalls in percent.
+
+    Embedding sets are compared by the model's own similarity; for them there are besides, each a mean in [0, 1], the
+    circular variances ``image_circular_variance`` and ``caption_circular_variance`` (Kim et al. 2023, Table 3).
+    """
     image_embeddings, caption_embeddings, image_of_caption = encode(model, batches, device, precision)
+    similarity = getattr(model, "similarity", None)
+    if similarity is not None:
+        similarity = copy.deepcopy(similarity).cpu().compute_mat
     # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
-    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption)
-    return {
+    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption, similarity=similarity)
+    metrics = {
         **retrieval_metrics(ranks),
         "num_samples": len(image_embeddings),
         "num_captions": len(caption_embeddings),
     }
+    if similarity is not None:
+        metrics["image_circular_variance"] = circular_variance(image_embeddings).mean().item()
+        metrics["caption_circular_variance"] = circular_variance(caption_embeddings).mean().item()
+    return metrics
 
 
 def evaluate(
@@ -91,6 +104,11 @@ def evaluate(
     logging.info(f"Eval Epoch: {epoch} {in_percent['num_samples']} images, {in_percent['num_captions']} captions")
     for line in format_metrics_table({f"epoch {epoch}": in_percent}).splitlines():
         logging.info(line)
+    if "image_circular_variance" in in_percent:
+        logging.info(
+            f"Circular variance of the sets: images {in_percent['image_circular_variance']:.4g}, "
+            f"captions {in_percent['caption_circular_variance']:.4g}"
+        )
     retrieval = {name: value / 100 if "_R@" in name else value for name, value in in_percent.items()}
     _report({**retrieval, "epoch": epoch}, data, epoch, args, tb_writer)
     return {**metrics, **retrieval}

@@ -3,13 +3,15 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 __all__ = ["register", "run"]
 
 DESCRIPTION = """\
 Encode every image and every caption of the shards once and print Recall@1, 5 and 10 in
 percent, median ranks and RSUM. Image to text counts a hit when any caption of the image is
-found; ties count against the model."""
+found; ties count against the model. Embedding sets are compared by the similarity that the
+model was trained with."""
 
 EPILOG = """\
 example:
@@ -27,7 +29,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="name of an open_clip model, or vl-tiny")
+    parser.add_argument(
+        "--model", help="name of an open_clip model, or vl-tiny; a checkpoint of a model with --head says it itself"
+    )
     parser.add_argument(
         "--checkpoint", required=True, help="checkpoint file of a training run, or a pretrained tag of open_clip"
     )
@@ -68,5 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(metrics, indent=2))
     else:
         print(f"{metrics['num_samples']} images, {metrics['num_captions']} captions")
-        print(format_metrics_table({arguments.model: metrics}))
+        print(format_metrics_table({arguments.model or Path(arguments.checkpoint).stem: metrics}))
+        if "image_circular_variance" in metrics:
+            print(
+                f"circular variance of the sets: images {metrics['image_circular_variance']:.4g}, "
+                f"captions {metrics['caption_circular_variance']:.4g}"
+            )
     return 0

@@ -79,7 +79,7 @@ def test_evaluate_command(shards, checkpoint, capsys):
     ("change", "message"),
     [
         ({"model": "vl-tinny"}, "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
-        ({"checkpoint": "no-such.pt"}, "--checkpoint no-such.pt: no such file, nor a pretrained tag of vl-tiny"),
+        ({"checkpoint": "no-such.pt"}, "checkpoint no-such.pt: no such file, nor a pretrained tag of vl-tiny"),
         ({"shards": "no-such-{0..1}.tar"}, "2 of 2 shards do not exist: no-such-0.tar"),
         ({"model": "ViT-S-32-alt"}, "does not fit model ViT-S-32-alt"),
         ({"max_captions": 0}, "max_captions must be at least 1"),

@@ -349,6 +349,29 @@ WRONG = {
     ),
     "batch": (["--loss", "unified", "--batch-size", "65"], "the batch size can be at most 64"),
     "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
+    "distance-without-loss": (["--distance", "mil"], "--distance needs --loss"),
+    "distance": (["--loss", "unified", "--distance", "smooth_chamfre"], "(did you mean 'smooth_chamfer'?)"),
+    "kwargs-alone": (["--loss", "unified", "--distance-kwargs", "alpha=4"], "--distance-kwargs needs --distance"),
+    "no-sets": (["--loss", "unified", "--head", "set", "--distance", "LpDistance"], "LpDistance does not compare sets"),
+    "head": (["--head", "sets"], "argument --head: invalid choice: 'sets'"),
+    "head-without-loss": (["--head", "set"], "--head set needs a loss: give --loss smooth_chamfer"),
+    "head-option": (["--head", "linear", "--head-kwargs", "dims=3"], "(did you mean 'dim'?)"),
+    "head-value": (["--head", "linear", "--head-kwargs", "dim=0"], "--head linear: dim must be an integer >= 1, got 0"),
+    "head-kwargs-alone": (["--head-kwargs", "dim=3"], "--head-kwargs needs --head"),
+    "head-torchscript": (["--head", "linear", "--torchscript"], "--head linear does not go with --torchscript"),
+    "head-distillation": (
+        ["--head", "linear", "--distill-model", "RN50"],
+        "--head linear does not go with --distill-model",
+    ),
+    "head-imagenet": (
+        ["--loss", "smooth_chamfer", "--head", "set", "--imagenet-val", "imagenet"],
+        "--head set does not go with --imagenet-val",
+    ),
+    "head-validation": (
+        ["--loss", "smooth_chamfer", "--head", "set", "--val-data", "captions.csv"],
+        "--val-data captions.csv: open_clip's validation compares single vectors",
+    ),
+    "head-coca": (["--head", "linear", "--model", "coca_ViT-B-32"], "--head linear is not for model coca_ViT-B-32"),
 }
 
 

@@ -1,5 +1,6 @@
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from pytorch_metric_learning import miners
 from torch.nn.parallel import DistributedDataParallel
 
 from vl_plugins import create_loss
+from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.distances.base import SetDistance
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, describe
+from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.options import PluginOptions
 
 B, D = 6, 16
@@ -51,9 +54,26 @@ def batch(images=B, captions=1, seed=0):
     return torch.randn(images, D, **draw), torch.randn(images * captions, D, **draw)
 
 
-def train_step(loss, images, texts):
+class SetTowers(Towers):
+    """Likewise with sets of 4, slots, and a similarity whose parameters are trained with the towers."""
+
+    def __init__(self, similarity):
+        super().__init__()
+        self.similarity = similarity.double()
+
+    def forward(self, images, texts):
+        slots = {"image": (images @ self.image).view(-1, 4, D // 4), "text": (texts @ self.text).view(-1, 4, D // 4)}
+        output = {f"{tower}_slots": tensor for tower, tensor in slots.items()}
+        output |= {
+            f"{tower}_features": F.normalize(tensor + tensor.mean(1, True), dim=-1) for tower, tensor in slots.items()
+        }
+        unused = sum(0 * parameter.sum() for parameter in self.similarity.parameters())
+        return {**output, "logit_scale": self.logit_scale + unused}
+
+
+def train_step(loss, images, texts, towers=None):
     """Return value and gradients of one of open_clip's training steps."""
-    towers = Towers()
+    towers = towers or Towers()
     losses = loss(**towers(images, texts), output_dict=True)
     total = sum(losses.values())
     total.backward()
@@ -205,6 +225,16 @@ def test_captions_that_do_not_divide():
             PluginOptions(loss="unified", loss_kwargs={"reducer": "MeanReducer"}, reducer="SumReducer"),
             "both name a reducer",
         ),
+        (PluginOptions(loss="unified", loss_kwargs={"distance": "mil"}, distance="mil"), "both name a distance"),
+        (
+            PluginOptions(loss="unified", distance="LpDistance", head="set"),
+            "LpDistance does not compare sets",
+        ),
+        (PluginOptions(loss="unified", distance="match_probability"), "trainable parameters of its own"),
+        (
+            PluginOptions(loss="smooth_chamfer", loss_kwargs={"base": "unified", "scal": 3}, head="set"),
+            "unknown option 'scal' of loss 'smooth_chamfer' (did you mean 'scale'?)",
+        ),
     ],
 )
 def test_wrong_options(options, message):
@@ -256,11 +286,113 @@ def test_describe():
     assert text.endswith("BatchHardMiner(), ThresholdReducer(low=0.1)")
 
 
+SETS = {
+    "sets": PluginOptions(loss="smooth_chamfer", loss_kwargs={"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set"),
+    "learned similarity": PluginOptions(
+        loss="smooth_chamfer",
+        loss_kwargs={"base": "unified", "mmd_weight": 0.3, "diversity_weight": 0.2},
+        distance="match_probability",
+        head="set",
+    ),
+    "learned scale of sets": PluginOptions(
+        loss="smooth_chamfer", loss_kwargs={"base": "unified", "scale": "learned"}, head="set"
+    ),
+    "mined sets": PluginOptions(loss="unified", miner="BatchHardMiner", head="set"),
+}
+
+
+def test_sets_are_compared_by_smooth_chamfer_unless_another_similarity_is_named():
+    assert type(create_pair_loss(SETS["sets"]).distance) is SmoothChamferSimilarity
+    assert create_pair_loss(SETS["mined sets"]).distance.alpha == 16
+    assert type(create_pair_loss(SETS["learned similarity"]).base.distance) is MatchProbability
+    other = PluginOptions(loss="vlc", distance="smooth_chamfer", distance_kwargs={"alpha": 9}, head="set")
+    assert create_pair_loss(other).distance.alpha == 9
+    of_loss = PluginOptions(loss="vlc", loss_kwargs={"distance": "mil"}, head="set")
+    assert type(create_pair_loss(of_loss).distance) is MILSimilarity
+    mined = build_loss(SETS["mined sets"])
+    assert mined.miner.distance is mined.loss.distance
+    own = build_loss(
+        PluginOptions(loss="vlc", miner="BatchHardMiner", miner_kwargs={"distance": "chamfer"}, head="set")
+    )
+    assert type(own.miner.distance) is ChamferSimilarity
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+def test_terms_of_a_loss_with_regularization_are_logged_apart(captions):
+    """Against the loss's own sum of them."""
+    images, texts = batch(captions=captions)
+    loss = build_loss(SETS["sets"])
+    output = SetTowers(loss.loss.distance)(images, texts)
+    terms = loss(**output, output_dict=True)
+    assert list(terms) == ["smooth_chamfer_loss", "mmd_loss", "diversity_loss"]
+    assert all(term > 0 for term in terms.values())
+    labels = torch.arange(B)
+    expected = create_loss("smooth_chamfer", **SETS["sets"].loss_kwargs)(
+        output["image_features"],
+        labels,
+        ref_emb=output["text_features"],
+        ref_labels=labels.repeat_interleave(captions),
+        slots=output["image_slots"],
+        ref_slots=output["text_slots"],
+    )
+    torch.testing.assert_close(sum(terms.values()), expected)
+    torch.testing.assert_close(loss(**output), expected)
+    output["image_slots"] = output["image_slots"].flip(2) * 2 + 1
+    changed = loss(**output, output_dict=True)
+    assert changed["diversity_loss"] != terms["diversity_loss"]
+    assert changed["mmd_loss"] == terms["mmd_loss"]
+
+
+def test_a_miner_does_not_regularize_twice():
+    options = replace(SETS["sets"], miner="BatchHardMiner")
+    output = SetTowers(SmoothChamferSimilarity())(*batch())
+    once, mined = (build_loss(which)(**output, output_dict=True) for which in (SETS["sets"], options))
+    for name in ("mmd_loss", "diversity_loss"):
+        assert mined[name] == once[name]
+
+
+def test_gradients_of_sets_accumulate_as_open_clip_accumulates_them():
+    """Features of other batches of the step are cached without a gradient, slots too."""
+    images, texts = batch()
+    loss = build_loss(SETS["sets"])
+    expected = train_step(loss, images, texts, SetTowers(loss.loss.distance))
+    towers = SetTowers(loss.loss.distance)
+    halves = [slice(0, B // 2), slice(B // 2, B)]
+    with torch.no_grad():
+        cached = [towers(images[half], texts[half]) for half in halves]
+    for index, half in enumerate(halves):
+        outputs = list(cached)
+        outputs[index] = towers(images[half], texts[half])
+        scale = outputs[index].pop("logit_scale")
+        inputs = {name: torch.cat([output[name] for output in outputs]) for name in outputs[index]}
+        sum(loss(**inputs, logit_scale=scale, output_dict=True).values()).backward()
+    for name, gradient in towers.gradients().items():
+        if name != "logit_scale":
+            torch.testing.assert_close(gradient, expected[1][name])
+
+
+def test_circular_variance_is_logged_now_and_then(caplog):
+    caplog.set_level("INFO")
+    loss = build_loss(SETS["sets"], accum_freq=2, log_every_n_steps=3)
+    output = SetTowers(loss.loss.distance)(*batch())
+    for _ in range(8):
+        loss(**output)
+    lines = [record.message for record in caplog.records if "ircular" in record.message]
+    assert len(lines) == 2  # the first call and the seventh
+    of_images, of_texts = (1 - output[f"{tower}_features"].mean(1).norm(dim=1).mean() for tower in ("image", "text"))
+    assert lines[0] == f"Circular variance of the sets: images {of_images:.4g}, texts {of_texts:.4g}"
+
+
 GATHERING = [
     pytest.param(local_loss, gather_with_grad, id=f"local_loss={local_loss}-gather_with_grad={gather_with_grad}")
     for local_loss in (False, True)
     for gather_with_grad in (False, True)
 ]
+
+
+def towers_for(loss):
+    distance = getattr(getattr(loss, "loss", None), "distance", None)
+    return SetTowers(distance) if isinstance(distance, SetDistance) else Towers()
 
 
 def distributed_step(rank, world_size, port, loss_options, captions, gathering, results):
@@ -276,7 +408,7 @@ def distributed_step(rank, world_size, port, loss_options, captions, gathering, 
                 kwargs = {"rank": rank, "world_size": world_size}
                 kwargs |= {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
                 loss = ClipLoss(**kwargs) if options is None else build_loss(options, **kwargs)
-                towers = Towers()
+                towers = towers_for(loss)
                 model = DistributedDataParallel(towers)
                 for _ in range(2):  # a parameter without a gradient would make the second step fail
                     towers.zero_grad()
@@ -307,6 +439,7 @@ def distributed_gradients(request):
     losses = {name: plugin(name) for name in OPTIONS}
     losses |= {"mined": plugin("triplet_hn", miner="BatchHardMiner")}
     losses |= {"learned": PluginOptions(loss="unified", loss_kwargs={"scale": "learned"})}
+    losses |= SETS
     if request.param == 1:
         losses |= {"stock": None}
     return losses, run_distributed(losses, request.param), request.param
@@ -319,9 +452,9 @@ def test_two_processes_scale_gradients_as_open_clip_does(distributed_gradients, 
     assert len(gradients) == len(losses) * len(GATHERING)
     for name, options in losses.items():
         loss = ClipLoss() if options is None else build_loss(options)
-        _, expected = train_step(loss, *batch(captions=captions))
+        _, expected = train_step(loss, *batch(captions=captions), towers_for(loss))
         actual = gradients[name, local_loss, gather_with_grad]
-        assert set(actual) == {"image", "text", "logit_scale"}
+        assert actual.keys() == expected.keys() >= {"image", "text", "logit_scale"}
         for parameter in ("image", "text"):
             if local_loss and not gather_with_grad:
                 # Stock's direction is wrong too: negatives of the other process get no gradient.

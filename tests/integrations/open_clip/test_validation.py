@@ -77,6 +77,38 @@ def test_metrics_of_a_known_model(setting, caplog):
     assert "66.7" in caplog.text
 
 
+class SumOfProducts(torch.nn.Module):
+    """A similarity of sets with a parameter, and the device of its embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(-1.0))
+
+    def compute_mat(self, queries, candidates):
+        return self.scale * torch.einsum("akd,cld->ac", queries, candidates)
+
+
+def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
+    """Sets of the known model's vector and of the opposite of another; the scale turns the order around."""
+    model, data, args = setting
+    model.images = torch.stack([-model.images, -model.images.roll(1, dims=1)], dim=1)
+    model.captions = torch.stack([model.captions, model.captions], dim=1)
+    model.similarity = SumOfProducts()
+    with caplog.at_level("INFO"):
+        evaluate(model, data, 2, args, host_evaluate=host_evaluate)
+    (row,) = results(args)
+    # Similarity 2 to the own direction and to the next: caption 0 has that of images 0 and 1, a tie.
+    scores = torch.einsum("akd,cld->ac", -model.images, model.captions)
+    own = torch.tensor([0, 0, 1, 1, 2, 2])
+    others = torch.arange(3)[:, None] != own
+    ranks = 1 + ((scores >= scores[own, torch.arange(6)]) & others).sum(dim=0)
+    assert row["text_to_image_mean_rank"] == pytest.approx(ranks.double().mean().item())
+    assert row["image_circular_variance"] == pytest.approx(1 - 0.5**0.5)
+    assert row["caption_circular_variance"] == pytest.approx(0, abs=1e-6)
+    assert "Circular variance of the sets: images 0.2929, captions " in caplog.text
+    assert model.similarity.scale.grad is None
+
+
 @pytest.mark.parametrize(("epoch", "evaluated"), [(1, False), (2, True), (3, False), (4, True), (5, True)])
 def test_frequency_is_that_of_open_clip(setting, epoch, evaluated):
     model, data, args = setting

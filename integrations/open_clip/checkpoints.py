@@ -1,0 +1,140 @@
+"""Saved models, with or without heads, for use outside of the launcher."""
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from pytorch_metric_learning.distances import BaseDistance
+from torch import nn
+
+from vl_plugins.components import create_component
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
+from vl_plugins.integrations.open_clip.models import check_model
+
+__all__ = ["add_heads", "load_model"]
+
+DESCRIPTION = "_extra_state"
+
+# Options of open_clip's create_model that change what the weights mean; they are not in a checkpoint of open_clip.
+ARCHITECTURE = (
+    "force_quick_gelu",
+    "force_custom_text",
+    "force_image_size",
+    "force_context_length",
+    "init_logit_bias",
+)
+
+
+def add_heads(
+    clip: nn.Module,
+    model: str,
+    created_with: Mapping[str, Any],
+    head: str,
+    head_kwargs: Mapping[str, Any],
+    similarity: BaseDistance | None = None,
+) -> CLIPWithHeads:
+    """Put heads on a model and write into it what :func:`load_model` will need.
+
+    Args:
+        clip: what open_clip's ``create_model_and_transforms`` made.
+        model: the name it was made by.
+        created_with: the options it was made with.
+        head: ``"linear"`` or ``"set"``.
+        head_kwargs: options of the head.
+        similarity: the distance by which sets are compared.
+    """
+    description = {
+        "model": model,
+        "model_kwargs": {
+            name: value for name in ARCHITECTURE if (value := created_with.get(name)) is not None and value is not False
+        },
+        "preprocess": dict(clip.visual.preprocess_cfg),
+    }
+    return CLIPWithHeads(clip, head, head_settings(head, head_kwargs), similarity, description)
+
+
+def load_model(
+    checkpoint: str | Path,
+    model: str | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+) -> tuple[nn.Module, Callable, Callable]:
+    """Load what open_clip's trainer or the launcher saved.
+
+    A checkpoint of a model with heads says itself which model it is, with which head and similarity.
+
+    Args:
+        checkpoint: a file that the trainer wrote, a file of weights, or a pretrained tag of open_clip.
+        model: name of an open_clip model, or one of ``configs/models``; needed only for a model without heads.
+        device: where to put the model.
+        precision: as open_clip's ``--precision``.
+
+    Returns:
+        The model in evaluation mode, the transform of images for evaluation, and the tokenizer.
+
+    Raises:
+        UserError: an unknown model or tag, a file that is not there, cannot be read or does not fit the model.
+    """
+    weights = _read_weights(checkpoint) if Path(checkpoint).is_file() else {}
+    description = weights.get(DESCRIPTION)
+    try:
+        if description is None:
+            return _load_without_heads(checkpoint, model, device, precision)
+        if model not in (None, description["model"]):
+            raise UserError(f"checkpoint {checkpoint} is of model {description['model']}, not {model}")
+        return _load_with_heads(weights, description, device, precision)
+    # open_clip asserts that the widths of position embeddings agree.
+    except (AssertionError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint} does not fit model {model or description['model']}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _load_without_heads(checkpoint, model, device, precision):
+    if model is None and Path(checkpoint).is_file():
+        raise UserError(f"checkpoint {checkpoint} does not say which model it is of: name the model")
+    if model is None:
+        raise UserError(f"checkpoint {checkpoint}: no such file")
+    check_model(model)
+    if checkpoint not in open_clip.list_pretrained_tags_by_model(model) and not Path(checkpoint).is_file():
+        raise UserError(f"checkpoint {checkpoint}: no such file, nor a pretrained tag of {model}")
+    loaded, _, preprocess = open_clip.create_model_and_transforms(
+        model, pretrained=str(checkpoint), precision=precision, device=device
+    )
+    return loaded.eval(), preprocess, open_clip.get_tokenizer(model)
+
+
+def _load_with_heads(weights, description, device, precision):
+    name = description["model"]
+    check_model(name)
+    options = dict(description["model_kwargs"])
+    clip = open_clip.create_model(
+        name, load_weights=False, pretrained_text=False, precision=precision, device=device, output_dict=True, **options
+    )
+    similarity = None
+    if description["similarity"] is not None:
+        similarity = create_component("distance", description["similarity"], **description["similarity_kwargs"])
+    clip.visual.preprocess_cfg = dict(description["preprocess"])
+    loaded = add_heads(clip, name, options, description["head"], description["head_kwargs"], similarity)
+    loaded.load_state_dict(weights)
+    preprocess = image_transform_v2(PreprocessCfg(**description["preprocess"]), is_train=False)
+    tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
+    return loaded.eval(), preprocess, tokenizer
+
+
+def _read_weights(checkpoint: str | Path) -> dict[str, Any]:
+    """Read the tensors' names and places; their contents stay in the file until they are used."""
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    # Files of other formats, such as safetensors, are for open_clip to read; they hold no heads.
+    except (RuntimeError, pickle.UnpicklingError, ValueError):
+        return {}
+    saved = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
+    prefix = "module." if all(name.startswith("module.") for name in saved) else ""
+    return {name.removeprefix(prefix): value for name, value in saved.items()}

@@ -1,0 +1,116 @@
+"""Local and pooled features of the towers of any open_clip model, through what the towers offer publicly."""
+
+from typing import NamedTuple
+
+import torch
+from open_clip.hf_model import HFTextEncoder
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import VisionTransformer
+from torch import Tensor, nn
+
+from vl_plugins.errors import UserError
+
+__all__ = ["TowerFeatures", "image_features", "text_features"]
+
+LAST = 1  # of the blocks, as ``forward_intermediates`` counts them
+
+
+class TowerFeatures(NamedTuple):
+    """What a tower knows of its inputs.
+
+    Attributes:
+        local: (B, N, W), of the last block: patches, places of a feature map, or tokens.
+        pooled: (B, D), the tower's own embedding, not normalised.
+        padding_mask: (B, N) bool, True for tokens behind the end of the text; None where there are none.
+        grid: (height, width) of the N places of an image, None for texts and where patches are dropped.
+        has_positions: whether the features themselves know where they are, as those of a transformer do.
+    """
+
+    local: Tensor
+    pooled: Tensor
+    padding_mask: Tensor | None
+    grid: tuple[int, int] | None
+    has_positions: bool
+
+
+def image_features(model: nn.Module, images: Tensor) -> TowerFeatures:
+    """Run the image tower of an open_clip model.
+
+    Args:
+        model: ``CLIP`` or ``CustomTextCLIP``, whatever its towers are made of.
+        images: (B, 3, H, W), as ``encode_image`` takes them.
+
+    Raises:
+        UserError: a timm model that does not give the features of its blocks.
+    """
+    visual = model.visual
+    trunk = visual.trunk if isinstance(visual, TimmModel) else visual
+    if not hasattr(trunk, "forward_intermediates"):
+        raise UserError(f"--head set: the image tower {type(trunk).__name__} gives no local features")
+    # Patches that are dropped in training leave no map. Towers that cannot drop any may offer maps alone.
+    drops_patches = isinstance(visual, VisionTransformer) or hasattr(trunk, "patch_drop")
+    output = model.forward_intermediates(
+        image=images, image_indices=LAST, normalize=False, image_output_fmt="NLC" if drops_patches else "NCHW"
+    )
+    (local,) = output["image_intermediates"]
+    if not drops_patches:
+        grid = tuple(local.shape[2:])
+        return TowerFeatures(
+            local.flatten(2).transpose(1, 2), output["image_features"], None, grid, has_positions=False
+        )
+    height, width = _patch_grid(trunk, images)
+    grid = (height, width) if local.shape[1] == height * width else None
+    return TowerFeatures(local, output["image_features"], None, grid, has_positions=True)
+
+
+def text_features(model: nn.Module, texts: Tensor) -> TowerFeatures:
+    """Run the text tower of an open_clip model.
+
+    Args:
+        model: ``CLIP`` or ``CustomTextCLIP``, with open_clip's own text tower or one of Hugging Face.
+        texts: (B, L) token ids, as ``encode_text`` takes them.
+    """
+    tower = getattr(model, "text", model)
+    if isinstance(tower, HFTextEncoder):
+        local, pooled = _hugging_face_features(model, tower, texts)
+        padding_mask = texts == tower.config.pad_token_id
+    else:
+        output = model.forward_intermediates(text=texts, text_indices=LAST, normalize=False, text_output_fmt="NLC")
+        (local,), pooled = output["text_intermediates"], output["text_features"]
+        padding_mask = _padding_mask(tower, texts)
+    return TowerFeatures(local, pooled, padding_mask, None, has_positions=True)
+
+
+def _patch_grid(trunk: nn.Module, images: Tensor) -> tuple[int, int]:
+    height, width = images.shape[2:]
+    if isinstance(trunk, VisionTransformer):
+        return height // trunk.patch_size[0], width // trunk.patch_size[1]
+    return trunk.patch_embed.dynamic_feat_size((height, width))
+
+
+def _hugging_face_features(model: nn.Module, tower: HFTextEncoder, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """The tower gives its tokens only if it was built to, and then breaks ``encode_text``: so catch them."""
+    caught = []
+    handle = tower.transformer.register_forward_hook(lambda module, inputs, output: caught.append(output))
+    try:
+        pooled = model.encode_text(texts)
+    finally:
+        handle.remove()
+    (output,) = caught
+    return output.last_hidden_state, pooled
+
+
+def _padding_mask(tower: nn.Module, texts: Tensor) -> Tensor:
+    """Return what follows the end of each text, (B, L).
+
+    CLIP pads with 0, which is also the token of "!", so its end is where the tower itself looks for it.
+    """
+    pool_type = getattr(tower, "pool_type", None) or tower.text_pool_type
+    if pool_type == "argmax":
+        end = texts.argmax(dim=-1)
+    elif pool_type == "eos":
+        end_token = tower.eos_id if hasattr(tower, "eos_id") else tower.text_eos_id
+        end = (texts == end_token).int().argmax(dim=-1)
+    else:
+        return texts == tower.pad_id
+    return torch.arange(texts.shape[1], device=texts.device) > end[:, None]

@@ -1,0 +1,241 @@
+import copy
+
+import open_clip.model as open_clip_model
+import pytest
+import torch
+
+from tests.integrations.open_clip.towers import (
+    EMBED_DIM,
+    IMAGE_TOWERS,
+    TEXT_TOWERS,
+    images_for,
+    make_model,
+    texts_for,
+)
+from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
+from vl_plugins.integrations.open_clip.towers import image_features, text_features
+from vl_plugins.modules import sinusoidal_positions_2d
+
+SMALL = {"num_slots": 3, "num_iters": 2, "hidden_dim": 12}
+TOWERS = [*((image, "clip") for image in IMAGE_TOWERS), *(("vit", text) for text in TEXT_TOWERS if text != "clip")]
+
+
+def with_heads(clip, head="set", similarity=None, **options):
+    torch.manual_seed(2)
+    if head == "set":
+        options = {**SMALL, **options}
+        similarity = similarity or SmoothChamferSimilarity()
+    return CLIPWithHeads(clip, head, head_settings(head, options), similarity).eval()
+
+
+@pytest.mark.parametrize(("image", "text"), TOWERS)
+def test_sets_of_any_towers(tmp_path, image, text):
+    """Against the prediction module called by hand on the towers' features."""
+    clip = make_model(tmp_path, image, text)
+    model = with_heads(copy.deepcopy(clip))
+    images, texts = images_for(clip), texts_for(text)
+    features = image_features(clip, images)
+    positions = None
+    if "vit" not in image:
+        positions = sinusoidal_positions_2d(*features.grid, features.local.shape[-1])
+        without = model.image_head.prediction(features.local, features.pooled).embeddings
+        assert not torch.allclose(model.encode_image(images), without, atol=1e-3), "positions must matter"
+    expected_images = model.image_head.prediction(features.local, features.pooled, positions=positions)
+    torch.testing.assert_close(model.encode_image(images), expected_images.embeddings)
+
+    features = text_features(clip, texts)
+    expected_texts = model.text_head.prediction(features.local, features.pooled, padding_mask=features.padding_mask)
+    torch.testing.assert_close(model.encode_text(texts), expected_texts.embeddings)
+    unmasked = model.text_head.prediction(features.local, features.pooled).embeddings
+    assert not torch.allclose(model.encode_text(texts), unmasked, atol=1e-3), "padding must not matter"
+
+    output = model(images, texts)
+    assert list(output) == ["image_features", "image_slots", "text_features", "text_slots", "logit_scale"]
+    for kind, expected, count in (("image", expected_images, 3), ("text", expected_texts, 2)):
+        assert output[f"{kind}_features"].shape == (count, 3, EMBED_DIM)
+        normalized = expected.embeddings / expected.embeddings.norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(output[f"{kind}_features"], normalized)
+        torch.testing.assert_close(output[f"{kind}_slots"], expected.slots)
+    torch.testing.assert_close(model.encode_image(images, normalize=True), output["image_features"])
+    torch.testing.assert_close(model.encode_text(texts, normalize=True), output["text_features"])
+    torch.testing.assert_close(output["logit_scale"], clip.logit_scale.exp())
+
+
+def test_attention_over_the_grid_of_an_image(tmp_path):
+    model = with_heads(make_model(tmp_path, "resnet"))
+    images = images_for(model.clip)
+    output = model.predict_image_sets(images)
+    assert model.grid == (2, 2)
+    assert output.attention.shape == (3, 2, 4, 3)
+    torch.testing.assert_close(output.embeddings, model.encode_image(images))
+    linear = with_heads(make_model(tmp_path), "linear", dim=24)
+    with pytest.raises(UserError, match=r"^the model has a linear head, which makes no sets$"):
+        linear.predict_image_sets(images_for(linear.clip))
+
+
+def test_tokens_behind_the_end_have_no_influence(tmp_path):
+    model = with_heads(make_model(tmp_path))
+    texts = texts_for()
+    other = texts.clone()
+    other[0, 5:] = torch.arange(7) + 20
+    torch.testing.assert_close(model.encode_text(other), model.encode_text(texts))
+
+
+@pytest.mark.parametrize("dim", [EMBED_DIM, 24, 7])
+def test_a_linear_head_keeps_cosines_at_first(tmp_path, dim):
+    clip = make_model(tmp_path)
+    model = with_heads(clip, "linear", dim=dim)
+    images, texts = images_for(clip), texts_for()
+    embeddings = model.encode_image(images, normalize=True), model.encode_text(texts, normalize=True)
+    assert [tensor.shape for tensor in embeddings] == [(3, dim), (2, dim)]
+    torch.testing.assert_close(embeddings[0].norm(dim=1), torch.ones(3))
+    weight = model.image_head.weight
+    torch.testing.assert_close(model.encode_image(images), clip.encode_image(images) @ weight.mT)
+    assert torch.equal(weight, model.text_head.weight)
+    assert weight is not model.text_head.weight
+    cosines = clip.encode_image(images, normalize=True) @ clip.encode_text(texts, normalize=True).mT
+    assert torch.allclose(embeddings[0] @ embeddings[1].mT, cosines, atol=1e-5) == (dim >= EMBED_DIM)
+    output = model(images, texts)
+    assert list(output) == ["image_features", "text_features", "logit_scale"]
+    torch.testing.assert_close(output["image_features"], embeddings[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"global_feature": False}, {"update": "gru", "slots": "random"}])
+@pytest.mark.parametrize(("image", "text"), TOWERS)
+def test_every_parameter_has_a_gradient(tmp_path, image, text, options):
+    """One without fails the second step of DistributedDataParallel."""
+    clip = make_model(tmp_path, image, text, init_logit_bias=-10)
+    without = {name for name, parameter in clip.named_parameters() if not parameter.requires_grad}
+    backward(clip, clip(images_for(clip), texts_for(text)))
+    without |= {name for name, parameter in clip.named_parameters() if parameter.grad is None}
+    model = with_heads(make_model(tmp_path, image, text, init_logit_bias=-10), similarity=MatchProbability(), **options)
+    output = model.train()(images_for(clip), texts_for(text))
+    assert list(output)[-2:] == ["logit_scale", "logit_bias"]
+    backward(model, output)
+    missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert missing == {f"clip.{name}" for name in without}
+    assert len(list(model.parameters())) > 50
+
+
+def backward(model, output):
+    sum((tensor * torch.arange(tensor.numel()).view_as(tensor)).sum() for tensor in output.values()).backward()
+
+
+def test_locked_towers_leave_the_heads_to_train(tmp_path):
+    model = with_heads(make_model(tmp_path))
+    model.lock_image_tower()
+    model.lock_text_tower()
+    trained = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"clip", "image_head", "text_head"}
+    assert [name for name, p in model.clip.named_parameters() if p.requires_grad] == ["logit_scale"]
+    backward(model, model(images_for(model.clip), texts_for()))
+    assert all(parameter.grad is not None for parameter in model.image_head.parameters())
+
+
+def test_gradient_checkpointing_reaches_the_towers(tmp_path):
+    gradients = []
+    for checkpointing in (False, True):
+        model = with_heads(make_model(tmp_path))
+        if checkpointing:
+            model.set_grad_checkpointing()
+            assert model.clip.visual.transformer.grad_checkpointing
+        backward(model, model(images_for(model.clip), texts_for()))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16", "amp_bf16"])
+@pytest.mark.parametrize("head", ["set", "linear"])
+def test_half_precision_towers_under_full_precision_heads(tmp_path, precision, head):
+    clip = make_model(tmp_path)
+    images, texts = images_for(clip), texts_for()
+    expected = with_heads(copy.deepcopy(clip), head).encode_image(images, normalize=True)
+    if precision == "pure_bf16":
+        clip.bfloat16()
+    elif precision == "bf16":
+        clip = make_model(tmp_path, cast_dtype=torch.bfloat16)
+        open_clip_model.convert_weights_to_lp(clip, torch.bfloat16)
+    model = with_heads(clip, head)
+    if precision != "amp_bf16":
+        images = images.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
+        output = model(images, texts)
+    assert output["image_features"].dtype == torch.float32
+    torch.testing.assert_close(output["image_features"], expected, rtol=0, atol=0.1)
+    assert all(parameter.dtype == torch.float32 for parameter in model.image_head.parameters())
+    backward(model, output)
+
+
+def test_without_dictionaries_it_returns_a_tuple_as_clip_does(tmp_path):
+    clip = make_model(tmp_path)
+    model = with_heads(clip)
+    images = images_for(clip)
+    clip.output_dict = False
+    image_sets, text_sets, logit_scale = model(images, texts_for())
+    assert image_sets.shape == (3, 3, EMBED_DIM)
+    assert text_sets.shape == (2, 3, EMBED_DIM)
+    assert logit_scale.shape == clip.logit_scale.shape
+    assert model(image=images)[1] is None
+
+
+def test_what_is_not_of_the_heads_is_of_the_model_inside(tmp_path):
+    model = with_heads(make_model(tmp_path))
+    assert model.visual is model.clip.visual
+    assert model.logit_scale is model.clip.logit_scale
+    assert model.context_length == 12
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        model.colour  # noqa: B018
+    for method in (model.get_logits, model.forward_intermediates):
+        with pytest.raises(UserError, match="a model with heads has no"):
+            method(None, None)
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied.encode_text(texts_for()), model.encode_text(texts_for()))
+
+
+def test_building_heads_leaves_the_model_as_it_was(tmp_path):
+    clip = make_model(tmp_path, "resnet").train()
+    clip.visual.layer1.eval()
+    before = copy.deepcopy(clip.state_dict())
+    with_heads(clip)
+    for name, tensor in clip.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    clip = make_model(tmp_path, "resnet").train()
+    clip.visual.layer1.eval()
+    CLIPWithHeads(clip, "set", head_settings("set", SMALL))
+    assert clip.visual.training
+    assert not clip.visual.layer1.training
+    assert clip.visual.layer2.training
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "message"),
+    [
+        (
+            "set",
+            {"num_slot": 4},
+            r"unknown option 'num_slot' of head 'set' \(did you mean 'num_slots'\?\); options: num",
+        ),
+        ("set", {"num_slots": 0}, "--head set: num_slots must be an integer >= 1, got 0"),
+        ("set", {"slots": "fixed"}, "--head set: .*fixed"),
+        ("linear", {"dim": 0.5}, "--head linear: dim must be an integer >= 1, got 0.5"),
+        ("linear", {"num_slots": 4}, "unknown option 'num_slots' of head 'linear'; options: dim=768"),
+    ],
+)
+def test_wrong_options(head, options, message):
+    with pytest.raises(UserError, match=message):
+        head_settings(head, options)
+
+
+def test_a_state_of_other_heads_is_refused(tmp_path):
+    model = with_heads(make_model(tmp_path))
+    state = with_heads(make_model(tmp_path), num_slots=2).state_dict()
+    with pytest.raises(UserError, match=r"checkpoint has the head set\(num_slots=2, .*made with set\(num_slots=3, "):
+        model.load_state_dict(state)
+    other = with_heads(make_model(tmp_path, seed=5))
+    other.load_state_dict(model.state_dict())
+    texts = texts_for()
+    torch.testing.assert_close(other.encode_text(texts), model.encode_text(texts))
