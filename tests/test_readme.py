@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import open_clip
+import PIL.Image
 import pytest
 import torch
 from torchvision.transforms import PILToTensor
@@ -36,10 +37,13 @@ def run(command, cwd):
     return finished.stdout + finished.stderr
 
 
-*OF_LOSSES, OF_READER = blocks("python")
+SNIPPETS = blocks("python")
+(OF_LOADING,) = (snippet for snippet in SNIPPETS if "load_model" in snippet)
+(OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
+OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER)]
 
 
-@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "miner and wrapper"])
+@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "sets", "miner and wrapper"])
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)
@@ -122,11 +126,33 @@ def own_commands(*names):
 
 
 def test_plot_commands(tmp_path):
-    commands = own_commands("plot")
+    commands = [command for command in own_commands("plot") if command[2] != "attention"]
     assert len(commands) == 2
     for command in commands:
         run(command, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
+
+
+def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch):
+    """The lines about embedding sets in their order, with a small model, on toy shards under their names."""
+    (training,) = (line for block in blocks("bash") for line in block.splitlines() if "smooth_chamfer" in line)
+    (tmp_path / "shards").mkdir()
+    for shard in toy_shards.glob("toy-val-*.tar"):
+        (tmp_path / "shards" / shard.name.replace("toy", "coco")).symlink_to(shard)
+    small = "--model vl-tiny --device cpu --precision fp32 --batch-size 16 --workers 0 --epochs 10 --name run".split()
+    small += ["--pretrained", "", "--val-data", "", "--save-frequency", "0", "--warmup", "1"]
+    small += ["--train-data", f"{toy_shards}/toy-train-000000.tar", "--train-num-samples", "16"]
+    small += ["--head-kwargs", "num_iters=2", "hidden_dim=16"]
+    monkeypatch.chdir(tmp_path)
+    run([*shlex.split(training), *small], tmp_path)
+    (draw,) = (command for command in own_commands("plot") if command[2] == "attention")
+    run(draw, tmp_path)
+    assert (tmp_path / "attention.png").is_file()
+    variables = {"picture": PIL.Image.new("RGB", (80, 60))}
+    exec(compile(OF_LOADING, "README.md", "exec"), variables)
+    assert variables["image_sets"].shape == (1, 4, 128)
+    assert variables["similarities"].shape == (1, 2)
+    assert variables["similarities"].isfinite().all()
 
 
 def test_every_command_is_known_here():
@@ -199,7 +225,7 @@ def official(items, split):
 
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
-    help_texts.append(help_of("evaluate"))
+    help_texts += [help_of("evaluate"), help_of("plot", "attention")]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert len(named) > 12

@@ -1,7 +1,9 @@
 """Saved models, with or without heads, for use outside of the launcher."""
 
+import contextlib
+import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +116,9 @@ def _load_with_heads(weights, description, device, precision):
     name = description["model"]
     check_model(name)
     options = dict(description["model_kwargs"])
-    clip = open_clip.create_model(
-        name, load_weights=False, pretrained_text=False, precision=precision, device=device, output_dict=True, **options
-    )
+    options |= {"precision": precision, "device": device, "output_dict": True}
+    with _no_logging():  # open_clip warns of random weights, in whose place come those of the file
+        clip = open_clip.create_model(name, load_weights=False, pretrained_text=False, **options)
     similarity = None
     if description["similarity"] is not None:
         similarity = create_component("distance", description["similarity"], **description["similarity_kwargs"])
@@ -126,6 +128,16 @@ def _load_with_heads(weights, description, device, precision):
     preprocess = image_transform_v2(PreprocessCfg(**description["preprocess"]), is_train=False)
     tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     return loaded.eval(), preprocess, tokenizer
+
+
+@contextlib.contextmanager
+def _no_logging() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _read_weights(checkpoint: str | Path) -> dict[str, Any]:

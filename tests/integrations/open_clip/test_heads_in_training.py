@@ -48,6 +48,7 @@ def test_sets_are_trained_validated_saved_resumed_and_evaluated(tmp_path, toy_sh
     shards = f"{toy_shards}/toy-val-{{000000..000002}}.tar"
     evaluate = ["evaluate", "--checkpoint", path, "--shards", shards, "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
     assert vl_plugins([*evaluate, "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
     assert metrics["rsum"] == pytest.approx(row["rsum"])

@@ -413,6 +413,7 @@ def distributed_step(rank, world_size, port, loss_options, captions, gathering, 
                 for _ in range(2):  # a parameter without a gradient would make the second step fail
                     towers.zero_grad()
                     losses = loss(**model(images[share], texts[text_share]), output_dict=True)
+                    assert all(term.requires_grad for term in losses.values()), "a term trains nothing"
                     sum(losses.values()).backward()
                 if rank == 0:
                     results[name, local_loss, gather_with_grad] = towers.gradients()
