@@ -2,15 +2,17 @@ import argparse
 import inspect
 import json
 import re
+import shlex
 
 import pytest
+import torch
 
 from vl_plugins.cli import main
 from vl_plugins.commands import plot
 from vl_plugins.errors import UserError
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss
-from vl_plugins.plots import gradients, training, weights
+from vl_plugins.plots import attention, gradients, training, weights
 
 ROW = {"epoch": 1, "rsum": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 
@@ -231,16 +233,21 @@ def test_help_shows_examples_that_work(help_text, drawn):
         assert main(argv) == 0
 
 
-def test_help_of_both_pictures(help_text):
+def test_help_of_all_pictures(help_text):
     text = help_text("plot")
-    assert re.findall(r"^    (\w+) ", text, flags=re.MULTILINE) == ["training", "weights"]
-    assert "plot      draw training runs, or how losses weigh a triplet" in help_text()
+    assert re.findall(r"^    (\w+)", text, flags=re.MULTILINE) == ["attention", "training", "weights"]
+    assert "plot      draw training runs, the attention of slots, or how losses weigh a triplet" in help_text()
 
 
 @pytest.mark.parametrize(
     "argv",
     [
         (),
+        ("attention",),
+        ("attention", "--checkpoint", "x.pt"),
+        ("attention", "--shards", "x.tar"),
+        ("attention", "--checkpoint", "x.pt", "--shards", "x.tar", "--images", "2", "--keys", "a"),
+        ("attention", "--checkpoint", "x.pt", "--shards", "x.tar", "--keys"),
         ("training",),
         ("nothing",),
         ("training", "run", "--ou", "x.png"),
@@ -255,3 +262,123 @@ def test_usage_errors(argv, capsys, run_command):
         run_command(*argv)
     assert error.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folder with ``set.pt``, ``linear.pt`` and ``plain.pt``: small models with a set head, a linear one and none."""
+    open_clip = pytest.importorskip("open_clip")
+    from vl_plugins.integrations.open_clip.checkpoints import add_heads
+    from vl_plugins.integrations.open_clip.models import register_models
+
+    register_models()
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    clip = open_clip.create_model("vl-tiny", output_dict=True)
+    models = {
+        "set": add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32}),
+        "linear": add_heads(clip, "vl-tiny", {}, "linear", {"dim": 16}),
+        "plain": clip,
+    }
+    for name, model in models.items():
+        torch.save({"state_dict": model.state_dict()}, folder / f"{name}.pt")
+    return folder
+
+
+@pytest.fixture
+def attention_arguments(checkpoints, toy_shards):
+    shards = f"{toy_shards}/toy-test-{{000000..000001}}.tar"
+    return ["--checkpoint", str(checkpoints / "set.pt"), "--shards", shards]
+
+
+def test_from_a_checkpoint_to_a_picture_of_attention(attention_arguments, tmp_path, capsys):
+    pil_image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "attention.png"
+    assert main(["plot", "attention", *attention_arguments, "--images", "2", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    with pil_image.open(out) as picture:
+        width, height = picture.size
+    # Four panels of 1.9 inches with gaps and the colour bar, at 120 to the inch; two rows with a caption each.
+    assert width == pytest.approx(1074, abs=2)
+    assert 2 * 228 < height < 2 * 228 + 2 * 160 + 70
+    assert [path.name for path in out.parent.iterdir()] == ["attention.png"]
+
+
+def test_options_of_attention_reach_the_picture(attention_arguments, monkeypatch, run_command, checkpoints, capsys):
+    drawn = []
+    monkeypatch.setattr(attention, "plot_attention", lambda items, out: drawn.append((items, str(out))))
+    run_command("attention", *attention_arguments)
+    run_command(
+        *("attention", *attention_arguments, "--keys", "toy-test-00000009", "toy-test-00000001"),
+        *"--iteration 1 --max-captions 1 --batch-size 5 --device cpu --out picture.pdf".split(),
+    )
+    assert capsys.readouterr().out == "wrote attention.png\nwrote picture.pdf\n"
+    (default, default_out), (chosen, chosen_out) = drawn
+    assert (default_out, chosen_out) == ("attention.png", "picture.pdf")
+
+    from vl_plugins.integrations.open_clip import load_model
+
+    loaded, shards = load_model(checkpoints / "set.pt"), attention_arguments[3]
+    expected = attention.attended_images(*loaded, shards, images=3)
+    assert [(item.captions, item.matches) for item in default] == [(item.captions, item.matches) for item in expected]
+    everything = attention.attended_images(*loaded, shards, images=10, iteration=1, max_captions=1)
+    assert len(chosen) == 2
+    for item, other in zip(chosen, (everything[9], everything[1]), strict=True):
+        assert torch.equal(item.image, other.image)
+        torch.testing.assert_close(item.attention, other.attention)
+        assert (item.captions, item.matches) == (other.captions, other.matches)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--checkpoint absent.pt", "--checkpoint absent.pt: no such file"),
+        ("--checkpoint {folder}/linear.pt", "the model has no set head but a linear head, so no slots to draw"),
+        ("--checkpoint {folder}/plain.pt", "--checkpoint {folder}/plain.pt: there is no model with a set head: "),
+        ("--images 0", "--images must be at least 1, got 0"),
+        ("--images 61", "the picture shows 1 to 60 images, got 61"),
+        ("--keys nothing", "unknown image 'nothing'; the nearest of 32: "),
+        ("--iteration 3", "the iteration must be 1 to 2, as many as the model has, got 3"),
+        ("--max-captions 0", "max_captions must be at least 1, got 0"),
+        ("--batch-size 0", "batch_size must be at least 1, got 0"),
+        ("--device nowhere", "--device nowhere: "),
+        ("--shards absent.tar", "1 of 1 shards do not exist: absent.tar"),
+        ("--out attention.jpg", "the picture must end in .png, .pdf or .svg, got attention.jpg"),
+    ],
+)
+def test_wrong_attention_is_one_line(argv, message, attention_arguments, checkpoints, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    argv = [argument.format(folder=checkpoints) for argument in argv.split()]
+    assert main(["plot", "attention", *attention_arguments, *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vl-plugins plot: error: {message.format(folder=checkpoints)}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_wrong_is_said_before_the_model_is_loaded(attention_arguments, monkeypatch, run_command):
+    from vl_plugins.integrations.open_clip import checkpoints
+
+    monkeypatch.setattr(checkpoints, "load_model", None)
+    for argv, message in (
+        ("--images 0", "--images must be"),
+        ("--out x.jpg", "must end in"),
+        ("--shards absent.tar", "do not exist"),
+        ("--device nowhere", "--device nowhere"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_command("attention", *attention_arguments, *argv.split())
+
+
+def test_examples_of_attention_are_understood(help_text, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plot, "_run_attention", lambda arguments: asked.append(vars(arguments)))
+    examples = help_text("plot", "attention").partition("examples:\n")[2].replace("\\\n", " ").splitlines()
+    assert len(examples) == 2
+    for example in examples:
+        program, *argv = shlex.split(example)
+        assert program == "vl-plugins"
+        assert main(argv) == 0
+    assert [arguments["images"] for arguments in asked] == [5, 3]
+    assert len(asked[1]["keys"]) == 2

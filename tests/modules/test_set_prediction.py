@@ -176,6 +176,9 @@ def test_an_item_of_nothing_but_padding_has_a_finite_set(variant):
     gradients = torch.autograd.grad(weighted_sum(actual), [local, *module.parameters()])
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert bool((gradients[0][0] == 0).all())
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        # Not even on the way is anything NaN.
+        weighted_sum(module(local, pooled, padding_mask=padding)).backward()
     alone = module(local[1:], pooled if pooled is None else pooled[1:], padding_mask=padding[1:])
     assert_same(actual.embeddings[1:], alone.embeddings)
 
@@ -366,6 +369,21 @@ def test_half_precision(variant, dtype):
     output = copy.deepcopy(module).to(dtype)(*halves, padding_mask=PADDING)
     assert [part.dtype for part in output] == [dtype, dtype, torch.float32]
     torch.testing.assert_close(output.embeddings.float(), expected.embeddings, atol=0.2, rtol=0.2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@EACH_VARIANT
+def test_autocast_on_cuda(variant, dtype):
+    module = build(variant, dtype=torch.float32)
+    arguments = inputs_of(module)
+    expected = module(*arguments, padding_mask=PADDING)
+    arguments = [None if tensor is None else tensor.cuda() for tensor in arguments]
+    with torch.autocast("cuda", dtype=dtype):
+        output = module.cuda()(*arguments, padding_mask=PADDING.cuda())
+    assert {part.dtype for part in output} == {torch.float32}
+    torch.testing.assert_close(output.embeddings.cpu(), expected.embeddings, atol=0.1, rtol=0.1)
+    output.embeddings.square().sum().backward()
 
 
 def test_attention_under_autocast_is_of_full_precision():

@@ -39,18 +39,124 @@ examples:
   vl-plugins plot weights --pair-weight sig sig_ms --relative 0.1 0.5 1
   vl-plugins plot weights --loss unified --loss-kwargs margin=0.1 scale=30 --loss triplet_hn"""
 
+ATTENTION_DESCRIPTION = """\
+Draw where the slots of a model with a set head look in images, as Figures 4 and A2 of "Improving
+Cross-Modal Retrieval with Set of Diverse Embeddings" do. A row is an image: the picture that the
+model sees, and one panel for each slot with its attention over the picture. Slots compete: at every
+place their attention sums to 1, unless the head was made with attention=inputs. Below it stands the
+caption nearest to the element that the slot became, of all captions in the shards: after a check
+mark if it is one of this image, otherwise after a cross."""
+
+ATTENTION_EPILOG = """\
+examples:
+  vl-plugins plot attention --checkpoint logs/dive/checkpoints/epoch_50.pt \\
+      --shards 'shards/coco-test-{000000..000004}.tar' --images 5
+  vl-plugins plot attention --checkpoint logs/dive/checkpoints/epoch_50.pt \\
+      --shards 'shards/coco-test-{000000..000004}.tar' --iteration 1 \\
+      --keys coco-test-00000042 COCO_val2014_000000391895.jpg --out first_iteration.pdf"""
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add ``plot`` and its kinds of picture."""
     parser = subparsers.add_parser(
         "plot",
-        help="draw training runs, or how losses weigh a triplet",
+        help="draw training runs, the attention of slots, or how losses weigh a triplet",
         description="Draw a picture for a paper, or to watch a training run.",
         allow_abbrev=False,
     )
     pictures = parser.add_subparsers(title="pictures", dest="picture", metavar="PICTURE", required=True)
+    _register_attention(pictures)
     _register_training(pictures)
     _register_weights(pictures)
+
+
+def _register_attention(pictures: argparse._SubParsersAction) -> None:
+    parser = pictures.add_parser(
+        "attention",
+        help="where the slots of a set head look in images, with the nearest captions",
+        description=ATTENTION_DESCRIPTION,
+        epilog=ATTENTION_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FILE", required=True, help="of a training run with `--head set`"
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="PATTERN",
+        required=True,
+        help="shards of `vl-plugins shards`, with {000000..000004} for many; their captions are compared",
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--images", type=int, metavar="N", default=3, help="the first N images of the shards (default: %(default)s)"
+    )
+    chosen.add_argument(
+        "--keys", nargs="+", metavar="KEY", default=(), help="these images, by key in the shards or by file name"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="T", help="of which the attention is drawn, from 1 (default: the last)"
+    )
+    parser.add_argument(
+        "--max-captions", type=int, metavar="N", help="compare the first N captions of an image (default: all)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("attention.png"),
+        help="the .png, .pdf or .svg (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        default=64,
+        help="images whose captions are encoded at once (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.set_defaults(run=_run_attention)
+
+
+def _run_attention(arguments: argparse.Namespace) -> None:
+    if arguments.images < 1:
+        raise UserError(f"--images must be at least 1, got {arguments.images}")
+    if not arguments.checkpoint.is_file():
+        raise UserError(f"--checkpoint {arguments.checkpoint}: no such file")
+
+    import torch
+
+    from vl_plugins.data.reader import expand_shards
+    from vl_plugins.integrations.open_clip import load_model
+    from vl_plugins.plots.attention import attended_images, plot_attention
+    from vl_plugins.plots.figures import picture_file
+
+    # Before the model is loaded.
+    picture_file(arguments.out)
+    shards = expand_shards(arguments.shards)
+    try:
+        torch.empty(0, device=arguments.device)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from error
+    try:
+        model, preprocess, tokenizer = load_model(arguments.checkpoint, device=arguments.device)
+    except UserError as error:
+        raise UserError(f"--checkpoint {arguments.checkpoint}: there is no model with a set head: {error}") from error
+    items = attended_images(
+        model,
+        preprocess,
+        tokenizer,
+        shards,
+        images=arguments.images,
+        keys=arguments.keys,
+        iteration=arguments.iteration,
+        max_captions=arguments.max_captions,
+        batch_size=arguments.batch_size,
+        device=arguments.device,
+    )
+    plot_attention(items, arguments.out)
+    print(f"wrote {arguments.out}")
 
 
 def _register_training(pictures: argparse._SubParsersAction) -> None:

@@ -216,8 +216,8 @@ class SetPrediction(nn.Module):
         if self.gru is None:
             slots = update + slots
         else:
-            # Under autocast the two differ in their types.
-            state = self.gru(update.flatten(0, 1).to(slots.dtype), slots.flatten(0, 1))
+            state = self.gru(update.flatten(0, 1), slots.flatten(0, 1))
+            # Under autocast, CUDA's is of half precision.
             slots = state.to(slots.dtype).unflatten(0, slots.shape[:2])
         return self.mlp(self.norm_mlp(slots)) + slots, attention
 
