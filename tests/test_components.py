@@ -1,8 +1,12 @@
 import pytest
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 
+from vl_plugins import create_loss
+from vl_plugins import distances as own_distances
 from vl_plugins import miners as own_miners
-from vl_plugins.components import create_component, list_components, resolve_components
+from vl_plugins import regularizers as own_regularizers
+from vl_plugins.components import SHORT_NAMES, create_component, list_components, resolve_components
+from vl_plugins.distances.base import SetDistance
 from vl_plugins.errors import UserError
 
 
@@ -10,6 +14,8 @@ from vl_plugins.errors import UserError
     ("kind", "name", "options"),
     [
         ("distance", "LpDistance", {"p": 1}),
+        ("distance", "SmoothChamferSimilarity", {"alpha": 8.0, "set_size": 4}),
+        ("distance", "MatchProbability", {"scale": 2.0, "learnable": False, "power": 2}),
         ("miner", "MultiSimilarityMiner", {"epsilon": 0.3}),
         ("miner", "HardestNegativeMiner", {"k": 3}),
         ("reducer", "ThresholdReducer", {"low": 0.1}),
@@ -19,7 +25,8 @@ from vl_plugins.errors import UserError
 def test_create_component(kind, name, options):
     component = create_component(kind, name, **options)
     package = {"distance": distances, "miner": miners, "reducer": reducers, "regularizer": regularizers}[kind]
-    assert type(component) is getattr(own_miners if name in own_miners.__all__ else package, name)
+    own_package = {"distance": own_distances, "miner": own_miners}.get(kind)
+    assert type(component) is getattr(package, name, None) or getattr(own_package, name)
     for option, value in options.items():
         assert getattr(component, option) == value
 
@@ -35,13 +42,26 @@ def test_every_component_of_the_installed_version_is_listed():
         assert len(names) > 3
         assert list(names) == sorted(names)
         modules = (package.__name__, f"vl_plugins.{kind}s")
-        assert set(names) == {cls.__name__ for cls in subclasses(base) if cls.__module__.startswith(modules)}
-    assert set(own_miners.__all__) < set(list_components("miner"))
+        found = {cls for cls in subclasses(base) if cls.__module__.startswith(modules)}
+        assert set(names) == {cls.__name__ for cls in found - {SetDistance}}
+    for kind, package in (("distance", own_distances), ("miner", own_miners), ("regularizer", own_regularizers)):
+        assert set(package.__all__) < set(list_components(kind))
 
 
 def subclasses(cls):
     direct = set(cls.__subclasses__())
     return direct.union(*(subclasses(subclass) for subclass in direct))
+
+
+def test_short_names():
+    short_names = SHORT_NAMES["distance"]
+    assert set(short_names.values()) == set(own_distances.__all__)
+    for short_name, name in short_names.items():
+        distance = create_component("distance", short_name, set_size=3)
+        assert type(distance) is getattr(own_distances, name)
+        assert distance.set_size == 3
+        assert type(create_loss("unified", distance=short_name).distance) is getattr(own_distances, name)
+    assert resolve_components({"distance": "smooth_chamfer"})["distance"].alpha == 16
 
 
 def test_names_among_the_options_are_created():
@@ -73,6 +93,8 @@ def test_names_among_the_options_are_created():
         ("reducer", "ClassWeightedReducer", {}, "refuses to be made without options: .*'weights'; options: weights"),
         ("reducer", "ThresholdReducer", {}, "At least one of low or high must be specified"),
         ("distance", "CosineSimilarity", {"is_inverted": False}, "refuses is_inverted=False: .* multiple values"),
+        ("distance", "SetDistance", {}, "unknown distance 'SetDistance'"),
+        ("distance", "smooth_chamfr", {}, r"unknown distance .* \(did you mean 'smooth_chamfer'\?\); known: .*chamfer"),
     ],
 )
 def test_wrong_names_and_options(kind, name, options, message):

@@ -68,8 +68,8 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
 def list_components(kind: str) -> tuple[str, ...]:
     """Return the class names of a kind, sorted.
 
-    >>> list_components("distance")
-    ('CosineSimilarity', 'DotProductSimilarity', 'LpDistance', 'SNRDistance')
+    >>> list_components("distance")[:3]
+    ('ChamferSimilarity', 'CosineSimilarity', 'DotProductSimilarity')
     """
     return tuple(sorted(_component_classes(kind)))
 

@@ -5,30 +5,35 @@ import math
 import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.checks import integer
 
 __all__ = ["SetDistance", "elements_present"]
 
 
 class SetDistance(BaseDistance):
-    """A similarity of sets of embeddings, as a pytorch-metric-learning distance: larger is closer.
+    """A similarity of sets of embeddings as a pytorch-metric-learning distance: larger is closer.
 
-    An item is a set of K vectors, (B, K, D); K may differ on the two sides. What insists on two dimensions, as queues
-    of pytorch-metric-learning do, takes sets packed as (B, ``set_size`` * D); the number of vectors of the other side
-    then follows from its own width. With the default ``set_size`` of 1 an embedding (B, D) is a set of one.
+    An item is a set of K vectors, its elements: (B, K, D), where K may differ on the two sides. Sets may also be packed
+    as (B, K * D), because miners' containers such as ``CrossBatchMemory`` and ``AccuracyCalculator`` insist on two
+    dimensions. Then ``set_size`` is the K of the query, the first argument; the K of the other side follows from its
+    width. If one side only is packed, the other one tells D, and ``set_size`` does not matter. With the default
+    ``set_size``, 1, embeddings (B, D) are sets of one.
 
-    A vector of zeros is not in its set: that is how sets of unequal size share a tensor. A set of nothing else has the
-    similarity 0 to any set.
+    An element that is exactly zero is padding, as sets of unequal size need it: it is not in the set and has no
+    gradient. A set without any other element has the similarity 0 to all.
+
+    Everything is computed in float32 at least. Second derivatives there are none.
 
     Args:
-        set_size: K of packed sets.
-        kwargs: those of pytorch-metric-learning's ``BaseDistance``. With ``normalize_embeddings=False`` the vectors'
-            dot products take the place of their cosines.
+        set_size: number of elements of a packed query, >= 1.
+        kwargs: those of pytorch-metric-learning's ``BaseDistance``, such as ``normalize_embeddings`` (each element is
+            normalised, or dot products take the place of cosines), ``p`` (by which norm), ``power`` and
+            ``collect_stats``.
 
     Raises:
-        ValueError: a hyper-parameter out of its range.
+        ValueError: ``set_size`` out of its range.
     """
 
     def __init__(self, set_size: int = 1, **kwargs):
@@ -36,34 +41,44 @@ class SetDistance(BaseDistance):
         self.set_size = integer("set_size", set_size, least=1)
         self.add_to_recordable_attributes(name="set_size", is_stat=False)
 
-    def similarity(
-        self, x: Tensor, y: Tensor, *, x_mask: Tensor | None, y_mask: Tensor | None, normalize: bool
-    ) -> Tensor:
-        """Return the similarities (A, C) of sets (A, K1, D) and (C, K2, D); masks (A, K1) and (C, K2) are bool."""
+    def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
+        """Return the similarity of sets.
+
+        Args:
+            x: (A, K1, D).
+            y: (C, K2, D).
+            options: ``x_mask``, ``y_mask``, ``normalize`` and ``paired`` of the functions in
+                :mod:`vl_plugins.functional.set_similarity`.
+        """
         raise NotImplementedError
 
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+    def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         """Return the similarities, (A, C).
 
         Args:
-            query_emb: (A, K1, D), or (A, set_size * D).
-            ref_emb: (C, K2, D), or (C, K2 * D).
+            query_emb: (A, K1, D), or packed (A, set_size * D).
+            ref_emb: (C, K2, D), or packed (C, K2 * D); the queries themselves if left out.
+
+        Raises:
+            ValueError: shapes that do not fit each other.
         """
-        queries, references = self.unpack(query_emb, ref_emb)
-        return self.similarity(
-            queries,
-            references,
-            x_mask=elements_present(queries),
-            y_mask=elements_present(references),
-            normalize=self.normalize_embeddings,
-        )
+        # Not the base class's, which would keep normalised copies; :meth:`compute_mat` needs none.
+        self.reset_stats()
+        queries, references = self.unpack(query_emb, query_emb if ref_emb is None else ref_emb)
+        if self.collect_stats:
+            with torch.no_grad():
+                normalized = (self.maybe_normalize(sets) for sets in (queries, references))
+                self.set_default_stats(queries, references, *normalized)
+        similarities = self.compute_mat(queries, references)
+        return similarities if self.power == 1 else similarities**self.power
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return the similarities, (A, C), of embeddings that are normalised already or not."""
+        return self._similarity(query_emb, ref_emb, paired=False)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Return the similarity of each set and the one at its place, (A,)."""
-        queries, references = self.unpack(self.maybe_normalize(query_emb), self.maybe_normalize(ref_emb))
-        return torch.cat(
-            [self.compute_mat(*pair)[0] for pair in zip(queries.split(1), references.split(1), strict=True)]
-        )
+        """Return the similarity of each set and the one at its place, (A,); normalised already or not."""
+        return self._similarity(query_emb, ref_emb, paired=True)
 
     def unpack(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[Tensor, Tensor]:
         """Return both sides as (A, K1, D) and (C, K2, D).
@@ -72,45 +87,59 @@ class SetDistance(BaseDistance):
             ValueError: shapes that do not fit each other or ``set_size``.
         """
         sides = query_emb, ref_emb
-        three_dimensional = [side.shape[2] for side in sides if side.ndim == 3]
-        if three_dimensional:
-            width = three_dimensional[0]
-        else:
-            width = query_emb.shape[-1] // self.set_size if query_emb.shape[-1] % self.set_size == 0 else 0
-        for side in sides:
-            fits = (
-                side.shape[2] == width
-                if side.ndim == 3
-                else side.ndim == 2 and width > 0 and side.shape[1] % width == 0
+        widths = [side.shape[2] for side in sides if side.ndim == 3]
+        if not widths and query_emb.ndim == 2 and query_emb.shape[1] % self.set_size == 0:
+            widths = [query_emb.shape[1] // self.set_size]
+        if not all(
+            len(set(widths)) == 1 and widths[0] > 0 and side.ndim in (2, 3) and side.shape[-1] % widths[0] == 0
+            for side in sides
+        ):
+            raise ValueError(
+                f"embeddings must be sets (B, K, D) of the same D, or packed: (B, {self.set_size} * D) for the query "
+                f"and a multiple of D for the other, got {tuple(query_emb.shape)} and {tuple(ref_emb.shape)}"
             )
-            if not fits:
-                raise ValueError(
-                    f"embeddings must be sets (B, K, D) with the same D, or packed (B, {self.set_size} * D), "
-                    f"got {tuple(query_emb.shape)} and {tuple(ref_emb.shape)}"
-                )
-        return tuple(side if side.ndim == 3 else side.unflatten(1, (-1, width)) for side in sides)
+        return tuple(
+            side if side.ndim == 3 else side.unflatten(1, (side.shape[1] // widths[0], widths[0])) for side in sides
+        )
 
     def check_shapes(self, query_emb: Tensor, ref_emb: Tensor | None) -> None:
         self.unpack(query_emb, query_emb if ref_emb is None else ref_emb)
 
-    def normalize(self, embeddings: Tensor, dim: int = -1, **kwargs) -> Tensor:
-        """Return the embeddings with all vectors of unit length."""
-        sets, _ = self.unpack(embeddings, embeddings)
-        return normalize(sets, p=self.p, dim=-1, **kwargs).view_as(embeddings)
+    def normalize(self, embeddings: Tensor, dim: int = 1, **kwargs) -> Tensor:
+        """Return the embeddings, packed or not, with all elements normalised."""
+        (embeddings,) = full_precision(embeddings)
+        return super().normalize(self._elements(embeddings), dim=-1, **kwargs).view_as(embeddings)
 
-    def maybe_normalize(self, embeddings: Tensor, dim: int = -1, **kwargs) -> Tensor:
-        """Return the embeddings as they are: the similarity divides by the lengths itself, without a copy."""
-        return embeddings
+    def get_norm(self, embeddings: Tensor, dim: int = 1, **kwargs) -> Tensor:
+        """Return the norms of all elements, (B, K)."""
+        return super().get_norm(self._elements(embeddings), dim=-1, **kwargs)
 
-    def get_norm(self, embeddings: Tensor, dim: int = -1, **kwargs) -> Tensor:
-        sets, _ = self.unpack(embeddings, embeddings)
-        return torch.norm(sets, p=self.p, dim=-1, **kwargs)
+    def _elements(self, embeddings: Tensor) -> Tensor:
+        return self.unpack(embeddings, embeddings)[0]
+
+    def _similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool) -> Tensor:
+        queries, references = self.unpack(query_emb, ref_emb)
+        normalize = self.normalize_embeddings
+        if normalize and self.p != 2:
+            queries, references, normalize = self.normalize(queries), self.normalize(references), False
+        return self.similarity(
+            queries,
+            references,
+            x_mask=elements_present(queries),
+            y_mask=elements_present(references),
+            normalize=normalize,
+            paired=paired,
+        )
 
 
 def elements_present(sets: Tensor) -> Tensor | None:
-    """Return which vectors are not zeros, (B, K) bool, or None where all are."""
-    if math.prod(sets.shape) == 0:
+    """Return which elements of (B, K, D) are in their sets, (B, K) bool: those that are not zero; None if all are.
+
+    >>> elements_present(torch.tensor([[[1.0, 2.0], [0.0, 0.0]]]))
+    tensor([[ True, False]])
+    """
+    if sets.numel() == 0:
         return None
-    # Compared with zero in this direction, so that NaN is an element.
-    present = ~(torch.linalg.vector_norm(sets.detach(), ord=math.inf, dim=2) == 0)
+    # NaN is not equal to zero either.
+    present = torch.linalg.vector_norm(sets.detach(), ord=math.inf, dim=2) != 0
     return None if present.all() else present

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.functional.set_similarity import (
+from vl_plugins.functional import (
     chamfer_similarity,
     match_probability,
     mil_similarity,
@@ -20,13 +20,17 @@ class SmoothChamferSimilarity(SetDistance):
 
     Args:
         alpha: inverse temperature, > 0.
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`.
+        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
 
-    >>> SmoothChamferSimilarity(alpha=8)(torch.ones(2, 4, 3), torch.ones(5, 6, 3)).shape
-    torch.Size([2, 5])
+    >>> images, texts = torch.eye(2).expand(3, 2, 2), torch.ones(5, 1, 2)
+    >>> SmoothChamferSimilarity(alpha=8)(images, texts).shape
+    torch.Size([3, 5])
     """
 
     def __init__(self, alpha: float = 16.0, set_size: int = 1, **kwargs):
@@ -42,10 +46,16 @@ class ChamferSimilarity(SetDistance):
     """Chamfer similarity of sets, see :func:`vl_plugins.functional.chamfer_similarity`.
 
     Args:
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`.
+        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, section 3.3.
+
+    >>> ChamferSimilarity(set_size=2)(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[0.7500]])
     """
 
     def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
@@ -56,10 +66,16 @@ class MILSimilarity(SetDistance):
     """Similarity of the closest pair of elements, see :func:`vl_plugins.functional.mil_similarity`.
 
     Args:
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`.
+        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
 
     Reference:
-        Song and Soleymani 2019, Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval.
+        Song and Soleymani 2019, Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval (PVSE).
+
+    >>> MILSimilarity(set_size=2)(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[1.]])
     """
 
     def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
@@ -67,16 +83,22 @@ class MILSimilarity(SetDistance):
 
 
 class MatchProbability(SetDistance):
-    """Probability of a match of sets, see :func:`vl_plugins.functional.match_probability`.
+    """Mean probability that two elements match, see :func:`vl_plugins.functional.match_probability`.
 
     Args:
-        scale: of the cosines; to start with, where it is learned.
-        shift: added to them, likewise.
-        learnable: whether scale and shift are parameters.
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`.
+        scale: by which cosines are multiplied; to start with, if it is learnable.
+        shift: what is added, likewise.
+        learnable: ``scale`` and ``shift`` are parameters: give those of the loss to the optimizer.
+        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
 
     Reference:
-        Chun et al. 2021, Probabilistic Embeddings for Cross-Modal Retrieval.
+        Chun et al. 2021, Probabilistic Embeddings for Cross-Modal Retrieval (PCME).
+
+    >>> MatchProbability(scale=2.0, learnable=False)(torch.ones(1, 3), torch.ones(1, 3))
+    tensor([[0.8808]])
     """
 
     def __init__(self, scale: float = 1.0, shift: float = 0.0, learnable: bool = True, set_size: int = 1, **kwargs):

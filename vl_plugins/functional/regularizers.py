@@ -28,8 +28,8 @@ def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False)
     Vectors are taken as they are, not normalised; sets are passed as the cloud of their elements, (B * K, D).
 
     Memory is that of x and y, and of blocks of the kernel of a fixed size. Value and gradients are computed together;
-    there are no second derivatives. Coinciding vectors do not move each other; in float32, those count as coinciding
-    whose distance is below 0.003 of their distance from the mean of both clouds.
+    there are no second derivatives, and ``create_graph=True`` is refused. Coinciding vectors do not move each other; in
+    float32, those count as coinciding whose distance is below 0.003 of their distance from the mean of both clouds.
 
     Args:
         x: (M, D).
@@ -223,8 +223,9 @@ class _MeanDiscrepancy(torch.autograd.Function):
         return (of_x + of_y).clamp(min=0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # by create_graph; the gradients are constants, and so would come out wrong
+            raise RuntimeError("mmd_loss has no second derivatives: leave out create_graph=True")
         gradients = (None if gradient is None else upstream * gradient for gradient in ctx.saved_tensors)
         return *gradients, None, None
 

@@ -1,7 +1,7 @@
 """Similarities of sets of embeddings, from the cosines of all pairs of elements of two sets."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ def smooth_chamfer_similarity(
     x_mask: Tensor | None = None,
     y_mask: Tensor | None = None,
     normalize: bool = True,
+    paired: bool = False,
 ) -> Tensor:
     r"""Smooth-Chamfer similarity of sets (Eq. 6-7).
 
@@ -51,8 +52,8 @@ def smooth_chamfer_similarity(
               \frac{1}{2 |X|} \frac{e^{\alpha c(x', y')}}{\sum_{y \in Y} e^{\alpha c(x', y)}}
               + \frac{1}{2 |Y|} \frac{e^{\alpha c(x', y')}}{\sum_{x \in X} e^{\alpha c(x, y')}}
 
-    Sets of one element each have their cosine as similarity. A large alpha gives :func:`chamfer_similarity`, at most
-    :math:`\log(\max(K_1, K_2)) / \alpha` less.
+    Sets of one element each have their cosine as similarity. :func:`chamfer_similarity` is the limit of a large alpha,
+    and less by at most :math:`\log(\max(K_1, K_2)) / \alpha`.
 
     The cosines are computed tile by tile, and again where the derivatives need them, so that memory beside the inputs,
     their gradients and the result is that of a few tiles. There are no second derivatives.
@@ -65,10 +66,11 @@ def smooth_chamfer_similarity(
         y_mask: (C, K2), bool.
         normalize: elements are L2-normalised first; False for unit vectors. A vector of norm below 1e-12 has the cosine
             0 to any other, and no gradient.
+        paired: compare each set of x only with the one at its place in y; A and C are equal.
 
     Returns:
-        (A, C), float32 or float64, also under autocast. A set without elements has the similarity 0, and no gradient.
-        NaN or infinity in an element gives NaN, unless it is not in its set.
+        (A, C), or (A,) if ``paired``, float32 or float64, also under autocast. A set without elements has the
+        similarity 0, and no gradient. NaN or infinity in an element gives NaN, unless it is not in its set.
 
     Raises:
         ValueError: wrong shape, type or device, or alpha out of its range.
@@ -83,11 +85,17 @@ def smooth_chamfer_similarity(
     """
     if not alpha > 0:
         raise ValueError(f"alpha must be > 0, got {alpha!r}")
-    return _pooled(partial(smooth_chamfer_pooling, alpha=alpha), x, y, x_mask, y_mask, normalize)
+    return _pooled(partial(smooth_chamfer_pooling, alpha=alpha), x, y, x_mask, y_mask, normalize, paired)
 
 
 def chamfer_similarity(
-    x: Tensor, y: Tensor, *, x_mask: Tensor | None = None, y_mask: Tensor | None = None, normalize: bool = True
+    x: Tensor,
+    y: Tensor,
+    *,
+    x_mask: Tensor | None = None,
+    y_mask: Tensor | None = None,
+    normalize: bool = True,
+    paired: bool = False,
 ) -> Tensor:
     r"""Chamfer similarity of sets: each element and the closest of the other set.
 
@@ -97,10 +105,10 @@ def chamfer_similarity(
     Equally close elements share the gradient.
 
     Args:
-        x, y, x_mask, y_mask, normalize: see :func:`smooth_chamfer_similarity`.
+        x, y, x_mask, y_mask, normalize, paired: see :func:`smooth_chamfer_similarity`.
 
     Returns:
-        (A, C), as :func:`smooth_chamfer_similarity`.
+        (A, C) or (A,), as :func:`smooth_chamfer_similarity`.
 
     Raises:
         ValueError: wrong shape, type or device.
@@ -112,11 +120,17 @@ def chamfer_similarity(
     >>> chamfer_similarity(images, torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
     tensor([[0.7500]])
     """
-    return _pooled(chamfer_pooling, x, y, x_mask, y_mask, normalize)
+    return _pooled(chamfer_pooling, x, y, x_mask, y_mask, normalize, paired)
 
 
 def mil_similarity(
-    x: Tensor, y: Tensor, *, x_mask: Tensor | None = None, y_mask: Tensor | None = None, normalize: bool = True
+    x: Tensor,
+    y: Tensor,
+    *,
+    x_mask: Tensor | None = None,
+    y_mask: Tensor | None = None,
+    normalize: bool = True,
+    paired: bool = False,
 ) -> Tensor:
     r"""Similarity of multiple-instance learning: that of the closest pair of elements.
 
@@ -125,10 +139,10 @@ def mil_similarity(
     Equally close pairs share the gradient.
 
     Args:
-        x, y, x_mask, y_mask, normalize: see :func:`smooth_chamfer_similarity`.
+        x, y, x_mask, y_mask, normalize, paired: see :func:`smooth_chamfer_similarity`.
 
     Returns:
-        (A, C), as :func:`smooth_chamfer_similarity`.
+        (A, C) or (A,), as :func:`smooth_chamfer_similarity`.
 
     Raises:
         ValueError: wrong shape, type or device.
@@ -140,7 +154,7 @@ def mil_similarity(
     >>> mil_similarity(images, torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
     tensor([[1.]])
     """
-    return _pooled(mil_pooling, x, y, x_mask, y_mask, normalize)
+    return _pooled(mil_pooling, x, y, x_mask, y_mask, normalize, paired)
 
 
 def match_probability(
@@ -152,18 +166,19 @@ def match_probability(
     x_mask: Tensor | None = None,
     y_mask: Tensor | None = None,
     normalize: bool = True,
+    paired: bool = False,
 ) -> Tensor:
     r"""Match probability of sets: the mean probability that two of their elements match, [0, 1].
 
     .. math:: s = \frac{1}{|X| |Y|} \sum_{x \in X, y \in Y} \sigma(a c(x, y) + b)
 
     Args:
-        x, y, x_mask, y_mask, normalize: see :func:`smooth_chamfer_similarity`.
+        x, y, x_mask, y_mask, normalize, paired: see :func:`smooth_chamfer_similarity`.
         scale: a; a number, or a tensor of one element, which receives a gradient.
         shift: b, likewise.
 
     Returns:
-        (A, C), as :func:`smooth_chamfer_similarity`.
+        (A, C) or (A,), as :func:`smooth_chamfer_similarity`.
 
     Raises:
         ValueError: wrong shape, type or device.
@@ -175,9 +190,8 @@ def match_probability(
     >>> match_probability(images, torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]), scale=2.0)
     tensor([[0.6904]])
     """
-    return _pooled(
-        match_pooling, x, y, x_mask, y_mask, normalize, _one_number("scale", scale), _one_number("shift", shift)
-    )
+    parameters = _one_number("scale", scale), _one_number("shift", shift)
+    return _pooled(match_pooling, x, y, x_mask, y_mask, normalize, paired, *parameters)
 
 
 class Elements(NamedTuple):
@@ -302,9 +316,10 @@ def _pooled(
     x_mask: Tensor | None,
     y_mask: Tensor | None,
     normalize: bool,
+    paired: bool,
     *parameters: float | Tensor,
 ) -> Tensor:
-    _check_sets(x, y, x_mask, y_mask)
+    _check_sets(x, y, x_mask, y_mask, paired)
     x, y = full_precision(x, y)
     # NaN times the weight 0 of an element that is not in its set would be NaN.
     x, y = (
@@ -314,17 +329,20 @@ def _pooled(
     parameters = [torch.as_tensor(value, dtype=x.dtype, device=x.device) for value in parameters]
     if not torch.is_grad_enabled():
         x, y, *parameters = (tensor.detach() for tensor in (x, y, *parameters))
-    # All similarities are symmetric. The memory of the second side's gradient is of use, so let it be needed and large.
-    if (x.requires_grad, x.numel()) > (y.requires_grad, y.numel()):
-        return _PooledCosines.apply(pooling, y, x, y_mask, x_mask, normalize, *parameters).T
-    return _PooledCosines.apply(pooling, x, y, x_mask, y_mask, normalize, *parameters)
+    pool = _pool_pairs if paired else _pool_all
+    if torch.compiler.is_compiling():
+        # Tracing would unroll the tiles. Not as a decorator: this package would take seconds to import.
+        pool = torch.compiler.disable(pool)
+    return pool(pooling, x, y, x_mask, y_mask, normalize, parameters)
 
 
-def _check_sets(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
+def _check_sets(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None, paired: bool) -> None:
     if x.ndim != 3 or y.ndim != 3 or x.shape[2] != y.shape[2]:
         raise ValueError(
             f"x and y must have the shapes (A, K1, D) and (C, K2, D), got {tuple(x.shape)} and {tuple(y.shape)}"
         )
+    if paired and len(x) != len(y):
+        raise ValueError(f"paired x and y must be equally many sets, got {tuple(x.shape)} and {tuple(y.shape)}")
     if x.device != y.device:
         raise ValueError(f"y must be on the device of x, {x.device}, got {y.device}")
     for name, mask, sets in (("x_mask", x_mask, x), ("y_mask", y_mask, y)):
@@ -347,6 +365,75 @@ def _one_number(name: str, value: float | Tensor) -> float | Tensor:
     return value.reshape(())
 
 
+def _pool_pairs(
+    pooling: Callable,
+    x: Tensor,
+    y: Tensor,
+    x_mask: Tensor | None,
+    y_mask: Tensor | None,
+    normalize: bool,
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """Return (A,)."""
+    if normalize:
+        x, y = _unit_vectors(x), _unit_vectors(y)
+    return _PooledPairs.apply(pooling, x, y, x_mask, y_mask, *parameters)
+
+
+def _unit_vectors(sets: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(sets, dim=2, keepdim=True)
+    return torch.where(norms < LEAST_NORM, 0, sets / norms.clamp(min=LEAST_NORM))
+
+
+class _PooledPairs(torch.autograd.Function):
+    """A pooling of the cosines of each set and the one at its place: a tile of one row, whose columns are the pairs."""
+
+    @staticmethod
+    def forward(ctx, pooling, x, y, x_mask, y_mask, *parameters):
+        with torch.autocast(x.device.type, enabled=False):
+            cosines = torch.einsum("nkd,nld->kln", x, y)[None].contiguous()  # (1, K1, K2, A)
+        if cosines.numel() == 0:
+            values, by_parameters = x.new_zeros(1, len(x)), []
+        else:
+            values, *by_parameters = pooling(
+                cosines,
+                torch.empty_like(cosines),
+                _elements(x, x_mask, lambda numbers: numbers.T[None, :, None]),
+                _elements(y, y_mask, lambda numbers: numbers.T[None, None]),
+                *parameters,
+                derivatives=any(ctx.needs_input_grad),
+            )
+        ctx.save_for_backward(x, y, cosines, *by_parameters)
+        ctx.count = len(parameters)
+        return values[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        x, y, derivatives, *by_parameters = ctx.saved_tensors
+        weights = derivatives[0] * upstream
+        with torch.autocast(x.device.type, enabled=False):
+            gradients = torch.einsum("kln,nld->nkd", weights, y), torch.einsum("kln,nkd->nld", weights, x)
+        of_parameters = [(upstream * by_parameter).sum() for by_parameter in by_parameters]
+        return None, *gradients, None, None, *(of_parameters or [None] * ctx.count)
+
+
+def _pool_all(
+    pooling: Callable,
+    x: Tensor,
+    y: Tensor,
+    x_mask: Tensor | None,
+    y_mask: Tensor | None,
+    normalize: bool,
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """Return (A, C)."""
+    # All similarities are symmetric. The memory of the second side's gradient is of use, so let it be needed and large.
+    if (x.requires_grad, x.numel()) > (y.requires_grad, y.numel()):
+        return _PooledCosines.apply(pooling, y, x, y_mask, x_mask, normalize, *parameters).T
+    return _PooledCosines.apply(pooling, x, y, x_mask, y_mask, normalize, *parameters)
+
+
 class _PooledCosines(torch.autograd.Function):
     """A pooling of the cosines of all pairs of sets, tile by tile; if only one of x and y needs a gradient, it is y.
 
@@ -354,6 +441,8 @@ class _PooledCosines(torch.autograd.Function):
     three. Not so the tiles of the first rows, as many as there is room for: until backward the memory of y's gradient,
     which is therefore allocated forwards, holds their derivatives; those of some columns are read before the gradient
     of these columns is written. The narrower the vectors, the fewer rows fit, but the cheaper is that product.
+
+    All products are written to memory that is there already, where autocast does not change their type.
     """
 
     @staticmethod
@@ -363,20 +452,19 @@ class _PooledCosines(torch.autograd.Function):
         saved = x, y, *inverse_norms, x_mask, y_mask
         similarities = x.new_zeros(len(x), len(y))
         by_parameters = [torch.zeros_like(similarities) for _ in parameters if any(ctx.needs_input_grad[6:])]
-        with torch.autocast(x.device.type, enabled=False):
-            tiles = _Tiles(*saved)
-            y_gradient = torch.empty_like(y) if ctx.needs_input_grad[2] and tiles.first_rows_fit else None
-            for tile in tiles:
-                lent = tiles.lent(y_gradient, tile)
-                values, *of_parameters = pooling(
-                    *tiles.cosines(tile, lent),
-                    *tile.elements,
-                    *parameters,
-                    derivatives=lent is not None or bool(by_parameters),
-                )
-                similarities[tile.rows, tile.columns] = values
-                for by_parameter, of_tile in zip(by_parameters, of_parameters, strict=False):
-                    by_parameter[tile.rows, tile.columns] = of_tile
+        tiles = _Tiles(*saved)
+        y_gradient = torch.empty_like(y) if ctx.needs_input_grad[2] and tiles.first_rows_fit else None
+        for tile in tiles:
+            lent = tiles.lent(y_gradient, tile)
+            values, *of_parameters = pooling(
+                *tiles.cosines(tile, lent),
+                *tile.elements,
+                *parameters,
+                derivatives=lent is not None or bool(by_parameters),
+            )
+            similarities[tile.rows, tile.columns] = values
+            for by_parameter, of_tile in zip(by_parameters, of_parameters, strict=False):
+                by_parameter[tile.rows, tile.columns] = of_tile
         ctx.save_for_backward(*saved, *parameters, *by_parameters)
         ctx.pooling, ctx.count, ctx.y_gradient = pooling, len(parameters), y_gradient
         return similarities
@@ -392,17 +480,16 @@ class _PooledCosines(torch.autograd.Function):
         x_gradient = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
         y_gradient = torch.zeros_like(y) if ctx.needs_input_grad[2] and lender is None else lender
         if y_gradient is not None:
-            with torch.autocast(x.device.type, enabled=False):
-                tiles = _Tiles(*saved)
-                for tile in tiles:
-                    derivatives = tiles.lent(lender, tile)
-                    if derivatives is None:
-                        derivatives, scratch = tiles.cosines(tile)
-                        ctx.pooling(derivatives, scratch, *tile.elements, *parameters, derivatives=True)
-                    tiles.add_gradients(tile, derivatives, upstream, x_gradient, y_gradient)
-                for gradient, vectors, factors in zip((x_gradient, y_gradient), (x, y), inverse_norms, strict=True):
-                    if gradient is not None and factors is not None:
-                        _remove_radial_parts(gradient, vectors, factors, tiles.size // 8)
+            tiles = _Tiles(*saved)
+            for tile in tiles:
+                derivatives = tiles.lent(lender, tile)
+                if derivatives is None:
+                    derivatives, scratch = tiles.cosines(tile)
+                    ctx.pooling(derivatives, scratch, *tile.elements, *parameters, derivatives=True)
+                tiles.add_gradients(tile, derivatives, upstream, x_gradient, y_gradient)
+            for gradient, vectors, factors in zip((x_gradient, y_gradient), (x, y), inverse_norms, strict=True):
+                if gradient is not None and factors is not None:
+                    _remove_radial_parts(gradient, vectors, factors, tiles.size // 8)
         of_parameters = [(upstream * by_parameter).sum() for by_parameter in by_parameters]
         return None, x_gradient, y_gradient, None, None, None, *(of_parameters or [None] * ctx.count)
 
@@ -433,7 +520,7 @@ class _Tiles:
         (rows, k1, width), (columns, k2, _) = x.shape, y.shape
         self.empty = 0 in (rows, k1, k2, columns)
         if self.empty:
-            self.first_rows_fit = False
+            self.first_rows_fit, self.size = False, 0
             return
         most = max(1, (CPU_TILE if x.device.type == "cpu" else DEVICE_TILE) // (k1 * k2))
         self.rows = min(rows, most, max(width // k1, LEAST_ROWS))
