@@ -30,6 +30,22 @@ class Closed(Loss):
         super().__init__(size=1, margin=margin)
 
 
+class Holder(Loss):
+    """Its further options are those of what it holds."""
+
+    def __init__(self, held="closed", weight=5, **held_options):
+        self.held = {"closed": Closed, "base": Base}[held](**held_options)
+
+    @classmethod
+    def forwarded_options(cls, given):
+        return constructor_options({"closed": Closed, "base": Base}[given.get("held", "closed")]) | {"weight": 7}
+
+
+class ClosedHolder(Holder):
+    def __init__(self, size=1):
+        super().__init__()
+
+
 class Sized:
     def __init__(self, size=None):
         if size is None:
@@ -46,8 +62,19 @@ def test_options_follow_the_keyword_arguments_along_the_bases():
     assert constructor_options(object) == {}
 
 
+def test_options_that_are_forwarded_to_something_else_depend_on_those_given():
+    assert list(constructor_options(Holder).items()) == [("held", "closed"), ("weight", 5), ("margin", 0.2)]
+    assert constructor_options(Holder, {"held": "base"}) == {"held": "closed", "weight": 5, "reducer": None}
+    assert constructor_options(ClosedHolder) == {"size": 1}
+    with_other_options = constructor_options(
+        type("Derived", (Holder,), {"__init__": lambda self, size, **kwargs: None})
+    )
+    assert with_other_options == {"size": REQUIRED, "held": "closed", "weight": 5, "margin": 0.2}
+
+
 def test_construct():
     assert construct("loss", "mine", Loss, {"size": 1, "reducer": "mean"}).reducer == "mean"
+    assert construct("loss", "mine", Holder, {"held": "base", "reducer": "mean"}).held.reducer == "mean"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +87,12 @@ def test_construct():
             "options: size, margin=0.2, weight=3, power=2, reducer=None",
         ),
         (Base, {"zzz": 1}, "unknown option 'zzz' of loss 'mine'; options: reducer=None"),
+        (
+            Holder,
+            {"held": "base", "reduce": 1},
+            "unknown option 'reduce' of loss 'mine' (did you mean 'reducer'?); "
+            "options: held='closed', weight=5, reducer=None",
+        ),
         (
             Loss,
             {"margin": 0.1},

@@ -3,16 +3,19 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from pytorch_metric_learning import distances, reducers, regularizers
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 import vl_plugins
+from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.errors import UserError
-from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
+from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.registry import create_loss, list_losses, load_loss, loss_options
 
 OURS = {
     "goal": GOALLoss,
+    "smooth_chamfer": SmoothChamferLoss,
     "triplet_hn": TripletHNLoss,
     "triplet_sh": TripletSHLoss,
     "unified": UnifiedLoss,
@@ -75,6 +78,25 @@ def test_options():
         loss_options("unified")["margin"] = 1
 
 
+def test_options_of_a_loss_that_holds_another_are_also_those_of_that():
+    own = {
+        "base": "triplet_hn",
+        "alpha": 16.0,
+        "set_size": 1,
+        "mmd_weight": 0.01,
+        "diversity_weight": 0.01,
+        "distance": None,
+    }
+    for given in ({}, {"base": "triplet_hn"}, {"base": "unified"}, {"base": "goal", "margin": 0.1}):
+        of_base = dict(loss_options(given.get("base", "triplet_hn")))
+        assert loss_options("smooth_chamfer", **given) == of_base | own
+        assert list(loss_options("smooth_chamfer", **given))[: len(own)] == list(own)
+    assert loss_options("smooth_chamfer", base=TripletHNLoss()) == own
+    assert loss_options("vlc", base="unified") == loss_options("vlc")
+    with pytest.raises(UserError, match="unknown loss 'unifed'"):
+        loss_options("smooth_chamfer", base="unifed")
+
+
 def test_options_reach_the_loss():
     loss = create_loss(
         "unified",
@@ -120,6 +142,39 @@ def test_loss_of_another_distribution(install):
     assert isinstance(loss, BaseMetricLossFunction)
     assert loss.pos_margin == 0.7
     assert loss_options("mine")["neg_margin"] == 1
+
+
+def test_loss_of_another_distribution_held_by_one_of_ours(install):
+    install("held-losses", "mine")
+    loss = create_loss("smooth_chamfer", base="mine", pos_margin=0.7, set_size=2, reducer="SumReducer")
+    assert type(loss.base).__name__ == "MyLoss"
+    assert (loss.base.pos_margin, loss.base.distance.set_size) == (0.7, 2)
+    assert type(loss.reducer.reducers["pos_loss"]) is reducers.SumReducer
+    assert "neg_margin" in loss_options("smooth_chamfer", base="mine")
+    images, texts, labels = torch.randn(4, 2, 3), torch.randn(5, 2, 3), torch.arange(5)
+    call = {"labels": labels[:4], "ref_emb": texts, "ref_labels": labels}
+    distance = SmoothChamferSimilarity()
+    plain = create_loss("mine", pos_margin=0.7, distance=distance, reducer="SumReducer")(images, **call)
+    torch.testing.assert_close(loss(images, **call), plain + sum(loss.regularization(images, texts).values()))
+    with pytest.raises(
+        UserError, match=r"unknown option 'pos_magin' .* \(did you mean 'pos_margin'\?\); options: base="
+    ):
+        create_loss("smooth_chamfer", base="mine", pos_magin=1)
+
+
+WITHOUT_DISTANCE = """
+from pytorch_metric_learning.losses import BaseMetricLossFunction
+
+class MyLoss(BaseMetricLossFunction):
+    def __init__(self, power=2):
+        super().__init__()
+"""
+
+
+def test_loss_of_another_distribution_that_takes_no_distance_cannot_be_held(install):
+    install("stubborn-losses", "mine", WITHOUT_DISTANCE)
+    with pytest.raises(UserError, match="unknown option 'distance' of loss 'mine'; options: power=2"):
+        create_loss("smooth_chamfer", base="mine")
 
 
 def test_a_name_claimed_twice(install):
@@ -177,4 +232,4 @@ def test_losses_need_no_optional_dependency():
         from vl_plugins import create_loss, list_losses
         print([type(create_loss(name)).__name__ for name in list_losses()])
     """)
-    assert created == "['GOALLoss', 'TripletHNLoss', 'TripletSHLoss', 'UnifiedLoss', 'VLCLoss']"
+    assert created == "['GOALLoss', 'SmoothChamferLoss', 'TripletHNLoss', 'TripletSHLoss', 'UnifiedLoss', 'VLCLoss']"

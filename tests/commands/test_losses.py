@@ -28,6 +28,10 @@ def test_every_loss_with_options_equation_and_paper(capsys, monkeypatch):
         "  equation  Eq. 5, 24-27\n"
         "  paper     Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     )
+    assert (
+        "options base='triplet_hn', alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01; "
+        "with these defaults also margin=0.2, warmup_steps=0, symmetric=True equation"
+    ) in " ".join(paragraphs[list_losses().index("smooth_chamfer")].split())
     assert "reducer=None, distance=None" in " ".join(paragraphs[-1].split())
 
 
@@ -46,7 +50,12 @@ def test_json(capsys):
     unified = descriptions["unified"]
     assert unified["equation"] == "Eq. 5, 24-27"
     assert unified["paper"].startswith("Li et al. 2022")
-    assert unified["without_default"] == []
+    assert unified["without_default"] == unified["forwarded"] == []
+    smooth_chamfer = descriptions["smooth_chamfer"]
+    assert smooth_chamfer["options"]["margin"] == 0.2
+    assert set(smooth_chamfer["forwarded"]) == set(smooth_chamfer["options"]) - {
+        *("base", "alpha", "set_size", "mmd_weight", "diversity_weight", "distance")
+    }
     assert unified["options"]["margin"] == 0.2
     assert unified["options"]["distance"] is None
 
@@ -69,6 +78,7 @@ def test_loss_without_equation_and_paper(monkeypatch):
         "summary": "A loss of another package.",
         "options": {"margin": 0.1},
         "without_default": ["weights"],
+        "forwarded": [],
         "equation": None,
         "paper": None,
     }
@@ -89,3 +99,13 @@ def test_unusable_loss_does_not_hide_the_others(monkeypatch):
     text = format_descriptions([describe_loss(name) for name in list_losses()], 80)
     assert "\n\nunified\n" in text
     assert "\n\nvlc\n  error     loss 'vlc' is provided by two distributions\n\n" in text
+
+
+def test_loss_whose_base_is_unusable(monkeypatch):
+    def broken(name, /, **given):
+        raise UserError(f"loss {name!r} is provided by two distributions")
+
+    monkeypatch.setattr("vl_plugins.losses.smooth_chamfer.loss_options", broken)
+    message = "loss 'triplet_hn' is provided by two distributions"
+    assert describe_loss("smooth_chamfer") == {"name": "smooth_chamfer", "error": message}
+    assert "options" in describe_loss("vlc")

@@ -185,6 +185,12 @@ def test_mmd_of_a_cloud_without_a_gradient():
         assert mmd_loss(x, y) > 0
 
 
+def test_second_derivatives_of_mmd_are_refused():
+    x = leaf((6, 3))
+    with pytest.raises(RuntimeError, match="mmd_loss has no second derivatives"):
+        torch.autograd.grad(mmd_loss(x, leaf((5, 3), seed=1)), x, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
@@ -470,7 +476,7 @@ def test_wrong_reduction():
         diversity_loss(torch.ones(3, 4, 5), reduction="men")
 
 
-@ALL_SCALARS
+@pytest.mark.parametrize("name", ["mmd", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SCALARS)[1:])])
 def test_compiled(name):
     torch.compiler.reset()
     sets = leaf((5, 4, 3))

@@ -165,12 +165,14 @@ def test_a_term_of_weight_zero_is_not_computed(monkeypatch):
         assert loss(**call_with()) > 0
 
 
-def test_the_embeddings_as_references_are_one_modality():
-    call = call_with(1)
-    loss = SmoothChamferLoss(**WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_the_embeddings_as_references_are_one_modality(dtype):
+    call = call_with(1, dtype)
+    loss = SmoothChamferLoss(diversity_weight=DIVERSITY, mmd_weight=1e6)
     value = loss(**call)
     assert torch.equal(loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS), value)
-    torch.testing.assert_close(value.item(), expected(TripletHNLoss(distance=smooth_chamfer()), call)[0])
+    base = TripletHNLoss(distance=smooth_chamfer())
+    torch.testing.assert_close(value.item(), expected(base, call)[0], atol=1e-5, rtol=0)
 
 
 @DTYPES
@@ -211,13 +213,6 @@ def test_plain_embeddings_are_sets_of_one(dtype):
         for of_plain, of_leaf in zip(torch.autograd.grad(plain, leaves, retain_graph=True), of_term, strict=True)
     ]
     check(SmoothChamferLoss(**WEIGHTS)(**call), leaves, plain.item() + MMD * term, gradients)
-
-
-class OfCosines(losses.ContrastiveLoss):
-    """Contrastive loss of similarities."""
-
-    def get_default_distance(self):
-        return distances.CosineSimilarity()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +320,7 @@ def test_options_of_the_base_by_name():
     loss = create_loss(
         "smooth_chamfer", reducer="SumReducer", warmup_steps=3, symmetric=False, embedding_regularizer="LpRegularizer"
     )
-    assert type(loss.reducer) is reducers.SumReducer or type(loss.base.reducer) is reducers.MultipleReducers
+    assert type(loss.reducer.reducers["loss"]) is reducers.SumReducer  # one for each term
     assert (loss.base.warmup_steps, loss.base.symmetric) == (3, False)
     assert type(loss.base.embedding_regularizer) is regularizers.LpRegularizer
 
@@ -450,6 +445,14 @@ def test_autocast_computes_in_single_precision(base, dtype):
     of_single = torch.autograd.grad(wanted, leaves_of(single))
     for half, gradient in zip(torch.autograd.grad(actual, leaves_of(call)), of_single, strict=True):
         assert torch.equal(half, gradient.to(dtype))
+
+
+def test_autocast_computes_losses_of_the_host_in_single_precision_too():
+    images, texts = (sets_of(labels, torch.float32, seed)[:, 0] for seed, labels in enumerate((LABELS, REF_LABELS)))
+    loss = SmoothChamferLoss(losses.NTXentLoss(distance=distances.CosineSimilarity()))
+    wanted = loss(images, LABELS, ref_emb=texts, ref_labels=REF_LABELS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loss(images, LABELS, ref_emb=texts, ref_labels=REF_LABELS), wanted)
 
 
 def test_not_a_number_is_never_hidden():

@@ -35,6 +35,10 @@ class Reference:
     """Twice differentiable, and its gradient is that of its value."""
     only_similarities: bool = False
     """Refuses distances that are not inverted."""
+    of_loss: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss, which the loops do not have."""
+    twice: bool = True
+    """Has second derivatives, with its own distance."""
 
 
 GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "eps": 0.2}
@@ -42,6 +46,14 @@ GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3,
 # A loss that is not here fails the whole suite.
 REFERENCES = {
     "goal": Reference(goal.goal_hardest, goal.goal_triplet, GOAL_OPTIONS, only_similarities=True),
+    # Of sets of one element, without the regularizers: the triplet loss of cosines.
+    "smooth_chamfer": Reference(
+        losses.triplet_hn,
+        losses.triplet,
+        {"margin": 0.3},
+        of_loss={"mmd_weight": 0.0, "diversity_weight": 0.0},
+        twice=False,
+    ),
     "triplet_hn": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}),
     "triplet_sh": Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}),
     "unified": Reference(losses.unified, options={"margin": 0.3, "scale": 10.0}, smooth=True),
@@ -67,7 +79,8 @@ def reference_of(name):
 
 
 def make_loss(name, **options):
-    return create_loss(name, **reference_of(name).options, **options)
+    reference = reference_of(name)
+    return create_loss(name, **reference.options, **reference.of_loss, **options)
 
 
 def embeddings_of(labels, dtype=torch.float64, seed=0, dimension=5):

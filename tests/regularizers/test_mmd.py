@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
@@ -86,11 +88,20 @@ def test_one_modality_has_none(name):
         loss(**one | {"ref_emb": one["embeddings"], "ref_labels": one["labels"]})
 
 
+@pytest.mark.parametrize("change", [{}, {"indices_tuple": (torch.tensor([7]),) * 4}], ids=["", "failed"])
+def test_references_are_not_kept_after_a_call(change):
+    loss = make_loss("unified", embedding_regularizer=MMDRegularizer())
+    with contextlib.suppress(IndexError):
+        loss(**call_with(2) | change)
+    assert not any(isinstance(value, torch.Tensor) for module in loss.modules() for value in vars(module).values())
+
+
 def test_losses_of_the_host_do_not():
     with pytest.raises(ValueError, match="got embeddings without ref_emb"):
         losses.ContrastiveLoss(embedding_regularizer=MMDRegularizer())(**call_with(2))
 
 
+@pytest.mark.slow
 def test_compiled_in_a_loss():
     torch.compiler.reset()
     call = call_with(2)

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from vl_plugins.errors import UserError
-from vl_plugins.options import REQUIRED, constructor_options, format_options
+from vl_plugins.options import REQUIRED, constructor_options, format_options, own_and_forwarded_options
 from vl_plugins.registry import list_losses, load_loss
 
 __all__ = ["describe_loss", "register", "run"]
@@ -41,19 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
 def describe_loss(name: str) -> dict[str, Any]:
     """Return what there is to know of a loss.
 
-    ``options`` are those with a default, ``without_default`` the names of the others. ``equation`` and ``paper`` are
-    None if the loss does not name them. A loss that cannot be used has only ``name`` and ``error``.
+    ``options`` are those with a default, ``without_default`` the names of the others. ``forwarded`` are the names of
+    those that there are because other options have their defaults, as those of the loss that the option ``base`` names.
+    ``equation`` and ``paper`` are None if the loss does not name them. A loss that cannot be used has only ``name`` and
+    ``error``.
     """
     try:
         loss = load_loss(name)
+        own, forwarded = own_and_forwarded_options(loss)
     except UserError as error:
         return {"name": name, "error": str(error)}
-    options = constructor_options(loss)
+    options = own | forwarded
     return {
         "name": name,
         "summary": (inspect.getdoc(loss) or "").partition("\n")[0],
         "options": {option: default for option, default in options.items() if default is not REQUIRED},
         "without_default": [option for option, default in options.items() if default is REQUIRED],
+        "forwarded": list(forwarded),
         "equation": getattr(loss, "equation", None),
         "paper": getattr(loss, "paper", None),
     }
@@ -70,14 +74,21 @@ def format_descriptions(descriptions: list[dict[str, Any]], width: int) -> str:
     return "\n\n".join([*paragraphs, textwrap.fill(footer, width)])
 
 
+def _options(description: dict[str, Any], shared: dict[str, Any]) -> str:
+    options = dict.fromkeys(description["without_default"], REQUIRED)
+    options |= {name: default for name, default in description["options"].items() if name not in shared}
+    own = {name: default for name, default in options.items() if name not in description["forwarded"]}
+    forwarded = {name: default for name, default in options.items() if name in description["forwarded"]}
+    return format_options(own) + (f"; with these defaults also {format_options(forwarded)}" if forwarded else "")
+
+
 def _paragraph(description: dict[str, Any], shared: dict[str, Any], width: int) -> str:
     if "error" in description:
         rows = {"error": description["error"]}
     else:
-        own = {name: default for name, default in description["options"].items() if name not in shared}
         rows = {
             "": description["summary"],
-            "options": format_options(dict.fromkeys(description["without_default"], REQUIRED) | own),
+            "options": _options(description, shared),
             "equation": description["equation"],
             "paper": description["paper"],
         }

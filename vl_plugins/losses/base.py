@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, PerAnchorReducer
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
@@ -85,7 +85,7 @@ class PairLoss(BaseMetricLossFunction):
         """
         if ref_emb is embeddings:
             ref_emb = None
-        check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
         check_reducer(self.reducer, embeddings, labels, ref_emb)
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         self._ref_emb = ref_emb
@@ -186,6 +186,7 @@ def check_embeddings(
     indices_tuple: IndicesTuple | None,
     ref_emb: Tensor | None,
     ref_labels: Tensor | None,
+    distance: BaseDistance,
 ) -> None:
     """Raise ``ValueError`` for a call that PML would answer with a wrong value or an obscure error."""
     common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
@@ -194,7 +195,9 @@ def check_embeddings(
         raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
     if ref_emb is None:
         return
-    if ref_emb.shape[-1] != embeddings.shape[-1]:
+    if hasattr(distance, "unpack"):
+        distance.unpack(embeddings, ref_emb)  # of sets, which may be of different size
+    elif ref_emb.shape[-1] != embeddings.shape[-1]:
         raise ValueError(
             f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
         )

@@ -96,8 +96,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     @classmethod
     def forwarded_options(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of the loss that the option ``base`` names, see :mod:`vl_plugins.options`."""
-        base = given.get("base", "triplet_hn")
-        return loss_options(base, **given) if _is_name_of_base(base) else {}
+        of_base = dict(given)
+        base = of_base.pop("base", "triplet_hn")
+        return loss_options(base, **of_base) if _is_name_of_base(base) else {}
 
     @property
     def distance(self) -> BaseDistance:
