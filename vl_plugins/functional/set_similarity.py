@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vl_plugins.functional.precision import full_precision
 
@@ -408,8 +407,8 @@ class _PooledPairs(torch.autograd.Function):
         return values[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
+        _refuse_second_derivatives()
         x, y, derivatives, *by_parameters = ctx.saved_tensors
         weights = derivatives[0] * upstream
         with torch.autocast(x.device.type, enabled=False):
@@ -470,8 +469,8 @@ class _PooledCosines(torch.autograd.Function):
         return similarities
 
     @staticmethod
-    @once_differentiable  # a second derivative would need all that is not kept
     def backward(ctx, upstream):
+        _refuse_second_derivatives()  # they would need all that is not kept
         saved, numbers = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         parameters, by_parameters = numbers[: ctx.count], numbers[ctx.count :]
         x, y, *inverse_norms = saved[:4]
@@ -492,6 +491,12 @@ class _PooledCosines(torch.autograd.Function):
                     _remove_radial_parts(gradient, vectors, factors, tiles.size // 8)
         of_parameters = [(upstream * by_parameter).sum() for by_parameter in by_parameters]
         return None, x_gradient, y_gradient, None, None, None, *(of_parameters or [None] * ctx.count)
+
+
+def _refuse_second_derivatives() -> None:
+    # What torch has for it, once_differentiable, lets constants pass whose derivatives would be missed.
+    if torch.is_grad_enabled():
+        raise RuntimeError("similarities of sets have no second derivatives: leave out create_graph=True")
 
 
 class _Tile(NamedTuple):
