@@ -195,9 +195,8 @@ def check_embeddings(
         raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
     if ref_emb is None:
         return
-    if hasattr(distance, "unpack"):
-        distance.unpack(embeddings, ref_emb)  # of sets, which may be of different size
-    elif ref_emb.shape[-1] != embeddings.shape[-1]:
+    # A distance of sets looks itself: packed sets of unequal size are of unequal width.
+    if not hasattr(distance, "unpack") and ref_emb.shape[-1] != embeddings.shape[-1]:
         raise ValueError(
             f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
         )
