@@ -139,9 +139,9 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
     (tmp_path / "shards").mkdir()
     for shard in toy_shards.glob("toy-val-*.tar"):
         (tmp_path / "shards" / shard.name.replace("toy", "coco")).symlink_to(shard)
-    small = "--model vl-tiny --device cpu --precision fp32 --batch-size 16 --workers 0 --epochs 10 --name run".split()
+    small = "--model vl-tiny --device cpu --precision fp32 --batch-size 8 --workers 0 --epochs 10 --name run".split()
     small += ["--pretrained", "", "--val-data", "", "--save-frequency", "0", "--warmup", "1"]
-    small += ["--train-data", f"{toy_shards}/toy-train-000000.tar", "--train-num-samples", "16"]
+    small += ["--train-data", f"{toy_shards}/toy-train-000000.tar"]
     small += ["--head-kwargs", "num_iters=2", "hidden_dim=16"]
     monkeypatch.chdir(tmp_path)
     run([*shlex.split(training), *small], tmp_path)

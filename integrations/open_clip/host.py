@@ -49,9 +49,9 @@ def trainer() -> ModuleType:
     for name, expected in SIGNATURES.items():
         function = getattr(main, name, None)
         found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        if found is not None and expected[-1] is ...:
-            found = (*found[: len(expected) - 1], ...)
-        if found != expected:
+        known = expected[:-1] if expected[-1] is ... else expected
+        fits = found is not None and found[: len(known)] == known and (known != expected or len(found) == len(known))
+        if not fits:
             what = "does not exist" if found is None else f"takes {_written(found)}"
             raise UserError(
                 f"open_clip_torch {installed} is not supported: open_clip_train.main.{name} {what}, "

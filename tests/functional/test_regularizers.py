@@ -476,7 +476,8 @@ def test_wrong_reduction():
         diversity_loss(torch.ones(3, 4, 5), reduction="men")
 
 
-@pytest.mark.parametrize("name", ["mmd", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SCALARS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SCALARS))
 def test_compiled(name):
     torch.compiler.reset()
     sets = leaf((5, 4, 3))

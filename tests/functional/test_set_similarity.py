@@ -526,7 +526,8 @@ def test_nothing_is_kept_without_gradients(name):
         assert extra_bytes(lambda: function(long_x, long_y)) < 30_000  # y has 240,000
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_callers(backend):
     torch.compiler.reset()
     x, y = random_sets(4, 3, 6), random_sets(4, 2, 6, seed=1)

@@ -83,6 +83,7 @@ def test_copies_and_checkpoints_go_on_where_the_loss_was(loss_class, tmp_path):
         torch.testing.assert_close([call(twin), call(twin)], [warm, mined])
 
 
+@pytest.mark.slow
 @CLASSES
 def test_compiled_for_any_number_of_steps(loss_class):
     warm, mined = warm_and_mined(loss_class)

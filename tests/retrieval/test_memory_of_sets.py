@@ -50,9 +50,8 @@ print(held() - before)
 """
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param(TRAIN, id="training"), pytest.param(EVALUATE, id="evaluation", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [pytest.param(TRAIN, id="training"), pytest.param(EVALUATE, id="evaluation")])
 def test_memory_beyond_the_embeddings(program):
     finished = subprocess.run([sys.executable, "-c", PREPARE + program], capture_output=True, text=True, timeout=1500)
     assert finished.returncode == 0, finished.stderr

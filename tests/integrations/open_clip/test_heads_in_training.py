@@ -68,7 +68,9 @@ def test_sets_are_trained_validated_saved_resumed_and_evaluated(tmp_path, toy_sh
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--accum-freq", "2", "--captions-per-image", "all"], id="accum-freq-all-captions"),
+        pytest.param(
+            ["--accum-freq", "2", "--captions-per-image", "all"], id="accum-freq-all-captions", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["--precision", "amp_bf16", "--loss-kwargs", "base=unified"], id="amp_bf16", marks=pytest.mark.slow
         ),
@@ -115,6 +117,7 @@ def test_a_linear_head_under_the_losses_of_open_clip(tmp_path, data, flags):
     assert (model.clip.logit_bias is not None) == bool(flags)
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_similarity_with_the_model(tmp_path, data):
     """A parameter without a gradient in any process would end the second step."""
     torchrun = [
@@ -130,7 +133,7 @@ def test_two_processes_train_a_similarity_with_the_model(tmp_path, data):
     ]
     flags = [*SHORT, *data, "--name", "run", *SETS, "global_feature=false", "--batch-size", "8"]
     flags += ["--distance", "match_probability", "--gather-with-grad", "--local-loss"]
-    finished = run([*torchrun, "--", *flags], tmp_path)
+    finished = run([*torchrun, *flags], tmp_path)
     assert finished.returncode == 0
     assert len(results(tmp_path)) == 1
     path = tmp_path / "logs/run/checkpoints/epoch_1.pt"

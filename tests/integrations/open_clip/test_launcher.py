@@ -244,7 +244,7 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
         pytest.param(
             ["--accum-freq", "2", "--captions-per-image", "3"], id="accum-freq-several-captions", marks=pytest.mark.slow
         ),
-        pytest.param(["--precision", "amp_bf16"], id="amp_bf16"),
+        pytest.param(["--precision", "amp_bf16"], id="amp_bf16", marks=pytest.mark.slow),
         pytest.param(["--grad-checkpointing"], id="grad-checkpointing", marks=pytest.mark.slow),
         pytest.param(["--captions-per-image", "all", "--miner", "BatchHardMiner"], id="all-captions-miner"),
         pytest.param(
@@ -286,7 +286,13 @@ def test_resume_latest_goes_on(tmp_path, train_data, val_data):
     assert checkpoint(tmp_path, "run", epoch=2)["epoch"] == 2
 
 
-@pytest.mark.parametrize("gather", [[], ["--gather-with-grad", "--local-loss"]], ids=["default", "gather-local"])
+@pytest.mark.parametrize(
+    "gather",
+    [
+        pytest.param([], id="default", marks=pytest.mark.slow),  # the command in the README is such a one
+        pytest.param(["--gather-with-grad", "--local-loss"], id="gather-local"),
+    ],
+)
 def test_two_processes(tmp_path, train_data, val_data, gather):
     torchrun = [
         sys.executable,
@@ -306,6 +312,7 @@ def test_two_processes(tmp_path, train_data, val_data, gather):
     assert "module.logit_scale" in checkpoint(tmp_path, "run")["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_run_repeats_exactly(tmp_path, train_data):
     flags = [*SHORT, *train_data, "--loss", "unified", "--seed", "5", "--workers", "2"]
     for name in ("one", "two"):
