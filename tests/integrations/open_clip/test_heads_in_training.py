@@ -101,9 +101,8 @@ def test_other_heads_than_those_of_the_checkpoint_are_refused(tmp_path, data):
     assert "the checkpoint has the head set(num_slots=3, num_iters=2, hidden_dim=32" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param([], id="clip"), pytest.param(["--siglip"], id="siglip", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [pytest.param([], id="clip"), pytest.param(["--siglip"], id="siglip")])
 def test_a_linear_head_under_the_losses_of_open_clip(tmp_path, data, flags):
     finished = launch(
         tmp_path, *SHORT, *data[:2], "--name", "run", "--head", "linear", "--head-kwargs", "dim=24", *flags

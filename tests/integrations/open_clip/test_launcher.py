@@ -246,7 +246,11 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
         ),
         pytest.param(["--precision", "amp_bf16"], id="amp_bf16", marks=pytest.mark.slow),
         pytest.param(["--grad-checkpointing"], id="grad-checkpointing", marks=pytest.mark.slow),
-        pytest.param(["--captions-per-image", "all", "--miner", "BatchHardMiner"], id="all-captions-miner"),
+        pytest.param(
+            ["--captions-per-image", "all", "--miner", "BatchHardMiner"],
+            id="all-captions-miner",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--loss-kwargs", "scale=learned", "--workers", "3"],
             id="learned-scale-more-workers-than-shards",
@@ -321,6 +325,7 @@ def test_a_run_repeats_exactly(tmp_path, train_data):
     assert_equal_nested(one["state_dict"], two["state_dict"])
 
 
+@pytest.mark.slow
 def test_config_file(tmp_path, train_data):
     config = tmp_path / "run.yaml"
     config.write_text("model: vl-tiny\nloss: triplet_hn\nloss-kwargs: {margin: 0.3}\nepochs: 5\nlr: 1e-3\nwarmup: 1\n")
