@@ -74,7 +74,11 @@ def test_sets_are_trained_validated_saved_resumed_and_evaluated(tmp_path, toy_sh
         pytest.param(
             ["--precision", "amp_bf16", "--loss-kwargs", "base=unified"], id="amp_bf16", marks=pytest.mark.slow
         ),
-        pytest.param(["--grad-checkpointing", "--lock-image", "--lock-text"], id="locked", marks=pytest.mark.slow),
+        pytest.param(
+            ["--grad-checkpointing", "--lock-image", "--lock-text", "--lock-text-freeze-layer-norm"],
+            id="locked",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["--miner", "BatchHardMiner"], id="miner", marks=pytest.mark.slow),
         pytest.param(["--loss-kwargs", "base=goal", "warmup_steps=2"], id="goal", marks=pytest.mark.slow),
         pytest.param(["--distance", "mil"], id="mil", marks=pytest.mark.slow),
