@@ -36,6 +36,7 @@ __all__ = [
     "expand_shards",
     "opened_by_fsspec",
     "parse_captions_per_image",
+    "read_captions",
     "read_shard_info",
     "training_pipeline",
 ]
@@ -588,7 +589,7 @@ def _parse(samples: Iterable[dict[str, Any]], on_error: OnError) -> Iterator[Sam
             image = next((sample[extension] for extension in EXTENSIONS if extension in sample), None)
             if image is None:
                 raise ValueError(f"it has no image; expected one of {', '.join(EXTENSIONS)}")
-            captions = _read_captions(sample)
+            captions = read_captions(sample)
         except Exception as error:
             on_error(f"sample {key} of {url}", error)
         else:
@@ -608,7 +609,12 @@ def _decode(sample: Sample, on_error: OnError) -> Any:
         return None
 
 
-def _read_captions(sample: dict[str, Any]) -> list[str]:
+def read_captions(sample: dict[str, Any]) -> list[str]:
+    """Return the captions of a sample of :func:`vl_plugins.data.shard_files.read_samples`.
+
+    Raises:
+        ValueError: it has none, or something else in their place.
+    """
     metadata = json.loads(sample["json"]) if "json" in sample else {}
     captions = metadata.get("captions") if isinstance(metadata, dict) else None
     if captions is None:

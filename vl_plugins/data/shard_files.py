@@ -2,7 +2,7 @@
 
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -73,7 +73,9 @@ def missing_shards(shards: Sequence[str]) -> list[Place]:
     ]
 
 
-def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+def read_samples(
+    shard: str, start: int = 0, stop: int | None = None, members: Collection[str] = MEMBERS
+) -> Iterator[dict[str, Any]]:
     """Yield samples ``start`` to ``stop`` of a shard: ``__key__``, and bytes by extension of what readers need.
 
     Consecutive files of the same name up to the first dot are a sample, as for webdataset. Of a file that is not
@@ -100,7 +102,7 @@ def read_samples(shard: str, start: int = 0, stop: int | None = None) -> Iterato
                     return
                 sample = {"__key__": key}
             extension = extension.lower()
-            if position >= start and extension in MEMBERS:
+            if position >= start and extension in members:
                 if extension in sample:
                     raise ValueError(f"{member.name} is in it twice")
                 sample[extension] = tar.extractfile(member).read()

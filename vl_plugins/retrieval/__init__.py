@@ -1,11 +1,28 @@
-"""Retrieval evaluation: ranks and recalls."""
+"""Retrieval evaluation: ranks, recalls and protocols."""
 
-from vl_plugins.retrieval.metrics import format_metrics_table, retrieval_metrics
-from vl_plugins.retrieval.ranks import Ranks, retrieval_ranks
+from vl_plugins.retrieval.ground_truth import GroundTruth, Positives
+from vl_plugins.retrieval.metrics import format_metrics_table, precision_at_r, retrieval_metrics
+from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers, retrieval_ranks, similarity_ranks
+from vl_plugins.retrieval.similarities import (
+    EmbeddingSimilarities,
+    MatrixSimilarities,
+    MeanSimilarities,
+    Similarities,
+)
 
 __all__ = [
+    "DirectionRanks",
+    "EmbeddingSimilarities",
+    "GroundTruth",
+    "MatrixSimilarities",
+    "MeanSimilarities",
+    "Positives",
     "Ranks",
+    "Similarities",
+    "best_answers",
     "format_metrics_table",
+    "precision_at_r",
     "retrieval_metrics",
     "retrieval_ranks",
+    "similarity_ranks",
 ]

@@ -3,10 +3,13 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from vl_plugins.retrieval.ranks import Ranks
+import torch
+from torch import Tensor
+
+from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
 from vl_plugins.tables import align_columns
 
-__all__ = ["format_metrics_table", "retrieval_metrics"]
+__all__ = ["format_metrics_table", "precision_at_r", "retrieval_metrics"]
 
 RSUM_RECALLS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
@@ -21,15 +24,17 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RSUM_RECALLS) -> 
     - ``*_mean_rank``: 1 is the best.
     - ``*_median_rank``: 1 is the best; halfway between the two middle ranks of an even number of queries, which
       open_clip rounds down.
+    - ``*_mean_average_precision_at_r`` and ``*_r_precision``: see :func:`precision_at_r`, in percent; only where
+      the ranks were computed with enough ``negatives``.
 
     Besides, over both directions:
 
     - ``rsum``: R@1, R@5 and R@10 of both directions added, [0, 600]; absent where ``recall_at`` lacks one of them.
-    - ``positive_similarity``: mean over all pairs of a caption and its image.
+    - ``positive_similarity``: mean over all right pairs; where the directions have other pairs, averaged over them.
     - ``hardest_negative_similarity``: mean over the images and mean over the captions, averaged.
 
     Args:
-        ranks: of :func:`vl_plugins.retrieval.retrieval_ranks`.
+        ranks: of :func:`vl_plugins.retrieval.retrieval_ranks` or :func:`vl_plugins.retrieval.similarity_ranks`.
         recall_at: the K of Recall@K, positive.
 
     Raises:
@@ -46,17 +51,58 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RSUM_RECALLS) -> 
         raise ValueError(f"recall_at must hold positive numbers, got {tuple(recall_at)}")
     metrics = {}
     for direction in DIRECTIONS:
-        direction_ranks = getattr(ranks, direction).tolist()
+        of_direction = getattr(ranks, direction)
+        direction_ranks = of_direction.rank.tolist()
         metrics[f"{direction}_mean_rank"] = statistics.fmean(direction_ranks)
         metrics[f"{direction}_median_rank"] = float(statistics.median(direction_ranks))
         for k in recall_at:
             metrics[f"{direction}_R@{k}"] = 100 * sum(rank <= k for rank in direction_ranks) / len(direction_ranks)
+        if of_direction.right_answers.max() <= of_direction.negatives.shape[1]:
+            average_precision, r_precision = precision_at_r(of_direction)
+            metrics[f"{direction}_mean_average_precision_at_r"] = 100 * average_precision.mean().item()
+            metrics[f"{direction}_r_precision"] = 100 * r_precision.mean().item()
     if set(RSUM_RECALLS) <= set(recall_at):
         metrics["rsum"] = sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RSUM_RECALLS)
-    hardest_negatives = (ranks.image_to_text_hardest_negative, ranks.text_to_image_hardest_negative)
-    metrics["positive_similarity"] = ranks.positive_similarity.double().mean().item()
-    metrics["hardest_negative_similarity"] = statistics.fmean(part.double().mean().item() for part in hardest_negatives)
+    for similarity in ("positive_similarity", "hardest_negative_similarity"):
+        metrics[similarity] = statistics.fmean(getattr(part, similarity).double().mean().item() for part in ranks)
     return metrics
+
+
+def precision_at_r(direction: DirectionRanks) -> tuple[Tensor, Tensor]:
+    r"""Return average precision at R and R-Precision of each query, where R is its number of right answers.
+
+    With :math:`P(i)` the share of right answers among the first :math:`i`, and :math:`h(i)` 1 where the answer at
+    place :math:`i` is right and 0 elsewhere,
+
+    .. math:: \text{AP@R} = \frac{1}{R} \sum_{i=1}^{R} h(i) P(i), \qquad \text{R-Precision} = P(R).
+
+    A wrong candidate is placed before a right one of equal similarity.
+
+    Musgrave et al. 2020, "A Metric Learning Reality Check", section 3.2; Chun et al. 2022, "ECCV Caption", section 4.
+
+    Args:
+        direction: with at least as many negatives as a query has right answers.
+
+    Returns:
+        Two float64 tensors (Q,) in [0, 1].
+
+    Raises:
+        ValueError: ``direction`` has fewer negatives.
+    """
+    right_answers = direction.right_answers
+    if direction.negatives.shape[1] < right_answers.max():
+        raise ValueError(
+            f"queries have up to {int(right_answers.max())} right answers, which need as many negatives; "
+            f"got {direction.negatives.shape[1]}"
+        )
+    query = direction.positive_query
+    better_or_equal = (direction.negative_similarity[query] >= direction.positive_similarity[:, None]).sum(dim=1)
+    right_up_to_here = 1 + direction.place_in_query()
+    place = right_up_to_here + better_or_equal
+    hit = place <= right_answers[query]
+    counts = right_answers.double()
+    average_precision = torch.zeros_like(counts).index_add_(0, query, hit * right_up_to_here.double() / place)
+    return average_precision / counts, torch.zeros_like(counts).index_add_(0, query, hit.double()) / counts
 
 
 def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:

@@ -1,0 +1,351 @@
+"""Embeddings of images and captions in a file, with the names of what they embed."""
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vl_plugins.components import create_component
+from vl_plugins.data.collection import Collection, Id
+from vl_plugins.data.storage import write_file
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
+from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
+
+__all__ = ["Features", "features_file", "id_difference", "load_features", "save_features"]
+
+SUFFIXES = (".npz", ".safetensors")
+TENSORS = ("image_features", "caption_features", "image_of_caption")
+IDS = ("image_ids", "caption_ids")
+NORM_TOLERANCE = 0.01  # half precision rounds norms by less
+DESCRIPTION = "vl_plugins"  # key of the JSON text beside the tensors
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Features:
+    """Embeddings of I images and C captions.
+
+    Args:
+        images: (I, D) unit vectors, or sets (I, K, D).
+        captions: (C, D) unit vectors, or sets (C, K, D).
+        image_of_caption: (C,) int64, index of each caption's image.
+        image_ids: of the I images, or None.
+        caption_ids: of the C captions, or None.
+        description: where they come from, for reports and for ``similarity``: JSON values by name, such as ``model``,
+            ``checkpoint``, ``shards``, ``precision``, and ``similarity`` with ``similarity_kwargs`` for sets.
+    """
+
+    images: Tensor
+    captions: Tensor
+    image_of_caption: Tensor
+    image_ids: Sequence[Id] | None = None
+    caption_ids: Sequence[Id] | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, name: str = "features", *, normalize: bool = False) -> "Features":
+        """Return the features as they can be compared by cosines, or say what is wrong with them.
+
+        Args:
+            name: of their file or model, for errors.
+            normalize: divide each vector by its norm; otherwise it must have the norm 1 already, within 1%.
+
+        Raises:
+            UserError: a shape, index or type does not fit, a value is NaN or infinite, a vector is not of unit norm
+                or is zero; of a set, elements of zeros are absent, but one must be there.
+        """
+        self._check_shapes(name)
+        checked = {}
+        for kind, ids in (("image", self.image_ids), ("caption", self.caption_ids)):
+            features = getattr(self, f"{kind}s")
+            # In parts, so that a file of gigabytes needs no second time as much.
+            norms = torch.cat([torch.linalg.vector_norm(part.float(), dim=-1) for part in features.split(4096)])
+
+            def first(wrong: Tensor, kind: str = kind, ids: Sequence[Id] | None = ids) -> str:
+                row = int(wrong.nonzero()[0, 0])
+                number = int(wrong.flatten(1).any(dim=1).sum()) if wrong.ndim > 1 else int(wrong.sum())
+                called = "" if ids is None else f" ({kind} id {ids[row]})"
+                return f"{number} of {len(wrong)} rows, first row {row}{called}"
+
+            if not norms.isfinite().all():
+                raise UserError(f"{name}: {kind} features are NaN or infinite in {first(~norms.isfinite())}")
+            zero = norms == 0
+            missing = zero if norms.ndim == 1 else zero.all(dim=1)
+            if missing.any():
+                raise UserError(f"{name}: {kind} features are zero in {first(missing)}")
+            wrong = ((norms - 1).abs() > NORM_TOLERANCE) & ~zero
+            if normalize:
+                features = features / norms.to(features.dtype).masked_fill(zero, 1)[..., None]
+            elif wrong.any():
+                present = norms[~zero]
+                raise UserError(
+                    f"{name}: {kind} features must be unit vectors, but their norms go from {present.min():.4g} to "
+                    f"{present.max():.4g}, wrong in {first(wrong)}; --normalize (normalize=True) divides by the norms"
+                )
+            checked[f"{kind}s"] = features
+        return replace(self, **checked)
+
+    def with_captions(self, kept: Tensor) -> "Features":
+        """Return the same images with some of the captions, given by their indices."""
+        caption_ids = self.caption_ids
+        return replace(
+            self,
+            captions=self.captions[kept],
+            image_of_caption=self.image_of_caption[kept],
+            caption_ids=None if caption_ids is None else tuple(caption_ids[index] for index in kept.tolist()),
+        )
+
+    def matches(self, collection: Collection, name: str = "features") -> None:
+        """Compare with what shards hold.
+
+        Args:
+            collection: images and captions in the order in which the features must be.
+            name: of their file, for errors.
+
+        Raises:
+            UserError: numbers, captions per image, ids or their order differ; the message spells out how.
+        """
+        numbers = len(self.images), len(self.captions)
+        expected = len(collection.image_ids), len(collection.caption_ids)
+        if numbers != expected:
+            raise UserError(
+                f"{name} has {numbers[0]:,} images and {numbers[1]:,} captions, the shards have {expected[0]:,} and "
+                f"{expected[1]:,}"
+            )
+        for kind, ids in (("image", self.image_ids), ("caption", self.caption_ids)):
+            if ids is not None:
+                difference = id_difference(kind, ids, getattr(collection, f"{kind}_ids"), "the shards")
+                if difference:
+                    raise UserError(f"{name} was not made of these shards: {difference}")
+        wrong = (self.image_of_caption.cpu() != collection.image_of_caption).nonzero().flatten()
+        if len(wrong):
+            row = int(wrong[0])
+            raise UserError(
+                f"{name} was not made of these shards: {len(wrong):,} captions have another image, first row {row}: "
+                f"image {int(self.image_of_caption[row])}, in the shards {int(collection.image_of_caption[row])}"
+            )
+
+    def similarity(self) -> Similarity | None:
+        """Return the similarity of sets that ``description`` names; None for vectors, whose cosine it is.
+
+        Raises:
+            UserError: ``description`` names none, or not one that exists.
+        """
+        if self.images.ndim == 2:
+            return None
+        name = self.description.get("similarity")
+        if not isinstance(name, str):
+            raise UserError("features are sets, and their description names no similarity, such as 'smooth_chamfer'")
+        options = self.description.get("similarity_kwargs") or {}
+        return create_component("distance", name, **options).requires_grad_(False).compute_mat
+
+    def similarities(self) -> EmbeddingSimilarities:
+        """Return the similarities of all images and captions, to be computed tile by tile."""
+        return EmbeddingSimilarities(self.images, self.captions, self.similarity())
+
+    def _check_shapes(self, name: str) -> None:
+        shapes = tuple(self.images.shape), tuple(self.captions.shape)
+        same = len(shapes[0]) == len(shapes[1]) and shapes[0][-1:] == shapes[1][-1:]
+        if len(shapes[0]) not in (2, 3) or not same or 0 in shapes[0] + shapes[1]:
+            raise UserError(
+                f"{name}: image and caption features must be (I, D) and (C, D), or sets (I, K, D) and (C, L, D), got "
+                f"{shapes[0]} and {shapes[1]}"
+            )
+        for kind in ("images", "captions"):
+            if not getattr(self, kind).is_floating_point():
+                raise UserError(f"{name}: {kind[:-1]} features must be floating point, got {getattr(self, kind).dtype}")
+        for kind, ids, number in (
+            ("image", self.image_ids, shapes[0][0]),
+            ("caption", self.caption_ids, shapes[1][0]),
+        ):
+            if ids is not None and len(ids) != number:
+                raise UserError(f"{name}: there are {number:,} {kind}s, but {len(ids):,} {kind} ids")
+        if self.image_of_caption.shape != shapes[1][:1] or self.image_of_caption.dtype != torch.int64:
+            raise UserError(
+                f"{name}: image_of_caption must be int64 of shape {shapes[1][:1]}, one index per caption, got "
+                f"{self.image_of_caption.dtype} of shape {tuple(self.image_of_caption.shape)}"
+            )
+        if int(self.image_of_caption.min()) < 0 or int(self.image_of_caption.max()) >= shapes[0][0]:
+            raise UserError(f"{name}: image_of_caption must lie in [0, {shapes[0][0]}), the rows of the image features")
+        without = self.image_of_caption.bincount(minlength=shapes[0][0]) == 0
+        if without.any():
+            row = int(without.nonzero()[0])
+            called = "" if self.image_ids is None else f" (image id {self.image_ids[row]})"
+            raise UserError(f"{name}: {int(without.sum()):,} images have no caption, first row {row}{called}")
+
+
+def id_difference(kind: str, ids: Sequence[Id], expected: Sequence[Id], where: str) -> str | None:
+    """Say in what the ids of images or captions differ from what is expected; None when they are equal.
+
+    Args:
+        kind: ``"image"`` or ``"caption"``.
+        ids: what is there.
+        expected: what there should be, in order.
+        where: who expects it.
+
+    >>> id_difference("image", [3, 1, 2], [1, 2, 3], "the benchmark")
+    'the same 3 images are in another order: image 3 stands at place 0, where the benchmark has 1'
+    """
+    ids, expected = list(ids), list(expected)
+    if ids == expected:
+        return None
+    missing, unknown = _missing(expected, ids), _missing(ids, expected)
+    if not missing and not unknown and len(ids) == len(expected):
+        place = next(place for place, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
+        return (
+            f"the same {len(ids):,} {kind}s are in another order: {kind} {ids[place]} stands at place {place}, where "
+            f"{where} has {expected[place]}"
+        )
+    parts = []
+    if missing:
+        parts.append(f"{len(missing):,} of the {len(expected):,} {kind}s of {where} are missing, such as {missing[0]}")
+    if unknown:
+        parts.append(f"{len(unknown):,} {kind}s are not in {where}, such as {unknown[0]}")
+    if not parts:
+        parts.append(f"there are {len(ids):,} {kind}s with repetitions, {where} has {len(expected):,}")
+    return "; ".join(parts)
+
+
+def _missing(names: Sequence[Id], others: Sequence[Id]) -> list[Id]:
+    others = set(others)
+    return [name for name in names if name not in others]
+
+
+def features_file(file: str | os.PathLike) -> Path:
+    """Return the path of a file of features, to be checked before the work of computing them.
+
+    Raises:
+        UserError: a suffix other than ``.npz`` or ``.safetensors``.
+        MissingExtraError: safetensors is not installed and needed.
+    """
+    file = Path(file)
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"a file of features must end in {' or '.join(SUFFIXES)}, got {file}")
+    if file.suffix == ".safetensors":
+        require("safetensors", extra="eval")
+    return file
+
+
+def save_features(features: Features, file: str | os.PathLike) -> None:
+    """Write features, completely or not at all.
+
+    The file has ``image_features``, ``caption_features`` and ``image_of_caption``, with ``image_ids`` and
+    ``caption_ids`` where they are whole numbers; other ids and the description are a JSON text named ``vl_plugins``: in
+    ``.npz`` an array of one string, in ``.safetensors`` metadata. ``.npz`` has no bfloat16; it becomes float32.
+
+    Raises:
+        UserError: a suffix other than ``.npz`` or ``.safetensors``, or the file cannot be written.
+    """
+    file = features_file(file)
+    tensors = {
+        "image_features": features.images,
+        "caption_features": features.captions,
+        "image_of_caption": features.image_of_caption,
+    }
+    texts: dict[str, Any] = {"description": dict(features.description)}
+    for name in IDS:
+        ids = getattr(features, name)
+        if ids is None:
+            continue
+        if all(isinstance(value, int) and abs(value) < 1 << 63 for value in ids):
+            tensors[name] = torch.tensor(ids, dtype=torch.int64)
+        else:
+            texts[name] = list(ids)
+    text = json.dumps(texts, ensure_ascii=False)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if file.suffix == ".safetensors":
+        data = require("safetensors.torch", extra="eval").save(tensors, metadata={DESCRIPTION: text})
+    else:
+        arrays = {
+            name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in tensors.items()
+        }
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays, **{DESCRIPTION: np.array(text)})
+        data = buffer.getbuffer()
+    write_file(file, data)
+
+
+def load_features(file: str | os.PathLike) -> Features:
+    """Read features that :func:`save_features` or another program wrote.
+
+    Needed are ``image_features`` (I, D) and ``caption_features`` (C, D), or sets, and ``image_of_caption`` (C,);
+    without the last one all images have the same number of captions, one after the other. ``image_ids`` (I,) and
+    ``caption_ids`` (C,), whole numbers or, in ``.npz``, strings, are used where they are there. Nothing in the file is
+    executed.
+
+    Raises:
+        UserError: it does not exist, cannot be read, or lacks one of these.
+    """
+    file = features_file(file)
+    if not file.is_file():
+        raise UserError(f"features {file}: no such file")
+    try:
+        arrays, text = (_read_npz if file.suffix == ".npz" else _read_safetensors)(file)
+        texts = json.loads(text) if text is not None else {}
+        if not isinstance(texts, dict):
+            raise ValueError(f"{DESCRIPTION} is not a JSON object")
+    # Both readers meet damaged files with many kinds of errors.
+    except Exception as error:
+        raise UserError(f"features {file} cannot be read: {str(error).strip() or repr(error)}") from error
+    for name in TENSORS[:2]:
+        if name not in arrays:
+            raise UserError(f"features {file} has no {name}; it has {', '.join(sorted(arrays)) or 'nothing'}")
+    images, captions = (_tensor(file, name, arrays[name]) for name in TENSORS[:2])
+    if "image_of_caption" in arrays:
+        image_of_caption = _tensor(file, "image_of_caption", arrays["image_of_caption"])
+        if image_of_caption.is_floating_point() or image_of_caption.dtype == torch.bool:
+            raise UserError(f"features {file}: image_of_caption must be whole numbers, got {image_of_caption.dtype}")
+    elif images.ndim and captions.ndim and len(images) and len(captions) % len(images) == 0:
+        image_of_caption = torch.arange(len(images)).repeat_interleave(len(captions) // len(images))
+    else:
+        raise UserError(
+            f"features {file} has no image_of_caption, and captions {tuple(captions.shape)} cannot be shared evenly by "
+            f"images {tuple(images.shape)}"
+        )
+    description = texts.get("description")
+    features = Features(
+        images=images,
+        captions=captions,
+        image_of_caption=image_of_caption.to(torch.int64),
+        image_ids=_ids(file, "image_ids", arrays, texts),
+        caption_ids=_ids(file, "caption_ids", arrays, texts),
+        description=description if isinstance(description, dict) else {},
+    )
+    features._check_shapes(str(file))
+    return features
+
+
+def _read_npz(file: Path) -> tuple[dict[str, Any], str | None]:
+    with np.load(file, allow_pickle=False) as arrays:
+        wanted = {name: arrays[name] for name in (*TENSORS, *IDS) if name in arrays}
+        return wanted, str(arrays[DESCRIPTION]) if DESCRIPTION in arrays else None
+
+
+def _read_safetensors(file: Path) -> tuple[dict[str, Any], str | None]:
+    with require("safetensors", extra="eval").safe_open(file, framework="pt") as tensors:
+        wanted = {name: tensors.get_tensor(name) for name in (*TENSORS, *IDS) if name in tensors.keys()}  # noqa: SIM118
+        return wanted, (tensors.metadata() or {}).get(DESCRIPTION)
+
+
+def _tensor(file: Path, name: str, array: Any) -> Tensor:
+    try:
+        return array if isinstance(array, Tensor) else torch.from_numpy(array)
+    except TypeError as error:
+        raise UserError(f"features {file}: {name} must be numbers, got {array.dtype}") from error
+
+
+def _ids(file: Path, name: str, arrays: Mapping[str, Any], texts: Mapping[str, Any]) -> tuple[Id, ...] | None:
+    values = arrays[name] if name in arrays else texts.get(name)
+    if values is None:
+        return None
+    values = values if isinstance(values, list) else values.tolist()
+    if not isinstance(values, list) or not all(type(value) in (int, str) for value in values):
+        raise UserError(f"features {file}: {name} must be a list of whole numbers or strings")
+    return tuple(values)
