@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from vl_plugins.functional import circular_variance
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.retrieval import format_metrics_table, retrieval_metrics, retrieval_ranks
 
-__all__ = ["encode", "evaluate", "validation_metrics"]
+__all__ = ["encode_batches", "evaluate", "validation_metrics"]
 
 
 @torch.inference_mode()
-def encode(
+def encode_batches(
     model: torch.nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Encode every image and every caption once.
 
     Args:
@@ -33,24 +33,20 @@ def encode(
         device: where the model is.
         precision: as open_clip's ``--precision``.
 
-    Returns:
-        On the CPU and in the order of the shards: L2-normalised image embeddings (I, D), caption embeddings (C, D) and
-        the index of each caption's image (C,). Embedding sets are (I, K, D) and (C, K, D).
+    Yields:
+        For each batch, on the CPU and in float32: L2-normalised image embeddings (B, D), caption embeddings (C, D) and
+        the index of each caption's image (C,) among all images. Embedding sets are (B, K, D) and (C, K, D).
     """
     device = torch.device(device)
     autocast = get_autocast(precision, device_type=device.type)
     input_dtype = get_input_dtype(precision)
-    image_embeddings, caption_embeddings, image_of_caption = [], [], []
     for images, captions, image_in_batch, positions in batches:
         with autocast():
             image_features = model.encode_image(
                 images.to(device=device, dtype=input_dtype, non_blocking=True), normalize=True
             )
             caption_features = model.encode_text(captions.to(device=device, non_blocking=True), normalize=True)
-        image_embeddings.append(image_features.cpu())
-        caption_embeddings.append(caption_features.cpu())
-        image_of_caption.append(positions[image_in_batch])
-    return torch.cat(image_embeddings), torch.cat(caption_embeddings), torch.cat(image_of_caption)
+        yield image_features.float().cpu(), caption_features.float().cpu(), positions[image_in_batch]
 
 
 def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
@@ -59,12 +55,13 @@ def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precis
     Embedding sets are compared by the model's own similarity; for them there are besides, each a mean in [0, 1], the
     circular variances ``image_circular_variance`` and ``caption_circular_variance`` (Kim et al. 2023, Table 3).
     """
-    image_embeddings, caption_embeddings, image_of_caption = encode(model, batches, device, precision)
+    parts = zip(*encode_batches(model, batches, device, precision), strict=True)
+    image_embeddings, caption_embeddings, image_of_caption = (torch.cat(part) for part in parts)
     similarity = getattr(model, "similarity", None)
     if similarity is not None:
         similarity = copy.deepcopy(similarity).cpu().compute_mat
     # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
-    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption, similarity=similarity)
+    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption, similarity)
     metrics = {
         **retrieval_metrics(ranks),
         "num_samples": len(image_embeddings),

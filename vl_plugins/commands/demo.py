@@ -152,7 +152,7 @@ def _evaluate(name: str, arguments: argparse.Namespace) -> dict[str, float]:
         *("--device", "cpu", "--json"),
         capture=True,
     )
-    return json.loads(output)
+    return json.loads(output)["results"][0]["metrics"]["plain"]
 
 
 def _shards(out: Path, split: str) -> str:

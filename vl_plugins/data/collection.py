@@ -71,13 +71,18 @@ class Collection:
             here = [index - first for index in wanted if first <= index < first + size]
             if here:
                 try:
-                    for index, sample in enumerate(read_samples(shard, here[0], here[-1] + 1), here[0]):
+                    samples = read_samples(shard, here[0], here[-1] + 1, members=EXTENSIONS)
+                    for index, sample in enumerate(samples, here[0]):
                         if index in here:
-                            if sample["__key__"] != self.keys[first + index]:
-                                raise ValueError(
-                                    f"sample {index} is {sample['__key__']}, not {self.keys[first + index]}"
-                                )
-                            found[first + index] = next(sample[name] for name in EXTENSIONS if name in sample)
+                            key = sample["__key__"]
+                            if key != self.keys[first + index]:
+                                raise ValueError(f"sample {index} is {key}, not {self.keys[first + index]}")
+                            picture = next((sample[name] for name in EXTENSIONS if name in sample), None)
+                            if picture is None:
+                                raise ValueError(f"sample {key} has no image; expected one of {', '.join(EXTENSIONS)}")
+                            found[first + index] = picture
+                    if first + here[-1] not in found:
+                        raise ValueError(f"it has no sample {here[-1]} any more")
                 # Damaged archives raise nearly anything.
                 except Exception as error:
                     raise UserError(f"cannot read the pictures of shard {shard}: {error!r}") from error

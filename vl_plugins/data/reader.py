@@ -335,15 +335,17 @@ def evaluation_pipeline(
     batch_size: int,
     *,
     max_captions: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> "EvaluationPipeline":
-    """Return a reader of every image and all its captions once, in source order, in every process that iterates it.
+    """Return a reader of every image and all its captions once, in source order.
 
     Batches are ``images (B, 3, H, W), texts (C, L), image_of_caption (C,), positions (B,)``: C is the number of
     captions of all B images, ``image_of_caption`` the int64 index in the batch of each caption's image, and
     ``positions`` the int64 positions of the images in ``shards``. The last batch may be smaller.
 
-    Worker w of n makes the batches w, w + n, w + 2n, ..., and a ``DataLoader`` takes from its workers in turn, so
-    batches arrive in source order with any number of workers.
+    Worker w of n makes the batches w, w + n, w + 2n, ... of its process, and a ``DataLoader`` takes from its workers in
+    turn, so batches arrive in source order with any number of workers.
 
     Args:
         shards: as for :func:`training_pipeline`, in the order of evaluation.
@@ -351,6 +353,8 @@ def evaluation_pipeline(
         tokenizer: from a list of n strings to a tensor (n, L), with the same L in every call.
         batch_size: number B of images in a batch.
         max_captions: only the first so many captions of each image; all by default.
+        rank: number of this process, of those that share the batches.
+        world_size: how many they are: process r makes the batches r, r + world_size, ...
 
     Raises:
         UserError: a shard does not exist. While iterating: a sample or shard cannot be read, since results on the
@@ -367,6 +371,8 @@ def evaluation_pipeline(
         tokenizer=tokenizer,
         batch_size=batch_size,
         max_captions=max_captions,
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -500,12 +506,15 @@ class EvaluationPipeline(IterableDataset):
     tokenizer: Tokenizer
     batch_size: int
     max_captions: int | None
+    rank: int
+    world_size: int
 
     def __len__(self) -> int:
-        """Number of batches, over all workers of a loader."""
+        """Number of batches of this process, over all workers of a loader."""
         if self.sizes is None:
             raise TypeError(f"the length is not known without a {SIZES_FILE} beside the shards")
-        return ceil(sum(self.sizes) / self.batch_size)
+        batches = ceil(sum(self.sizes) / self.batch_size)
+        return len(range(self.rank, batches, self.world_size))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         webdataset = require("webdataset", extra="data")
@@ -513,7 +522,8 @@ class EvaluationPipeline(IterableDataset):
         sizes = self.sizes or [None] * len(self.shards)
         slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
         batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, _stop))
-        for number, batch in islice(enumerate(batches), worker, None, num_workers):
+        first, step = self.rank + worker * self.world_size, num_workers * self.world_size
+        for number, batch in islice(enumerate(batches), first, None, step):
             samples = list(_parse(batch, _stop))
             captions = [sample.captions[: self.max_captions] for sample in samples]
             images = torch.stack([self.image_transform(_decode(sample, _stop)) for sample in samples])

@@ -1,7 +1,12 @@
 """Retrieval evaluation: ranks, recalls and protocols."""
 
 from vl_plugins.retrieval.ground_truth import GroundTruth, Positives
-from vl_plugins.retrieval.metrics import format_metrics_table, precision_at_r, retrieval_metrics
+from vl_plugins.retrieval.metrics import (
+    format_metrics_table,
+    format_precision_table,
+    precision_at_r,
+    retrieval_metrics,
+)
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers, retrieval_ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import (
     EmbeddingSimilarities,
@@ -21,6 +26,7 @@ __all__ = [
     "Similarities",
     "best_answers",
     "format_metrics_table",
+    "format_precision_table",
     "precision_at_r",
     "retrieval_metrics",
     "retrieval_ranks",

@@ -101,37 +101,39 @@ class Features:
             caption_ids=None if caption_ids is None else tuple(caption_ids[index] for index in kept.tolist()),
         )
 
-    def matches(self, collection: Collection, name: str = "features") -> None:
-        """Compare with what shards hold.
+    def matches(self, items: "Collection | Features", name: str = "features", expected: str = "the shards") -> None:
+        """Compare with the images and captions that these features must be of.
 
         Args:
-            collection: images and captions in the order in which the features must be.
-            name: of their file, for errors.
+            items: images and captions in the order in which the features must be.
+            name: of the features' file, for errors.
+            expected: name of ``items``, likewise.
 
         Raises:
             UserError: numbers, captions per image, ids or their order differ; the message spells out how.
         """
         numbers = len(self.images), len(self.captions)
-        expected = len(collection.image_ids), len(collection.caption_ids)
-        if numbers != expected:
+        right_numbers = int(items.image_of_caption.max()) + 1, len(items.image_of_caption)
+        if numbers != right_numbers:
             raise UserError(
-                f"{name} has {numbers[0]:,} images and {numbers[1]:,} captions, the shards have {expected[0]:,} and "
-                f"{expected[1]:,}"
+                f"{name} and {expected} do not belong together: {numbers[0]:,} images with {numbers[1]:,} captions, "
+                f"and {right_numbers[0]:,} with {right_numbers[1]:,}"
             )
-        for kind, ids in (("image", self.image_ids), ("caption", self.caption_ids)):
-            if ids is not None:
-                difference = id_difference(kind, ids, getattr(collection, f"{kind}_ids"), "the shards")
-                if difference:
-                    raise UserError(f"{name} was not made of these shards: {difference}")
-        wrong = (self.image_of_caption.cpu() != collection.image_of_caption).nonzero().flatten()
+        for kind in ("image", "caption"):
+            ids, right_ids = getattr(self, f"{kind}_ids"), getattr(items, f"{kind}_ids")
+            difference = None if None in (ids, right_ids) else id_difference(kind, ids, right_ids, expected)
+            if difference:
+                raise UserError(f"{name} and {expected} do not belong together: {difference}")
+        wrong = (self.image_of_caption != items.image_of_caption).nonzero().flatten()
         if len(wrong):
             row = int(wrong[0])
             raise UserError(
-                f"{name} was not made of these shards: {len(wrong):,} captions have another image, first row {row}: "
-                f"image {int(self.image_of_caption[row])}, in the shards {int(collection.image_of_caption[row])}"
+                f"{name} and {expected} do not belong together: {len(wrong):,} captions have another image, the first "
+                f"is caption {row} with image {int(self.image_of_caption[row])}, and not "
+                f"{int(items.image_of_caption[row])}"
             )
 
-    def similarity(self) -> Similarity | None:
+    def similarity(self, device: str | torch.device = "cpu") -> Similarity | None:
         """Return the similarity of sets that ``description`` names; None for vectors, whose cosine it is.
 
         Raises:
@@ -143,11 +145,11 @@ class Features:
         if not isinstance(name, str):
             raise UserError("features are sets, and their description names no similarity, such as 'smooth_chamfer'")
         options = self.description.get("similarity_kwargs") or {}
-        return create_component("distance", name, **options).requires_grad_(False).compute_mat
+        return create_component("distance", name, **options).requires_grad_(False).to(device).compute_mat
 
-    def similarities(self) -> EmbeddingSimilarities:
-        """Return the similarities of all images and captions, to be computed tile by tile."""
-        return EmbeddingSimilarities(self.images, self.captions, self.similarity())
+    def similarities(self, device: str | torch.device = "cpu") -> EmbeddingSimilarities:
+        """Return the similarities of all images and captions, to be computed tile by tile on a device."""
+        return EmbeddingSimilarities(self.images.to(device), self.captions.to(device), self.similarity(device))
 
     def _check_shapes(self, name: str) -> None:
         shapes = tuple(self.images.shape), tuple(self.captions.shape)

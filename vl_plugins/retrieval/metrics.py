@@ -9,10 +9,11 @@ from torch import Tensor
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
 from vl_plugins.tables import align_columns
 
-__all__ = ["format_metrics_table", "precision_at_r", "retrieval_metrics"]
+__all__ = ["format_metrics_table", "format_precision_table", "precision_at_r", "retrieval_metrics"]
 
 RSUM_RECALLS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
+DIRECTION_LABELS = ("i2t", "t2i")
 
 
 def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RSUM_RECALLS) -> dict[str, float]:
@@ -120,20 +121,45 @@ def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: b
           i2t R@1   R@5  R@10  median  t2i R@1  R@5  R@10  median  RSUM
     clip     12.5  50.0     -     5.5        -    -     -       -     -
     """
-    if not results:
-        raise ValueError("results must hold at least one named result, got none")
     columns = [
         column
-        for direction, label in zip(DIRECTIONS, ("i2t ", "t2i "), strict=True)
+        for direction, label in zip(DIRECTIONS, DIRECTION_LABELS, strict=True)
         for column in (
-            (f"{label}R@1", f"{direction}_R@1"),
+            (f"{label} R@1", f"{direction}_R@1"),
             ("R@5", f"{direction}_R@5"),
             ("R@10", f"{direction}_R@10"),
             ("median", f"{direction}_median_rank"),
         )
     ]
-    columns.append(("RSUM", "rsum"))
+    return _format_table(results, [*columns, ("RSUM", "rsum")], markdown)
 
+
+def format_precision_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:
+    """Set mAP@R, R-Precision and R@1 of named results side by side, as :func:`format_metrics_table` does recalls.
+
+    >>> metrics = {"image_to_text_mean_average_precision_at_r": 31.4, "image_to_text_r_precision": 42.0}
+    >>> print(format_precision_table({"clip": metrics}))
+          i2t mAP@R   R-P  R@1  t2i mAP@R  R-P  R@1
+    clip       31.4  42.0    -          -    -    -
+    """
+    columns = [
+        column
+        for direction, label in zip(DIRECTIONS, DIRECTION_LABELS, strict=True)
+        for column in (
+            (f"{label} mAP@R", f"{direction}_mean_average_precision_at_r"),
+            ("R-P", f"{direction}_r_precision"),
+            ("R@1", f"{direction}_R@1"),
+        )
+    ]
+    return _format_table(results, columns, markdown)
+
+
+def _format_table(
+    results: Mapping[str, Mapping[str, float]], columns: Sequence[tuple[str, str]], markdown: bool
+) -> str:
+    """Return a line for each result, with its metrics in columns (heading, name of the metric)."""
+    if not results:
+        raise ValueError("results must hold at least one named result, got none")
     table = [["", *(heading for heading, _ in columns)]]
     for name, metrics in results.items():
         numbers = [f"{metrics[key]:.1f}" if key in metrics else "-" for _, key in columns]
