@@ -1,16 +1,29 @@
+import hashlib
+import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tarfile
 
 import open_clip
 import pytest
 import torch
+from PIL import Image
 
 from vl_plugins.cli import main
-from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.evaluation import evaluate_checkpoint
+from vl_plugins.commands import evaluate
+from vl_plugins.data.collection import read_collection
+from vl_plugins.distances import MatchProbability
+from vl_plugins.functional import match_probability
+from vl_plugins.integrations.open_clip import load_model
+from vl_plugins.integrations.open_clip.checkpoints import add_heads
+from vl_plugins.integrations.open_clip.evaluation import encode_shards
 from vl_plugins.integrations.open_clip.models import register_models
-from vl_plugins.integrations.open_clip.validation import encode
+from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
+from vl_plugins.retrieval.features import load_features
+from vl_plugins.retrieval.protocols import PROTOCOLS
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +42,38 @@ def shards(toy_shards):
     return f"{toy_shards}/toy-val-{{000000..000002}}.tar"
 
 
-def test_encode_takes_every_image_and_caption_once_in_order(shards, toy_shards, checkpoint):
-    """Against encoding one image and one caption at a time, and with ranks by a plain loop."""
-    model, _, transform = open_clip.create_model_and_transforms("vl-tiny", pretrained=str(checkpoint))
-    tokenizer = open_clip.get_tokenizer("vl-tiny")
-    batches = torch.utils.data.DataLoader(
-        evaluation_pipeline(shards, transform, tokenizer, batch_size=5), batch_size=None, num_workers=2
-    )
-    images, captions, image_of_caption = encode(model.eval(), batches, "cpu")
-    assert image_of_caption.tolist() == [image for image in range(24) for _ in range(5)]
+@pytest.fixture(scope="module")
+def other_checkpoint(checkpoint):
+    torch.manual_seed(1)
+    path = checkpoint.with_name("epoch_2.pt")
+    torch.save({"epoch": 2, "state_dict": open_clip.create_model("vl-tiny").state_dict()}, path)
+    return path
 
-    import io
-    import tarfile
 
-    from PIL import Image
+@pytest.fixture(scope="module")
+def head_checkpoint(checkpoint):
+    """Of a model with sets and a similarity that has learned something."""
+    clip = open_clip.create_model("vl-tiny")
+    similarity = MatchProbability(scale=3.0, shift=-0.5)
+    path = checkpoint.with_name("sets.pt")
+    torch.save({"state_dict": add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3}, similarity).state_dict()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def flags(shards, checkpoint):
+    return ["evaluate", "--model", "vl-tiny", "--checkpoint", str(checkpoint), "--shards", shards, "--device", "cpu"]
+
+
+def test_every_image_and_caption_is_encoded_once_in_order(shards, toy_shards, checkpoint):
+    """Against encoding one image and one caption at a time."""
+    loaded = load_model(checkpoint, "vl-tiny")
+    model, transform, tokenizer = loaded
+    collection = read_collection(shards)
+    features = encode_shards(loaded, shards, collection=collection, batch_size=5, workers=2, device="cpu")
+    assert features.image_of_caption.tolist() == [image for image in range(24) for _ in range(5)]
+    assert features.image_ids == collection.image_ids
+    assert features.caption_ids == collection.caption_ids
 
     expected_images, expected_captions = [], []
     with torch.no_grad():
@@ -56,18 +87,22 @@ def test_encode_takes_every_image_and_caption_once_in_order(shards, toy_shards, 
                     elif member.name.endswith(".json"):
                         for caption in json.loads(content)["captions"]:
                             expected_captions.append(model.encode_text(tokenizer([caption]), normalize=True))
-    torch.testing.assert_close(images, torch.cat(expected_images), rtol=0, atol=1e-5)
-    torch.testing.assert_close(captions, torch.cat(expected_captions), rtol=0, atol=1e-5)
+    torch.testing.assert_close(features.images, torch.cat(expected_images), rtol=0, atol=1e-5)
+    torch.testing.assert_close(features.captions, torch.cat(expected_captions), rtol=0, atol=1e-5)
 
 
-def test_evaluate_command(shards, checkpoint, capsys):
-    flags = ["evaluate", "--model", "vl-tiny", "--checkpoint", str(checkpoint), "--shards", shards, "--device", "cpu"]
+def test_evaluate_command(flags, checkpoint, shards, capsys):
     assert main([*flags, "--json", "--batch-size", "7", "--workers", "2"]) == 0
-    metrics = json.loads(capsys.readouterr().out)
-    assert (metrics["num_samples"], metrics["num_captions"]) == (24, 120)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["num_samples"], printed["num_captions"], printed["shards"]) == (24, 120, shards)
+    (result,) = printed["results"]
+    assert (result["model"], result["checkpoint"]) == ("vl-tiny", str(checkpoint))
+    assert result["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    metrics = result["metrics"]["plain"]
     recalls = [metrics[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
     assert metrics["rsum"] == pytest.approx(sum(recalls))
     assert 0 < metrics["rsum"] < 600
+    assert result["clip_benchmark"]["image_retrieval_recall@10"] == metrics["text_to_image_R@10"] / 100
 
     assert main([*flags, "--max-captions", "2", "--workers", "0"]) == 0
     output = capsys.readouterr().out
@@ -75,39 +110,180 @@ def test_evaluate_command(shards, checkpoint, capsys):
     assert "RSUM" in output
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_saved_features_give_the_same_numbers(flags, shards, tmp_path, capsys, suffix):
+    file = tmp_path / f"features{suffix}"
+    assert main([*flags, "--json", "--save-features", str(file)]) == 0
+    expected = json.loads(capsys.readouterr().out)["results"][0]
+    for more in ([], ["--shards", shards]):
+        assert main(["evaluate", "--features", str(file), "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)["results"][0]
+        assert found == {**expected, "name": str(file)}
+
+
+def test_sets_are_compared_by_their_similarity(head_checkpoint, shards, tmp_path, capsys):
+    """In memory and from a file, with the parameters that the similarity has learned."""
+    file = tmp_path / "sets.safetensors"
+    flags = ["evaluate", "--shards", shards, "--device", "cpu", "--checkpoint", str(head_checkpoint)]
+    assert main([*flags, "--json", "--save-features", str(file)]) == 0
+    encoded = json.loads(capsys.readouterr().out)["results"][0]
+    assert main(["evaluate", "--features", str(file), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)["results"][0]
+    assert read["metrics"] == encoded["metrics"]
+
+    features = load_features(file)
+    assert features.images.shape == (24, 3, 128)
+    similarities = match_probability(features.images, features.captions, 3.0, -0.5)
+    expected = retrieval_metrics(similarity_ranks(similarities, features.image_of_caption, negatives=5))
+    for name, value in expected.items():
+        assert encoded["metrics"]["plain"][name] == pytest.approx(value, rel=1e-5), name
+    for kind, sets in (("image", features.images), ("caption", features.captions)):
+        variance = (1 - sets.mean(dim=1).norm(dim=1)).mean().item()
+        assert encoded[f"{kind}_circular_variance"] == pytest.approx(variance, rel=1e-4)
+
+    assert main(flags) == 0
+    assert "circular variance of the sets: images 0." in capsys.readouterr().out
+
+
+def test_an_ensemble_averages_similarities(flags, checkpoint, other_checkpoint, head_checkpoint, tmp_path, capsys):
+    """Of two models that are encoded and one whose sets come from a file."""
+    files = [tmp_path / "one.npz", tmp_path / "two.safetensors", tmp_path / "sets.npz"]
+    shards = flags[flags.index("--shards") + 1]
+    sets = ["--checkpoint", str(head_checkpoint), "--save-features", str(files[2])]
+    assert main(["evaluate", "--shards", shards, "--device", "cpu", *sets]) == 0
+    capsys.readouterr()
+    both = [str(checkpoint), str(other_checkpoint)]
+    arguments = ["evaluate", "--model", "vl-tiny", "--checkpoint", *both, "--features", str(files[2]), "--ensemble"]
+    arguments += ["--shards", shards, "--device", "cpu"]
+    assert main([*arguments, "--json", "--save-features", *map(str, files[:2])]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["name"] for result in results] == [str(files[2]), *both, "ensemble"]
+
+    one, two, with_sets = map(load_features, files)
+    mean = match_probability(with_sets.images, with_sets.captions, 3.0, -0.5)
+    mean = (mean + one.images @ one.captions.T + two.images @ two.captions.T) / 3
+    expected = retrieval_metrics(similarity_ranks(mean, one.image_of_caption, negatives=5))
+    for name, value in expected.items():
+        assert results[3]["metrics"]["plain"][name] == pytest.approx(value, rel=1e-5), name
+    assert len({result["metrics"]["plain"]["positive_similarity"] for result in results}) == 4
+
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == [str(files[2]), *both, "ensemble"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "batch_size"),
+    [("2", "5"), pytest.param("3", "20", marks=pytest.mark.slow, id="fewer-batches-than-processes")],
+)
+def test_processes_share_out_the_encoding(flags, tmp_path, processes, batch_size):
+    alone, shared = tmp_path / "alone.safetensors", tmp_path / "shared.safetensors"
+    flags = [*flags, "--batch-size", batch_size, "--workers", "2", "--save-features"]
+    assert main([*flags, str(alone)]) == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    finished = subprocess.run(
+        [sys.executable, *launcher, "-m", "vl_plugins.cli", *flags, str(shared)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("24 images, 120 captions") == 1
+    assert shared.read_bytes() == alone.read_bytes()
+
+
+@pytest.mark.slow
+def test_all_processes_end_when_the_first_finds_something_wrong(flags, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [sys.executable, *launcher, "-m", "vl_plugins.cli", *flags, "--protocol", "flickr30k-1k"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode != 0
+    assert finished.stderr.count("vl-plugins evaluate: error: ") == 1
+    assert "it has 24 images, and the test split of Flickr30K has 1,000 (these are toy-val)" in finished.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "vl-tinny"}, "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
-        ({"checkpoint": "no-such.pt"}, "checkpoint no-such.pt: no such file, nor a pretrained tag of vl-tiny"),
-        ({"shards": "no-such-{0..1}.tar"}, "2 of 2 shards do not exist: no-such-0.tar"),
-        ({"model": "ViT-S-32-alt"}, "does not fit model ViT-S-32-alt"),
-        ({"max_captions": 0}, "max_captions must be at least 1"),
+        (["--model", "vl-tinny"], "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
+        (["--checkpoint", "no-such.pt"], "checkpoint no-such.pt: no such file, nor a pretrained tag of vl-tiny"),
+        (["--shards", "no-such-{0..1}.tar"], "2 of 2 shards do not exist: no-such-0.tar"),
+        (["--model", "ViT-S-32-alt"], "does not fit model ViT-S-32-alt"),
+        (["--max-captions", "0"], "--max-captions must be at least 1"),
+        (["--protocol", "coco-5k"], "24 images are not in COCO's test split"),
+        (
+            ["--ensemble"],
+            "--ensemble averages the similarities of two or more checkpoints or files of features, got one",
+        ),
+        (["--normalize"], "--normalize is for --features"),
+        (["--model", "vl-tiny", "vl-tiny"], "give one --model for all checkpoints or one for each, got 2 for 1"),
+        (["--save-features", "a.npz", "b.npz"], "--save-features needs one file for each checkpoint, got 2 for 1"),
+        (["--save-features", "a.pt"], "a file of features must end in .npz or .safetensors, got a.pt"),
+        (["--report", "report.pdf"], "report.pdf"),
+        (["--features", "no-such.npz"], "features no-such.npz: no such file"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
     ],
 )
-def test_wrong_input(shards, checkpoint, change, message):
-    arguments = {"model": "vl-tiny", "checkpoint": str(checkpoint), "shards": shards, "device": "cpu", **change}
-    with pytest.raises(UserError) as raised:
-        evaluate_checkpoint(**arguments)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+def test_wrong_input(flags, tmp_path, capsys, change, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*flags, *change]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("vl-plugins evaluate: error: ")
+    assert message in line
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_shard_is_one_line(tmp_path, checkpoint, toy_shards, capsys, workers):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --checkpoint with --shards, or --features"),
+        (["--checkpoint", "a.pt"], "--checkpoint needs --shards"),
+        (["--features", "a.npz", "--model", "vl-tiny"], "--model needs --checkpoint"),
+        (["--features", "a.npz", "a.npz"], "a.npz is given twice"),
+    ],
+)
+def test_flags_that_do_not_belong_together(capsys, arguments, message):
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_names_all_protocols(capsys):
+    assert tuple(PROTOCOLS) == evaluate.PROTOCOLS
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in PROTOCOLS)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("damage", ["archive", "picture"])
+def test_a_damaged_shard_is_one_line(tmp_path, flags, toy_shards, capsys, damage, workers):
+    """A cut archive is found before the model is loaded, a damaged picture when it is its turn."""
     shard = tmp_path / "toy-val-000000.tar"
-    shard.write_bytes((toy_shards / shard.name).read_bytes()[:10_000])
+    data = (toy_shards / shard.name).read_bytes()
+    if damage == "archive":
+        shard.write_bytes(data[:10_000])
+        message = f"cannot read sample 2 of shard {shard}: it is cut off"
+    else:
+        start = data.index(b"IDAT", data.index(b"IDAT") + 1)  # of the second picture
+        shard.write_bytes(data[:start] + bytes(40) + data[start + 40 :])
+        message = "cannot read sample "
     shutil.copy(toy_shards / "sizes.json", tmp_path)
-    flags = ["--model", "vl-tiny", "--checkpoint", str(checkpoint), "--shards", str(shard), "--device", "cpu"]
-    assert main(["evaluate", *flags, "--workers", str(workers)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(
-        f"vl-plugins evaluate: error: cannot read the end of shard {shard}: ValueError('it is cut off"
-    )
+    assert main([*flags, "--shards", str(shard), "--workers", workers, "--save-features", f"{tmp_path}/a.npz"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"vl-plugins evaluate: error: {message}")
+    assert not (tmp_path / "a.npz").exists()
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path, shards):
+def test_a_file_that_is_no_checkpoint(tmp_path, shards, capsys):
     path = tmp_path / "epoch_1.pt"
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(UserError, match=r"epoch_1\.pt"):
-        evaluate_checkpoint("vl-tiny", str(path), shards, device="cpu")
+    arguments = ["--model", "vl-tiny", "--checkpoint", str(path), "--shards", shards, "--device", "cpu"]
+    assert main(["evaluate", *arguments]) == 2
+    assert "epoch_1.pt" in capsys.readouterr().err
