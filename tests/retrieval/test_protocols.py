@@ -1,14 +1,17 @@
+import statistics
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from vl_plugins.data.collection import Collection
 from vl_plugins.errors import UserError
-from vl_plugins.retrieval import EmbeddingSimilarities, protocols
+from vl_plugins.retrieval import EmbeddingSimilarities, retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.names import clip_benchmark_names, eccv_caption_names
-from vl_plugins.retrieval.protocols import PROTOCOLS, prepare
+from vl_plugins.retrieval.protocols import prepare
 
 WAYS = {"i2t": "image_to_text", "t2i": "text_to_image"}
 
@@ -55,7 +58,9 @@ def embeddings(benchmark, test_split):
     image_index = {image: number for number, image in enumerate(test_split.image_ids)}
     caption_index = {caption: number for number, caption in enumerate(test_split.caption_ids)}
     for caption, also in benchmark.eccv_gts["t2i"].items():
-        captions[caption_index[caption]] += images[[image_index[image] for image in also]].sum(dim=0) / (4 * len(also) ** 0.5)
+        captions[caption_index[caption]] += images[[image_index[image] for image in also]].sum(dim=0) / (
+            4 * len(also) ** 0.5
+        )
     for image, also in benchmark.eccv_gts["i2t"].items():
         images[image_index[image]] += 0.05 * captions[[caption_index[c] for c in also if c in caption_index]].sum(dim=0)
     return torch.nn.functional.normalize(images, dim=1), torch.nn.functional.normalize(captions, dim=1)
@@ -104,3 +109,246 @@ def test_equals_eccv_caption(benchmark, test_split, embeddings):
 def test_equals_eccv_caption_with_all_answers(benchmark, test_split, embeddings):
     whole = tuple(part[:] for part in embeddings)
     assert_equals_eccv_caption(benchmark, test_split, whole, 5000)
+
+
+def test_coco_1k_is_the_mean_of_five_parts(test_split, embeddings):
+    results = prepare("coco-1k", test_split).evaluate(EmbeddingSimilarities(*embeddings)).results["coco-1k"]
+    parts = []
+    for fold in range(5):
+        images, captions = embeddings[0][1000 * fold :][:1000], embeddings[1][5000 * fold :][:5000]
+        image_of_caption = torch.arange(1000).repeat_interleave(5)
+        parts.append(retrieval_metrics(retrieval_ranks(images, captions, image_of_caption, negatives=5)))
+    assert results.keys() == parts[0].keys()
+    for name, value in results.items():
+        assert value == pytest.approx(statistics.fmean(part[name] for part in parts), abs=1e-9), name
+    assert len({part["rsum"] for part in parts}) == 5
+
+
+def with_more_captions(test_split, ids):
+    """The split with a sixth caption of every hundredth image, the first of its captions, and other caption ids."""
+    captions = [list(test_split.caption_ids[5 * image : 5 * image + 5]) for image in range(5000)]
+    for image in range(0, 5000, 100):
+        captions[image].insert(0, -image - 1)
+    of_all = items(test_split.image_ids, captions)
+    return of_all if ids else replace(of_all, caption_ids=tuple(range(len(of_all.caption_ids))))
+
+
+@pytest.mark.parametrize("protocol", ["coco-5k", "coco-1k", "eccv"])
+def test_of_more_captions_the_ids_tell_which_count(test_split, protocol):
+    trial = prepare(protocol, with_more_captions(test_split, ids=True))
+    assert len(trial.captions) == 25000
+    assert trial.captions[:12].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert trial.captions[500].item() == 502
+
+
+def test_without_cocos_ids_the_first_five_captions_count(test_split):
+    trial = prepare("coco-5k", with_more_captions(test_split, ids=False))
+    assert len(trial.captions) == 25000
+    assert trial.captions[:12].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
+    with pytest.raises(UserError, match="are missing or belong to another image, such as"):
+        prepare("eccv", with_more_captions(test_split, ids=False))
+
+
+def swapped(values, one, other):
+    values = list(values)
+    values[one], values[other] = values[other], values[one]
+    return values
+
+
+def coco_items(test_split, change):
+    image_ids = list(test_split.image_ids)
+    captions = [list(test_split.caption_ids[5 * image : 5 * image + 5]) for image in range(5000)]
+    if change == "another split":
+        return items([-image for image in image_ids], captions, splits=("coco-val",))
+    if change == "shuffled":
+        return items(swapped(image_ids, 7, 4000), swapped(captions, 7, 4000))
+    if change == "an image is missing":
+        return items(image_ids[1:], captions[1:])
+    if change == "an image too many":
+        return items([*image_ids, 1], [*captions, [1, 2, 3, 4, 5]])
+    if change == "four captions":
+        captions[17].pop()
+    if change == "two captions changed places":
+        captions[3][0], captions[9][0] = captions[9][0], captions[3][0]
+    if change == "a caption twice":
+        captions[3].append(captions[3][0])
+    return items(image_ids, captions)
+
+
+@pytest.mark.parametrize("protocol", ["coco-5k", "coco-1k", "eccv"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "another split",
+            "5,000 of the 5,000 images of COCO's test split are missing, such as 391895; 5,000 images are not in "
+            "COCO's test split, such as -391895 (these are coco-val)",
+        ),
+        (
+            "shuffled",
+            "the same 5,000 images are in another order: image {4000} stands at place 7, where COCO's test split",
+        ),
+        ("an image is missing", "1 of the 5,000 images of COCO's test split are missing, such as 391895"),
+        ("an image too many", "1 images are not in COCO's test split, such as 1"),
+        ("four captions", "1 images have less than 5 captions, such as image {17} with 4"),
+        ("two captions changed places", "2 of the 25,000 captions are missing or belong to another image, such as "),
+        ("a caption twice", "caption ids occur twice"),
+    ],
+)
+def test_other_images_or_captions_than_cocos(test_split, protocol, change, message):
+    for number in (17, 4000):
+        message = message.replace(f"{{{number}}}", str(test_split.image_ids[number]))
+    with pytest.raises(UserError) as raised:
+        prepare(protocol, coco_items(test_split, change), "test.tar")
+    assert str(raised.value).startswith(f"test.tar is not what protocol {protocol} is about: ")
+    assert message in str(raised.value)
+
+
+def test_features_without_ids(test_split, embeddings):
+    features = Features(
+        images=embeddings[0], captions=embeddings[1], image_of_caption=test_split.image_of_caption, image_ids=None
+    )
+    with pytest.raises(UserError, match=r"protocol coco-5k needs image ids to check the split, and f\.npz has none"):
+        prepare("coco-5k", features, "f.npz")
+    assert len(prepare("plain", features).captions) == 25000
+    features = replace(features, image_ids=test_split.image_ids)
+    assert len(prepare("coco-5k", features).captions) == 25000
+
+
+def flickr30k_items(images=1000, captions=5, order=None, split="flickr30k-test"):
+    ids = [30000 + 3 * image for image in range(images)]
+    return items(order(ids) if order else ids, [range(captions)] * images, splits=(split,) if split else ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"images": 1014, "split": "flickr30k-val"},
+            "it has 1,014 images, and the test split of Flickr30K has 1,000 (these are flickr30k-val)",
+        ),
+        ({"captions": 4}, "1,000 images do not have 5 captions, such as image 30000 with 4 (these are flickr30k-test)"),
+        ({"captions": 1}, "1,000 images do not have 5 captions, such as image 30000 with 1"),
+        ({"split": "flickr30k-val"}, "it is the test split (these are flickr30k-val)"),
+        (
+            {"order": lambda ids: swapped(ids, 0, 5)},
+            "the same 1,000 images are in another order: image 30015 stands at place 0",
+        ),
+    ],
+)
+def test_other_images_or_captions_than_flickr30ks(changes, message):
+    with pytest.raises(UserError) as raised:
+        prepare("flickr30k-1k", flickr30k_items(**changes), "test.tar")
+    assert str(raised.value).startswith("test.tar is not what protocol flickr30k-1k is about: ")
+    assert message in str(raised.value)
+
+
+def test_flickr30k():
+    for accepted in (flickr30k_items(), flickr30k_items(split=None), flickr30k_items(split="f30k-test")):
+        trial = prepare("flickr30k-1k", accepted)
+        assert (trial.images, len(trial.captions)) == (1000, 5000)
+    names = [f"{number}.jpg" for number in range(1000)]
+    assert prepare("flickr30k-1k", replace(flickr30k_items(), image_ids=tuple(names))).images == 1000
+
+
+def test_unknown_protocol_and_other_similarities(test_split):
+    with pytest.raises(UserError, match=r"unknown protocol 'coco-5' \(did you mean 'coco-5k'"):
+        prepare("coco-5", test_split)
+    with pytest.raises(ValueError, match="similarities do not fit 1000 images and 5000 captions"):
+        prepare("flickr30k-1k", flickr30k_items()).evaluate(EmbeddingSimilarities(torch.eye(9), torch.eye(9)))
+
+
+def model(kind, images, width=64):
+    """Embeddings of a model of which everybody knows what must come out, with five captions of each image."""
+    generator = torch.Generator().manual_seed(0)
+    image_embeddings, others = (
+        torch.nn.functional.normalize(torch.randn(number, width, generator=generator), dim=1)
+        for number in (images, 5 * images)
+    )
+    caption_embeddings = image_embeddings.repeat_interleave(5, dim=0)
+    if kind == "random":
+        caption_embeddings = others
+    if kind == "constant":
+        image_embeddings, caption_embeddings = (
+            image_embeddings[:1].expand(images, -1),
+            others[:1].expand(5 * images, -1),
+        )
+    if kind == "knows first captions":
+        is_first = (torch.arange(5 * images) % 5 == 0)[:, None]
+        caption_embeddings = torch.where(is_first, caption_embeddings, others)
+    return image_embeddings, caption_embeddings
+
+
+def sanity_line(kind, protocol, items):
+    """A line of the README's table for each name of what the protocol computes."""
+    results = prepare(protocol, items).evaluate(EmbeddingSimilarities(*model(kind, len(items.image_ids)))).results
+    lines = {}
+    for name, metrics in results.items():
+        numbers = [metrics[f"{way}_R@{k}"] for way in WAYS.values() for k in (1, 5, 10)] + [metrics["rsum"]]
+        numbers += [metrics[f"{way}_mean_average_precision_at_r"] for way in WAYS.values()]
+        lines[name] = f"| {kind} | {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |"
+    return lines
+
+
+KINDS = ("perfect", "constant", "random", "knows first captions")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_which_everybody_knows_the_numbers(kind):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert sanity_line(kind, "flickr30k-1k", flickr30k_items())["flickr30k-1k"] in readme
+    found = prepare("flickr30k-1k", flickr30k_items()).evaluate(EmbeddingSimilarities(*model(kind, 1000)))
+    metrics = found.results["flickr30k-1k"]
+    recalls = {name: value for name, value in metrics.items() if "_R@" in name}
+    assert len(recalls) == 6
+    if kind == "perfect":
+        assert set(recalls.values()) == {100}
+        assert metrics["image_to_text_mean_average_precision_at_r"] == pytest.approx(100)
+    if kind == "constant":
+        assert set(recalls.values()) == {0}
+        assert (metrics["image_to_text_mean_rank"], metrics["text_to_image_mean_rank"]) == (4996, 1000)
+    if kind == "random":
+        # Binomial, give or take four standard deviations.
+        for k in (1, 5, 10):
+            chances = {"image_to_text": 1 - (1 - k / 5000) ** 5, "text_to_image": k / 1000}
+            for way, queries in (("image_to_text", 1000), ("text_to_image", 5000)):
+                chance = chances[way]
+                deviation = 400 * (chance * (1 - chance) / queries) ** 0.5
+                assert recalls[f"{way}_R@{k}"] == pytest.approx(100 * chance, abs=deviation)
+    if kind == "knows first captions":
+        assert recalls["image_to_text_R@1"] == 100
+        assert recalls["text_to_image_R@1"] == pytest.approx(20, abs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_readmes_numbers_of_these_models(test_split, kind):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = {}
+    for protocol in ("coco-5k", "coco-1k", "eccv"):
+        lines |= sanity_line(kind, protocol, test_split)
+    assert list(lines) == ["coco-5k", "coco-1k", "eccv-caption", "cxc"]
+    assert all(line in readme for line in lines.values()), "\n".join(lines.values())
+
+
+def test_equals_clip_benchmark(test_split, embeddings):
+    """On the first thousand images; its function makes a matrix of (queries, k, candidates)."""
+    from clip_benchmark.metrics.zeroshot_retrieval import recall_at_k
+
+    images, captions = (part[: 1000 * per_image] for part, per_image in zip(embeddings, (1, 5), strict=True))
+    image_of_caption = test_split.image_of_caption[:5000]
+    found = clip_benchmark_names(retrieval_metrics(retrieval_ranks(images, captions, image_of_caption)))
+    scores = captions @ images.T
+    positive = torch.zeros_like(scores, dtype=torch.bool)
+    positive[torch.arange(5000), image_of_caption] = True
+    expected = {}
+    for k in (1, 5, 10):
+        for name, matrix, truth in (("image", scores, positive), ("text", scores.T, positive.T)):
+            of_parts = [
+                recall_at_k(matrix[start : start + 50], truth[start : start + 50], k) > 0
+                for start in range(0, len(matrix), 50)
+            ]
+            expected[f"{name}_retrieval_recall@{k}"] = torch.cat(of_parts).double().mean().item()
+    assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    assert len(expected) == 6
