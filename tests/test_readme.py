@@ -2,13 +2,16 @@
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -40,7 +43,8 @@ def run(command, cwd):
 SNIPPETS = blocks("python")
 (OF_LOADING,) = (snippet for snippet in SNIPPETS if "load_model" in snippet)
 (OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
-OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER)]
+(OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
+OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS)]
 
 
 @pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "sets", "miner and wrapper"])
@@ -51,6 +55,13 @@ def test_python_snippets(snippet):
     gradients += [variables["similarities"].grad] if "similarities" in variables else []
     assert gradients
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_ranks_snippet(capsys):
+    exec(compile(OF_RANKS, "README.md", "exec"), {})
+    rsum, mean_average_precision = map(float, capsys.readouterr().out.split())
+    assert 0 < rsum < 200
+    assert 0 <= mean_average_precision <= 100
 
 
 def test_install_line(install):
@@ -156,14 +167,13 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
 
 
 def test_every_command_is_known_here():
-    assert len(own_commands("shards", "evaluate", "plot")) == sum(
+    assert len(own_commands("shards", "evaluate", "search", "plot")) == sum(
         line.startswith("vl-plugins") for block in blocks("bash") for line in block.splitlines()
     )
 
 
-def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
+def test_shards_commands(tmp_path, toy_scenes):
     """The lines for COCO, on the toy scenes under the names that they give."""
-    commands = own_commands("shards", "evaluate")
     (tmp_path / "coco").symlink_to(toy_scenes)
     (tmp_path / "flickr30k-images").symlink_to(toy_scenes / "train")
     (tmp_path / "pictures").symlink_to(toy_scenes / "train")
@@ -180,7 +190,7 @@ def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
 
     outputs = {}
     try:
-        for command in commands[:-1]:
+        for command in own_commands("shards"):
             small = [] if command[2] in ("verify", "info") else ["--samples-per-shard", "5"]
             outputs[command[2]] = run([*command, *small], tmp_path)
     finally:
@@ -199,15 +209,68 @@ def test_shards_and_evaluate_commands(tmp_path, toy_scenes):
     assert "176 samples, 880 captions: everything is as manifest.json says" in outputs["verify"]
     assert (tmp_path / "shards-contact-sheet.png").is_file()
 
-    evaluate = commands[-1]
-    assert evaluate[1] == "evaluate"
+
+def save_checkpoint(folder):
+    """Write one of a small model under the name that the README gives."""
     register_models()
-    checkpoint = tmp_path / "logs/run/checkpoints/epoch_10.pt"
+    checkpoint = folder / "logs/run/checkpoints/epoch_10.pt"
     checkpoint.parent.mkdir(parents=True)
     torch.save({"state_dict": open_clip.create_model("vl-tiny").state_dict()}, checkpoint)
-    output = run([*evaluate, "--model", "vl-tiny", "--device", "cpu"], tmp_path)
-    assert "24 images, 120 captions" in output
-    assert "RSUM" in output
+
+
+def run_evaluate_commands(folder, change=lambda command: command):
+    """Run the lines, with a small model; the second file of features is the first one."""
+    save_checkpoint(folder)
+    encoding, comparing = map(change, own_commands("evaluate"))
+    outputs = [run([*encoding, "--model", "vl-tiny", "--device", "cpu"], folder)]
+    shutil.copy(folder / "vit.safetensors", folder / "other.safetensors")
+    comparing = [argument.replace("other.npz", "other.safetensors") for argument in comparing]
+    outputs.append(run(comparing, folder))
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    return outputs
+
+
+def test_evaluate_commands(tmp_path, toy_shards):
+    """Under the protocol for any shards."""
+    (tmp_path / "shards").mkdir()
+    for number in range(5):
+        source = toy_shards / f"toy-{('test', 'val')[number // 3]}-{number % 3:06d}.tar"
+        (tmp_path / "shards" / f"coco-test-{number:06d}.tar").symlink_to(source)
+
+    def plain(command):
+        return [argument for argument in command if argument not in ("coco-1k", "eccv")]
+
+    first, second = run_evaluate_commands(
+        tmp_path, lambda command: [argument.replace("coco-5k", "plain") for argument in plain(command)]
+    )
+    assert "40 images, 200 captions" in first
+    assert "RSUM" in first
+    assert "ensemble" in second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_evaluate_commands_on_cocos_ids(tmp_path):
+    """As they stand, on generated pictures under the true ids and in the true order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        benchmark = importlib.import_module("eccv_caption").Metrics()
+    image_of_caption = {int(caption): benchmark.coco_gts["t2i"][int(caption)][0] for caption in benchmark.coco_ids}
+    items = {}
+    for caption, image in image_of_caption.items():
+        name = f"{image}.png"
+        item = items.setdefault(image, {"cocoid": image, "filepath": "", "filename": name, "split": "test"})
+        item.setdefault("sentences", [])
+        item["sentences"].append({"raw": f"caption {caption} of {image}", "sentid": caption})
+        if len(item["sentences"]) == 1:
+            PIL.Image.new("RGB", (32, 32), (image % 256, image // 256 % 256, len(items) % 256)).save(tmp_path / name)
+    (tmp_path / "coco.json").write_text(json.dumps({"dataset": "coco", "images": list(items.values())}))
+    run("vl-plugins shards coco --annotations coco.json --images . --out shards".split(), tmp_path)
+    first, second = run_evaluate_commands(tmp_path)
+    assert "5,000 images, 25,000 captions" in first
+    for name in ("coco-5k", "coco-1k", "eccv-caption", "cxc"):
+        assert re.search(rf"^{name} ", first, flags=re.MULTILINE)
+    assert "ensemble coco-5k" in second
 
 
 def official(items, split):
@@ -225,7 +288,7 @@ def official(items, split):
 
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
-    help_texts += [help_of("evaluate"), help_of("plot", "attention")]
+    help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention")]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert len(named) > 12

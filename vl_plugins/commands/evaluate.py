@@ -83,6 +83,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--protocol",
         nargs="+",
         choices=PROTOCOLS,
+        metavar="PROTOCOL",
         default=["plain"],
         help="which images and captions, and which numbers; see below (default: plain)",
     )
@@ -95,8 +96,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="divide the vectors of --features by their norms; otherwise they must be 1",
     )
     how = parser.add_argument_group("how to run")
-    how.add_argument("--batch-size", type=int, default=64, help="images per batch (default: %(default)s)")
-    how.add_argument("--workers", type=int, default=1, help="loader processes (default: %(default)s)")
+    how.add_argument("--batch-size", type=int, metavar="N", default=64, help="images per batch (default: %(default)s)")
+    how.add_argument("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
     how.add_argument(
         "--device",
         help="cpu, cuda, cuda:1, ... for the model (default: cuda where there is one; with torchrun one each)",
@@ -365,7 +366,7 @@ def _write_report(
     from vl_plugins.retrieval.report import write_report
 
     shown = ENSEMBLE if ENSEMBLE in results else next(iter(results))
-    title = f"Retrieval of {shown if shown != ENSEMBLE else 'an ensemble'}: {arguments.protocol[0]}"
+    title = f"Image-text retrieval of {shown}, protocol {arguments.protocol[0]}"
     write_report(
         arguments.report, results[shown].ranks, _rows(results), title=title, settings=settings, collection=collection
     )
