@@ -10,6 +10,7 @@ import tarfile
 import open_clip
 import pytest
 import torch
+from clip_benchmark.metrics import zeroshot_retrieval
 from PIL import Image
 
 from vl_plugins.cli import main
@@ -108,6 +109,28 @@ def test_evaluate_command(flags, checkpoint, shards, capsys):
     output = capsys.readouterr().out
     assert output.startswith("24 images, 48 captions\n")
     assert "RSUM" in output
+
+
+def test_equals_clip_benchmark(flags, checkpoint, toy_shards, capsys):
+    """Its evaluation of the same model, from the pictures on."""
+    model, transform, tokenizer = load_model(checkpoint, "vl-tiny")
+    samples = []
+    for index in range(3):
+        with tarfile.open(toy_shards / f"toy-val-00000{index}.tar") as tar:
+            contents = {member.name: tar.extractfile(member).read() for member in tar}
+        for name, content in contents.items():
+            if name.endswith(".png"):
+                captions = json.loads(contents[name.replace(".png", ".json")])["captions"]
+                samples.append((transform(Image.open(io.BytesIO(content))), captions))
+    batches = [
+        (torch.stack([image for image, _ in part]), [captions for _, captions in part])
+        for part in (samples[:10], samples[10:20], samples[20:])
+    ]
+    expected = zeroshot_retrieval.evaluate(model, batches, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
+    assert main([*flags, "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["clip_benchmark"] == pytest.approx(expected, abs=1e-6)
+    assert len(expected) == 6
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
