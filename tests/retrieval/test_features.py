@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from vl_plugins.errors import UserError
-from vl_plugins.functional import smooth_chamfer_similarity
+from vl_plugins.functional import match_probability, smooth_chamfer_similarity
 from vl_plugins.retrieval.features import Features, id_difference, load_features, save_features
 
 SUFFIXES = (".npz", ".safetensors")
@@ -53,8 +53,9 @@ def assert_same(found, expected, dtype=None):
         {"images": unit(4, 3, 6), "captions": unit(8, 2, 6), "description": {"similarity": "mil"}},
         {"images": unit(4, 6, dtype=torch.float16), "captions": unit(8, 6, dtype=torch.float64)},
         {"image_ids": None, "caption_ids": None},
+        {"image_ids": (1 << 70, -(1 << 63), (1 << 63) - 1, 0)},
     ],
-    ids=["vectors", "strings", "mixed", "sets", "types", "anonymous"],
+    ids=["vectors", "strings", "mixed", "sets", "types", "anonymous", "large"],
 )
 def test_what_is_saved_is_loaded(tmp_path, suffix, changes):
     file = tmp_path / f"features{suffix}"
@@ -125,7 +126,7 @@ BOTH = {"image_features": IMAGES, "caption_features": CAPTIONS}
         (npz(**BOTH, image_of_caption=np.arange(8.0)), "image_of_caption must be whole numbers, got torch.float64"),
         (npz(**BOTH, image_of_caption=np.arange(7) % 4), "image_of_caption must be int64 of shape (8,)"),
         (npz(**BOTH, image_of_caption=np.arange(8) % 5), "image_of_caption must lie in [0, 4)"),
-        (npz(**BOTH, image_of_caption=np.arange(8) - 1), "image_of_caption must lie in [0, 4)"),
+        (npz(**BOTH, image_of_caption=np.arange(8) % 5 - 1), "image_of_caption must lie in [0, 4)"),
         (npz(**BOTH, image_of_caption=np.arange(8) % 3), "1 images have no caption, first row 3"),
         (npz(**BOTH, image_ids=np.arange(3)), "there are 4 images, but 3 image ids"),
         (npz(**BOTH, caption_ids=np.arange(8.0)), "caption_ids must be a list of whole numbers or strings"),
@@ -282,6 +283,10 @@ def test_similarities_of_vectors_and_sets():
     sets = features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description=described)
     expected = smooth_chamfer_similarity(sets.images, sets.captions, 3.0)
     torch.testing.assert_close(sets.similarities().tile(0, 0), expected)
+    learned = {"similarity": "MatchProbability", "similarity_kwargs": {"scale": 3.0, "shift": -0.5}}
+    found = dataclasses.replace(sets, description=learned).similarity()(sets.images, sets.captions)
+    torch.testing.assert_close(found, match_probability(sets.images, sets.captions, 3.0, -0.5))
+    assert not found.requires_grad
     for description in ({}, {"similarity": 3}):
         with pytest.raises(UserError, match="their description names no similarity"):
             features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description=description).similarity()
