@@ -14,6 +14,7 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
+EXTRAS += ("faiss", "safetensors", "clip_benchmark")
 
 
 def python(code, *arguments, path=None):
@@ -52,6 +53,8 @@ def test_the_wheel_holds_every_module_and_configuration(wheel):
     for name in expected:
         path = wheel.joinpath(*name.split("."))
         assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
+    for file in (ROOT / "vl_plugins").rglob("*.jinja"):
+        assert (wheel / file.relative_to(ROOT)).is_file(), file
     for file in (ROOT / "configs").rglob("*"):
         if file.suffix in (".json", ".yaml"):
             assert (wheel / "vl_plugins" / "configs" / file.relative_to(ROOT / "configs")).is_file(), file

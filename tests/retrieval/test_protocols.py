@@ -8,7 +8,7 @@ import torch
 
 from vl_plugins.data.collection import Collection
 from vl_plugins.errors import UserError
-from vl_plugins.retrieval import EmbeddingSimilarities, retrieval_metrics, retrieval_ranks
+from vl_plugins.retrieval import EmbeddingSimilarities, protocols, retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.names import clip_benchmark_names, eccv_caption_names
 from vl_plugins.retrieval.protocols import prepare
@@ -148,6 +148,27 @@ def test_without_cocos_ids_the_first_five_captions_count(test_split):
     assert trial.captions[:12].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
     with pytest.raises(UserError, match="are missing or belong to another image, such as"):
         prepare("eccv", with_more_captions(test_split, ids=False))
+
+
+def test_captions_left_out_do_not_count(monkeypatch):
+    """On a split of three images: a sixth caption that looks like every image would otherwise be the first answer."""
+    captions = {image: frozenset(range(10 * image, 10 * image + 5)) for image in (1, 2, 3)}
+    split = protocols._CocoTestSplit([1, 2, 3], captions)
+    monkeypatch.setattr(protocols, "_coco_test_split", lambda: split)
+    of_all = items([1, 2, 3], [[99, *range(10, 15)], range(20, 25), range(30, 35)])
+    images = torch.cat([torch.eye(3), torch.ones(3, 1)], dim=1)
+    embeddings = torch.cat([torch.eye(3).repeat_interleave(5, dim=0), torch.zeros(15, 1)], dim=1)
+    embeddings = torch.cat([torch.tensor([[0.0, 0.0, 0.0, 2.0]]), embeddings])
+    found = prepare("coco-5k", of_all).evaluate(EmbeddingSimilarities(images, embeddings)).results["coco-5k"]
+    assert found["rsum"] == 600
+    assert prepare("plain", of_all).evaluate(EmbeddingSimilarities(images, embeddings)).results["plain"]["rsum"] < 600
+
+
+def test_reports_have_five_answers():
+    evaluation = prepare("plain", items(range(9), [[image] for image in range(9)])).evaluate(
+        EmbeddingSimilarities(torch.eye(9), torch.eye(9))
+    )
+    assert [direction.negatives.shape for direction in evaluation.ranks] == [(9, 5), (9, 5)]
 
 
 def swapped(values, one, other):
