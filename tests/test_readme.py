@@ -247,6 +247,11 @@ def test_evaluate_commands(tmp_path, toy_shards):
     assert "RSUM" in first
     assert "ensemble" in second
 
+    (search,) = own_commands("search")
+    found = run([*search, "--model", "vl-tiny", "--device", "cpu", "--top", "3"], tmp_path)
+    assert len(re.findall(r"coco-|toy-", found)) >= 3
+    assert {path.name for path in tmp_path.iterdir()} >= {"coco-test.safetensors", "search.png"}
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
