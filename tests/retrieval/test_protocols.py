@@ -131,7 +131,9 @@ def with_more_captions(test_split, ids):
     for image in range(0, 5000, 100):
         captions[image].insert(0, -image - 1)
     of_all = items(test_split.image_ids, captions)
-    return of_all if ids else replace(of_all, caption_ids=tuple(range(len(of_all.caption_ids))))
+    # Two of the other numbers are COCO's by chance.
+    numbers = [*test_split.caption_ids[:2], *range(2, len(of_all.caption_ids))]
+    return of_all if ids else replace(of_all, caption_ids=tuple(numbers))
 
 
 @pytest.mark.parametrize("protocol", ["coco-5k", "coco-1k", "eccv"])
@@ -164,6 +166,18 @@ def test_captions_left_out_do_not_count(monkeypatch):
     assert prepare("plain", of_all).evaluate(EmbeddingSimilarities(images, embeddings)).results["plain"]["rsum"] < 600
 
 
+def test_the_whole_split_is_ranked_for_a_report_on_folds(monkeypatch):
+    ids = list(range(1, 11))
+    split = protocols._CocoTestSplit(ids, {image: frozenset(range(10 * image, 10 * image + 5)) for image in ids})
+    monkeypatch.setattr(protocols, "_coco_test_split", lambda: split)
+    trial = prepare("coco-1k", items(ids, [range(10 * image, 10 * image + 5) for image in ids]))
+    similarities = EmbeddingSimilarities(torch.eye(10), torch.eye(10).repeat_interleave(5, dim=0))
+    assert trial.evaluate(similarities).ranks is None
+    evaluation = trial.evaluate(similarities, ranks=True)
+    assert len(evaluation.ranks.image_to_text.queries) == 10
+    assert evaluation.results == trial.evaluate(similarities).results
+
+
 def test_reports_have_five_answers():
     evaluation = prepare("plain", items(range(9), [[image] for image in range(9)])).evaluate(
         EmbeddingSimilarities(torch.eye(9), torch.eye(9))
@@ -194,6 +208,8 @@ def coco_items(test_split, change):
         captions[3][0], captions[9][0] = captions[9][0], captions[3][0]
     if change == "a caption twice":
         captions[3].append(captions[3][0])
+    if change == "a caption in place of another":
+        captions[3][1] = captions[3][0]
     return items(image_ids, captions)
 
 
@@ -215,6 +231,7 @@ def coco_items(test_split, change):
         ("four captions", "1 images have less than 5 captions, such as image {17} with 4"),
         ("two captions changed places", "2 of the 25,000 captions are missing or belong to another image, such as "),
         ("a caption twice", "caption ids occur twice"),
+        ("a caption in place of another", "1 of the 25,000 captions are missing or belong to another image, such as "),
     ],
 )
 def test_other_images_or_captions_than_cocos(test_split, protocol, change, message):

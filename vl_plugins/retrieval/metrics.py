@@ -121,17 +121,8 @@ def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: b
           i2t R@1   R@5  R@10  median  t2i R@1  R@5  R@10  median  RSUM
     clip     12.5  50.0     -     5.5        -    -     -       -     -
     """
-    columns = [
-        column
-        for direction, label in zip(DIRECTIONS, DIRECTION_LABELS, strict=True)
-        for column in (
-            (f"{label} R@1", f"{direction}_R@1"),
-            ("R@5", f"{direction}_R@5"),
-            ("R@10", f"{direction}_R@10"),
-            ("median", f"{direction}_median_rank"),
-        )
-    ]
-    return _format_table(results, [*columns, ("RSUM", "rsum")], markdown)
+    columns = (("R@1", "R@1"), ("R@5", "R@5"), ("R@10", "R@10"), ("median", "median_rank"))
+    return _format_table(results, [*_of_both_directions(columns), ("RSUM", "rsum")], markdown)
 
 
 def format_precision_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:
@@ -142,16 +133,18 @@ def format_precision_table(results: Mapping[str, Mapping[str, float]], markdown:
           i2t mAP@R   R-P  R@1  t2i mAP@R  R-P  R@1
     clip       31.4  42.0    -          -    -    -
     """
-    columns = [
-        column
+    columns = (("mAP@R", "mean_average_precision_at_r"), ("R-P", "r_precision"), ("R@1", "R@1"))
+    return _format_table(results, _of_both_directions(columns), markdown)
+
+
+def _of_both_directions(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return (heading, name of the metric) for each direction, whose first heading names it."""
+    (first, metric), *others = columns
+    return [
+        (heading, f"{direction}_{name}")
         for direction, label in zip(DIRECTIONS, DIRECTION_LABELS, strict=True)
-        for column in (
-            (f"{label} mAP@R", f"{direction}_mean_average_precision_at_r"),
-            ("R-P", f"{direction}_r_precision"),
-            ("R@1", f"{direction}_R@1"),
-        )
+        for heading, name in ((f"{label} {first}", metric), *others)
     ]
-    return _format_table(results, columns, markdown)
 
 
 def _format_table(
