@@ -1,43 +1,93 @@
-"""Retrieval ranks as plain loops over Python numbers."""
+"""Retrieval as plain loops over Python numbers, and how evaluation code in torch usually does it.
+
+``scores`` is a list of rows, one for each query that there could be, with a number for each candidate. ``answers`` maps
+each query to its right candidates, as indices; -1 stands for one that is not among the candidates.
+"""
+
+import torch
+
+__all__ = [
+    "by_image_and_by_caption",
+    "direction",
+    "dot",
+    "full_argsort",
+    "matrix",
+    "median",
+    "precision_at_r",
+    "ranking",
+]
 
 
 def dot(left, right):
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def best_positive_ranks(scores, is_positive):
-    """Rank per query of a list of rows: every wrong candidate at or above the best right one pushes it down."""
-    ranks = []
-    for row, positive_row in zip(scores, is_positive, strict=True):
-        best = max(score for score, positive in zip(row, positive_row, strict=True) if positive)
-        rank = 1
-        for score, positive in zip(row, positive_row, strict=True):
-            if not positive and score >= best:
-                rank += 1
-        ranks.append(rank)
-    return ranks
+def matrix(images, captions, similarity=dot):
+    """Similarities of nested lists of numbers, a row for each image."""
+    return [[similarity(image, caption) for caption in captions] for image in images]
 
 
-def hardest_negatives(scores, is_positive):
-    return [
-        max(score for score, positive in zip(row, positive_row, strict=True) if not positive)
-        for row, positive_row in zip(scores, is_positive, strict=True)
-    ]
+def by_image_and_by_caption(image_of_caption):
+    """The answers of both directions, from a list with the image of each caption."""
+    by_image, by_caption = {}, {}
+    for caption, image in enumerate(image_of_caption):
+        by_image.setdefault(image, []).append(caption)
+        by_caption[caption] = [image]
+    return by_image, by_caption
 
 
-def retrieval(image_embeddings, caption_embeddings, image_of_caption, similarity=dot):
-    """Return ranks, positive similarities and hardest negatives of nested lists of numbers, as a dict of lists."""
-    scores = [[similarity(image, caption) for caption in caption_embeddings] for image in image_embeddings]
-    is_positive = [[owner == image for owner in image_of_caption] for image in range(len(image_embeddings))]
-    scores_by_caption = [list(column) for column in zip(*scores, strict=True)]
-    is_positive_by_caption = [list(column) for column in zip(*is_positive, strict=True)]
-    return {
-        "image_to_text": best_positive_ranks(scores, is_positive),
-        "text_to_image": best_positive_ranks(scores_by_caption, is_positive_by_caption),
-        "positive_similarity": [scores[image][caption] for caption, image in enumerate(image_of_caption)],
-        "image_to_text_hardest_negative": hardest_negatives(scores, is_positive),
-        "text_to_image_hardest_negative": hardest_negatives(scores_by_caption, is_positive_by_caption),
+def direction(scores, answers, negatives=0):
+    """The fields of ``DirectionRanks`` as lists; of candidates with equal scores the first one comes first."""
+    result = {
+        name: []
+        for name in (
+            "queries rank right_answers positive_query positives positive_similarity "
+            "hardest_negative_similarity negatives negative_similarity"
+        ).split()
     }
+    for position, query in enumerate(sorted(answers)):
+        row = scores[query]
+        right = [candidate for candidate in set(answers[query]) if candidate >= 0]
+        wrong = [candidate for candidate in range(len(row)) if candidate not in right]
+        right.sort(key=lambda candidate: (-row[candidate], candidate))
+        wrong.sort(key=lambda candidate: (-row[candidate], candidate))
+        rank = 1
+        for candidate in wrong:
+            if row[candidate] >= row[right[0]]:
+                rank += 1
+        result["queries"].append(query)
+        result["rank"].append(rank)
+        result["right_answers"].append(len(answers[query]))
+        for candidate in right:
+            result["positive_query"].append(position)
+            result["positives"].append(candidate)
+            result["positive_similarity"].append(row[candidate])
+        result["hardest_negative_similarity"].append(row[wrong[0]] if wrong else float("-inf"))
+        kept = wrong[:negatives]
+        missing = negatives - len(kept)
+        result["negatives"].append(kept + [-1] * missing)
+        result["negative_similarity"].append([row[candidate] for candidate in kept] + [float("-inf")] * missing)
+    return result
+
+
+def ranking(row, right):
+    """Candidates from the best to the worst, a wrong one before a right one of equal score."""
+    return sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate in right))
+
+
+def precision_at_r(scores, answers):
+    """AP@R and R-Precision of each query, as two lists in the order of the queries."""
+    average_precisions, r_precisions = [], []
+    for query in sorted(answers):
+        number = len(answers[query])
+        found, total = 0, 0.0
+        for place, candidate in enumerate(ranking(scores[query], answers[query])[:number], start=1):
+            if candidate in answers[query]:
+                found += 1
+                total += found / place
+        average_precisions.append(total / number)
+        r_precisions.append(found / number)
+    return average_precisions, r_precisions
 
 
 def median(values):
@@ -46,3 +96,20 @@ def median(values):
     if len(values) % 2:
         return float(values[middle])
     return (values[middle - 1] + values[middle]) / 2
+
+
+def full_argsort(images, captions, captions_per_image):
+    """Ranks of images and of captions by sorting everything, as open_clip 3.3.0 validates pairs of one caption.
+
+    With several captions, which stand next to each other in the order of their images, the rank of an image is that of
+    its best one. Ties are in any order.
+    """
+    by_image = images @ captions.T
+    captions_of_image = torch.arange(len(captions)).view(-1, captions_per_image)
+    image_of_caption = torch.arange(len(images)).repeat_interleave(captions_per_image).view(-1, 1)
+    ranks = []
+    for logits, answers in ((by_image, captions_of_image), (by_image.T, image_of_caption)):
+        order = torch.argsort(logits, descending=True)
+        places = [torch.where(order == answer)[1] for answer in answers.split(1, dim=1)]
+        ranks.append(1 + torch.stack(places).amin(dim=0))
+    return ranks

@@ -51,9 +51,10 @@ print(held() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)  # the evaluation takes minutes
 @pytest.mark.parametrize("program", [pytest.param(TRAIN, id="training"), pytest.param(EVALUATE, id="evaluation")])
 def test_memory_beyond_the_embeddings(program):
     finished = subprocess.run([sys.executable, "-c", PREPARE + program], capture_output=True, text=True, timeout=1500)
     assert finished.returncode == 0, finished.stderr
-    assert int(finished.stdout) < 3e9, f"{int(finished.stdout) / 1e9:.2f} GB"
+    assert int(finished.stdout) < 1e9, f"{int(finished.stdout) / 1e9:.2f} GB"
     print(f"{int(finished.stdout) / 1e6:.0f} MB")

@@ -1,17 +1,43 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from tests.reference import retrieval as reference
-from vl_plugins.retrieval import Ranks, format_metrics_table, retrieval_metrics, retrieval_ranks
+from vl_plugins.retrieval import (
+    DirectionRanks,
+    GroundTruth,
+    Ranks,
+    format_metrics_table,
+    precision_at_r,
+    retrieval_metrics,
+    retrieval_ranks,
+    similarity_ranks,
+)
+
+
+def make_direction(rank, positive_similarity, hardest_negative):
+    """Queries with one right answer each, but the first one with all the rest."""
+    queries, positives = len(rank), len(positive_similarity)
+    positive_query = [0] * (positives - queries + 1) + list(range(1, queries))
+    return DirectionRanks(
+        queries=torch.arange(queries),
+        rank=torch.tensor(rank),
+        right_answers=torch.tensor(positive_query).bincount(),
+        positive_query=torch.tensor(positive_query),
+        positives=torch.arange(positives),
+        positive_similarity=torch.tensor(positive_similarity),
+        hardest_negative_similarity=torch.tensor(hardest_negative),
+        negatives=torch.empty(queries, 0, dtype=torch.int64),
+        negative_similarity=torch.empty(queries, 0),
+    )
 
 
 def make_ranks(image_to_text, text_to_image):
     return Ranks(
-        image_to_text=torch.tensor(image_to_text),
-        text_to_image=torch.tensor(text_to_image),
-        positive_similarity=torch.tensor([0.5, 0.7, 0.9]),
-        image_to_text_hardest_negative=torch.tensor([0.2, 0.4]),
-        text_to_image_hardest_negative=torch.tensor([0.0, 0.1, 0.2]),
+        make_direction(image_to_text, [0.5, 0.7, 0.9, 0.8][: max(2, len(image_to_text))], [0.2, 0.4]),
+        make_direction(text_to_image, [0.6, 0.6, 0.6, 0.8][: max(2, len(text_to_image))], [0.0, 0.1, 0.2]),
     )
 
 
@@ -29,7 +55,8 @@ def test_worked_by_hand():
             "text_to_image_R@5": 50.0,
             "text_to_image_R@10": 75.0,
             "rsum": 350.0,
-            "positive_similarity": 0.7,
+            # (0.5 + 0.7) / 2 of the images and (0.6 + 0.6 + 0.6 + 0.8) / 4 of the captions; 0.3 and 0.1.
+            "positive_similarity": 0.625,
             "hardest_negative_similarity": 0.2,
         }
     )
@@ -118,3 +145,183 @@ def test_table_in_markdown():
 def test_empty_table_is_refused():
     with pytest.raises(ValueError, match="results must hold at least one"):
         format_metrics_table({})
+
+
+def random_case(seed, images=17, captions=43, most=6, absent=0.0):
+    """Scores, and the answers of both directions; some captions belong to several images, some are no query."""
+    generator = random.Random(seed)
+    scores = torch.randn(images, captions, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    by_image = {
+        image: generator.sample(range(captions), generator.randint(1, most))
+        for image in generator.sample(range(images), images - 4)
+    }
+    by_caption = {
+        caption: generator.sample(range(images), generator.randint(1, most))
+        for caption in generator.sample(range(captions), captions // 2)
+    }
+    for answers in (*by_image.values(), *by_caption.values()):
+        if generator.random() < absent:
+            answers.append(-1)
+    for answers, transposed in ((by_image, False), (by_caption, True)):
+        for query, found in answers.items():
+            # Otherwise chance is all there is to measure.
+            row = scores[:, query] if transposed else scores[query]
+            row[[answer for answer in found if answer >= 0]] += 1.5
+    return scores, by_image, by_caption
+
+
+def ground_truth(scores, by_image, by_caption):
+    images, captions = (range(size) for size in scores.shape)
+    return GroundTruth.from_ids(images, captions, by_image, by_caption, allow_absent=True)
+
+
+class TestPrecisionAtR:
+    def test_by_hand(self):
+        # Ranking: right, wrong, right, wrong, right; R = 3.
+        ranks = similarity_ranks(
+            torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5], [0.0, 1.0, 0.0, 1.0, 0.0]]),
+            torch.tensor([0, 1, 0, 1, 0]),
+            negatives=3,
+        )
+        average_precision, r_precision = precision_at_r(ranks.image_to_text)
+        assert average_precision.tolist() == pytest.approx([(1 + 2 / 3) / 3, 1])
+        assert r_precision.tolist() == pytest.approx([2 / 3, 1])
+        metrics = retrieval_metrics(ranks)
+        assert metrics["image_to_text_mean_average_precision_at_r"] == pytest.approx(100 * (5 / 9 + 1) / 2)
+        assert metrics["image_to_text_r_precision"] == pytest.approx(100 * 5 / 6)
+        # With one right image, both say whether it comes first.
+        assert metrics["text_to_image_mean_average_precision_at_r"] == metrics["text_to_image_R@1"]
+        assert metrics["text_to_image_r_precision"] == metrics["text_to_image_R@1"]
+
+    def test_a_tie_puts_the_wrong_one_first(self):
+        ranks = similarity_ranks(torch.tensor([[0.5, 0.5, 0.1], [0.0, 0.5, 0.0]]), torch.tensor([0, 1, 0]), negatives=2)
+        average_precision, r_precision = precision_at_r(ranks.image_to_text)
+        assert average_precision.tolist() == pytest.approx([1 / 2 / 2, 1])
+        assert r_precision.tolist() == pytest.approx([1 / 2, 1])
+
+    def test_right_answers_that_are_not_there_count(self):
+        scores = torch.tensor([[0.9, 0.8, 0.1]])
+        truth = GroundTruth.from_ids(["a"], [0, 1, 2], {"a": [0, 1, "absent"]}, allow_absent=True)
+        average_precision, r_precision = precision_at_r(similarity_ranks(scores, truth, negatives=3).image_to_text)
+        assert average_precision.tolist() == r_precision.tolist() == pytest.approx([2 / 3])
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_more_negatives_change_nothing(self, seed):
+        case = random_case(seed, absent=0.3)
+        truth = ground_truth(*case)
+        least = truth.most_positives
+        expected = retrieval_metrics(similarity_ranks(case[0], truth, negatives=least))
+        for more in (1, 5, 100):
+            got = retrieval_metrics(similarity_ranks(case[0], truth, negatives=least + more))
+            assert got == pytest.approx(expected, abs=1e-12)
+
+    def test_too_few_negatives_are_refused(self):
+        case = random_case(0)
+        ranks = similarity_ranks(case[0], ground_truth(*case), negatives=4)
+        for part, answers in zip(ranks, case[1:], strict=True):
+            most = max(map(len, answers.values()))
+            assert most > 4
+            with pytest.raises(ValueError, match=f"up to {most} right answers, which need as many negatives; got 4"):
+                precision_at_r(part)
+        assert not any("precision" in name for name in retrieval_metrics(ranks))
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_equals_plain_loops(self, seed):
+        scores, *answers = case = random_case(seed, absent=0.3)
+        truth = ground_truth(*case)
+        ranks = similarity_ranks(scores, truth, negatives=truth.most_positives)
+        for part, rows, by_query in zip(ranks, (scores, scores.T), answers, strict=True):
+            for got, expected in zip(
+                precision_at_r(part), reference.precision_at_r(rows.tolist(), by_query), strict=True
+            ):
+                assert got.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:failed to import `ujson`")
+class TestAgainstEccvCaption:
+    """Its functions take, for each query, the sorted ids of all candidates, and the ids of the right ones."""
+
+    @staticmethod
+    def retrieved(scores):
+        return {query: row.argsort(descending=True).tolist() for query, row in enumerate(scores)}
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_all_metrics(self, seed):
+        theirs = pytest.importorskip("eccv_caption._metrics")
+        scores, *answers = case = random_case(seed, absent=0.3)
+        truth = ground_truth(*case)
+        ranks = similarity_ranks(scores, truth, negatives=truth.most_positives)
+        ours = retrieval_metrics(ranks, recall_at=(1, 3, 5, 10))
+        for name, rows, by_query in zip(Ranks._fields, (scores, scores.T), answers, strict=True):
+            retrieved = self.retrieved(rows)
+            expected = theirs.compute_eccv_metrics(retrieved, by_query)
+            # Their means are numpy's and ours torch's.
+            close = {"rel": 1e-12}
+            assert 0 < expected["eccv_map_at_r"] < expected["eccv_rprecision"] < 1
+            assert ours[f"{name}_mean_average_precision_at_r"] == pytest.approx(
+                100 * expected["eccv_map_at_r"], **close
+            )
+            assert ours[f"{name}_r_precision"] == pytest.approx(100 * expected["eccv_rprecision"], **close)
+            assert ours[f"{name}_R@1"] == pytest.approx(100 * expected["eccv_r1"], **close)
+            r_precision = theirs.compute_rprecision(retrieved, by_query)
+            assert ours[f"{name}_r_precision"] == pytest.approx(100 * r_precision, **close)
+            for k in (1, 3, 5, 10):
+                recall = theirs.compute_r_at_k(retrieved, by_query, K=k)
+                assert ours[f"{name}_R@{k}"] == pytest.approx(100 * recall, **close)
+
+
+class TestAgainstPytorchMetricLearning:
+    """Images as queries and captions as references, or the other way round; labels are the images."""
+
+    @pytest.mark.parametrize("captions_per_image", [1, 5])
+    def test_precision(self, captions_per_image):
+        accuracy_calculator = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
+        pytest.importorskip("faiss")
+        generator = torch.Generator().manual_seed(captions_per_image)
+        images = torch.nn.functional.normalize(torch.randn(40, 16, generator=generator), dim=1)
+        image_of_caption = torch.arange(40).repeat_interleave(captions_per_image)
+        image_of_caption = image_of_caption[torch.randperm(len(image_of_caption), generator=generator)]
+        noise = torch.randn(len(image_of_caption), 16, generator=generator)
+        captions = torch.nn.functional.normalize(images[image_of_caption] + 0.4 * noise, dim=1)
+        ours = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption, negatives=captions_per_image))
+        # Of unit vectors, the nearest are the most similar.
+        calculator = accuracy_calculator.AccuracyCalculator(
+            include=("mean_average_precision_at_r", "r_precision", "precision_at_1"), device=torch.device("cpu")
+        )
+        sides = [(images, torch.arange(40)), (captions, image_of_caption)]
+        for name, (query, reference_side) in zip(Ranks._fields, (sides, sides[::-1]), strict=True):
+            theirs = calculator.get_accuracy(*query, *reference_side, ref_includes_query=False)
+            assert len(theirs) == 3
+            for metric, value in theirs.items():
+                assert 0.1 < value < 0.95
+                our_name = {"precision_at_1": "R@1"}.get(metric, metric)
+                assert ours[f"{name}_{our_name}"] == pytest.approx(100 * value, rel=1e-12)
+
+
+class TestAgainstClipBenchmark:
+    @pytest.mark.parametrize("seed", range(3))
+    def test_recall(self, seed):
+        recall_at_k = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval").recall_at_k
+        scores, _, _ = random_case(seed)
+        image_of_caption = torch.randperm(43, generator=torch.Generator().manual_seed(seed)) % 17
+        is_right = image_of_caption == torch.arange(17)[:, None]
+        ours = retrieval_metrics(similarity_ranks(scores, image_of_caption), recall_at=(1, 3, 10))
+        for name, rows, right in zip(Ranks._fields, (scores, scores.T), (is_right, is_right.T), strict=True):
+            for k in (1, 3, 10):
+                # Theirs is the share of right answers found; they count a query as found where it is not zero.
+                recall = (recall_at_k(rows, right, k) > 0).double().mean().item()
+                assert ours[f"{name}_R@{k}"] == pytest.approx(100 * recall, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_equal_a_sort_in_numpy(seed):
+    """Mean and median rank, of queries that are only some of the rows and columns."""
+    scores, *answers = case = random_case(seed)
+    ours = retrieval_metrics(similarity_ranks(scores, ground_truth(*case)))
+    for name, rows, by_query in zip(Ranks._fields, (scores.numpy(), scores.numpy().T), answers, strict=True):
+        ranks = []
+        for query, right in by_query.items():
+            order = np.argsort(-rows[query])
+            ranks.append(1 + min(np.flatnonzero(order == candidate)[0] for candidate in right))
+        assert ours[f"{name}_mean_rank"] == pytest.approx(np.mean(ranks))
+        assert ours[f"{name}_median_rank"] == np.median(ranks)

@@ -12,7 +12,6 @@ from vl_plugins.retrieval.similarities import (
     MatrixSimilarities,
     Similarities,
     Similarity,
-    count_and_first,
 )
 
 __all__ = ["DirectionRanks", "Ranks", "best_answers", "retrieval_ranks", "similarity_ranks"]
@@ -154,24 +153,21 @@ def similarity_ranks(
                 f"got {ground_truth.dtype} of shape {tuple(ground_truth.shape)}"
             )
         ground_truth = GroundTruth.from_image_of_caption(ground_truth, images)
-    for positives in ground_truth:
-        for kind, indices, size in zip(("images", "captions"), positives, similarities.shape, strict=True):
-            if len(indices) == 0 or int(indices.min()) < -1 or int(indices.max()) >= size:
-                raise ValueError(f"ground_truth must hold at least one pair, with {kind} in [0, {size}) or -1")
+    _check_ground_truth(ground_truth, similarities.shape)
     if negatives < 0:
         raise ValueError(f"negatives must not be negative, got {negatives}")
 
     image_to_text, text_to_image = (Positives(*(part.cpu() for part in positives)) for positives in ground_truth)
     if all(torch.equal(*parts) for parts in zip(image_to_text, text_to_image, strict=True)):
-        rows, columns = _rank(similarities, image_to_text, ("image-to-text", "text-to-image"), negatives, progress)
-        return Ranks(rows, columns)
+        return Ranks(*_rank(similarities, image_to_text, (True, True), (None, None), negatives, progress))
 
     # Other queries in each direction: similarities of the others are not needed.
     queries, position = image_to_text.images.unique(return_inverse=True)
     rows, _ = _rank(
         similarities.select(images=queries),
         Positives(position, image_to_text.captions),
-        ("image-to-text", None),
+        (True, False),
+        (queries, None),
         negatives,
         progress,
     )
@@ -180,7 +176,8 @@ def similarity_ranks(
     _, columns = _rank(
         similarities.select(captions=queries),
         Positives(text_to_image.images, position),
-        (None, "text-to-image"),
+        (False, True),
+        (None, queries),
         negatives,
         progress,
     )
@@ -223,22 +220,20 @@ class _Side:
     """What is known so far of the queries of one direction, which are the rows or the columns of all tiles.
 
     Args:
-        name: for errors.
         right_answers: number of each query, 0 for what is no query.
         query: (P,) the query of each right answer.
         similarity: (P,) of each right answer.
         negatives: how many of the most similar wrong candidates to keep.
     """
 
-    def __init__(self, name: str, right_answers: Tensor, query: Tensor, similarity: Tensor, negatives: int):
-        self.name, self.right_answers, number = name, right_answers, len(right_answers)
-        self.best_positive = similarity.new_full((number,), -torch.inf)
-        self.best_positive.scatter_reduce_(0, query, similarity, "amax")
+    def __init__(self, right_answers: Tensor, query: Tensor, similarity: Tensor, negatives: int):
+        self.right_answers, number = right_answers, len(right_answers)
+        self.is_query = torch.zeros_like(right_answers, dtype=torch.bool).index_fill_(0, query, True)
         # Nothing is as similar as an infinite one: who has no right answer counts nothing.
-        self.is_query = self.best_positive > -torch.inf
-        self.threshold = self.best_positive.masked_fill(~self.is_query, torch.inf)
+        self.threshold = similarity.new_full((number,), torch.inf)
+        self.threshold.scatter_reduce_(0, query, similarity, "amax", include_self=False)
         self.not_worse = torch.zeros(number, dtype=torch.int64, device=query.device)
-        self.hardest = torch.full_like(self.best_positive, -torch.inf)
+        self.hardest = torch.full_like(self.threshold, -torch.inf)
         self.index = query.new_full((number, negatives), -1)
         self.similarity = similarity.new_full((number, negatives), -torch.inf)
 
@@ -259,10 +254,6 @@ class _Side:
             self.index[part] = index.gather(1, order)
 
     def ranks(self, query: Tensor, candidate: Tensor, similarity: Tensor) -> DirectionRanks:
-        # NaN compares false with everything and would pass for rank 1.
-        unusable = self.is_query & ~(self.best_positive.isfinite() & (self.hardest < torch.inf))
-        if unusable.any():
-            raise ValueError(f"{self.name} similarities must be finite; they are not for {count_and_first(unusable)}")
         queries = self.is_query.nonzero().flatten()
         position = self.is_query.cumsum(0) - 1
         order = similarity.argsort(descending=True, stable=True)
@@ -283,11 +274,14 @@ class _Side:
 def _rank(
     similarities: Similarities,
     positives: Positives,
-    directions: tuple[str | None, str | None],
+    directions: tuple[bool, bool],
+    names: tuple[Tensor | None, Tensor | None],
     negatives: int,
     progress: bool,
 ) -> tuple[DirectionRanks | None, DirectionRanks | None]:
-    """Rank with the images (rows) and with the captions (columns) as queries, each where it has a name.
+    """Rank with the images (rows) and with the captions (columns) as queries, as ``directions`` says.
+
+    ``names`` are the indices that rows and columns had before some were selected, for errors.
 
     The first pass looks up the similarities of the right answers in the tiles where they stand, since computed on their
     own they could differ in the last bit. The second counts the others that are not lower.
@@ -323,13 +317,17 @@ def _rank(
             bar.update()
         similarity = torch.cat(found)
         sides = (
-            directions[0] and _Side(directions[0], right_answers[0], image, similarity, negatives),
-            directions[1] and _Side(directions[1], right_answers[1], caption, similarity, negatives),
+            _Side(right_answers[0], image, similarity, negatives) if directions[0] else None,
+            _Side(right_answers[1], caption, similarity, negatives) if directions[1] else None,
         )
         scratch = similarity.new_empty(height * width)
         for tile in range(tiles):
             row, column = corner(tile)
             block = similarities.tile(row, column)
+            # NaN compares false with everything and would pass for rank 1. A sum takes less time than a look at each
+            # element; it may overflow too.
+            if not block.sum().isfinite():
+                _check_finite(block, row, column, names)
             block[places(tile)[1]] = -torch.inf
             for dim, (side, first, first_candidate) in enumerate(
                 zip(reversed(sides), (column, row), (row, column), strict=True)
@@ -342,3 +340,27 @@ def _rank(
         rows.ranks(image, caption, similarity) if rows else None,
         columns.ranks(caption, image, similarity) if columns else None,
     )
+
+
+def _check_ground_truth(ground_truth: GroundTruth, shape: tuple[int, int]) -> None:
+    kinds = ("images", "captions")
+    for name, queries, positives in zip(GroundTruth._fields, kinds, ground_truth, strict=True):
+        for kind, indices, size in zip(kinds, positives, shape, strict=True):
+            least = 0 if kind == queries else -1
+            if len(indices) == 0 or int(indices.min()) < least or int(indices.max()) >= size:
+                extent = f"{int(indices.min())} to {int(indices.max())}" if len(indices) else "none"
+                raise ValueError(f"{name} must hold at least one pair, with {kind} in [{least}, {size}), got {extent}")
+
+
+def _check_finite(tile: Tensor, image: int, caption: int, names: tuple[Tensor | None, Tensor | None]) -> None:
+    wrong = (~tile.isfinite()).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        of_image, of_caption = (
+            index if name is None else int(name[index])
+            for index, name in zip((image + row, caption + column), names, strict=True)
+        )
+        raise ValueError(
+            "similarities must be finite; "
+            f"that of image {of_image} and caption {of_caption} is {tile[row, column].item()}"
+        )
