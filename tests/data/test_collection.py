@@ -240,7 +240,7 @@ class TestFirstCaptions:
     def test_none_is_refused(self, number, toy_test):
         with pytest.raises(ValueError, match=f"number must be at least 1, got {number}"):
             first_captions(torch.tensor([0]), number)
-        with pytest.raises(ValueError, match=f"number must be at least 1, got {number}"):
+        with pytest.raises(UserError, match=f"max_captions must be at least 1, got {number}"):
             read_collection(toy_test, max_captions=number)
 
 

@@ -86,7 +86,9 @@ def overlap(first, second):
     return across, min(first.y1, second.y1) - max(first.y0, second.y0)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 7, 12, 13, 31, 60])
+@pytest.mark.parametrize(
+    "number", [1, 2, 3, 4, 5, 7, 12, 13, *(pytest.param(n, marks=pytest.mark.slow) for n in (31, 60))]
+)
 def test_nothing_overlaps_or_is_cut(number):
     figure, boxes = draw(odd_samples(number), title="a title " * 30)
     frames = [patch.get_window_extent() for patch in figure.artists]

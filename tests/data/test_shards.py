@@ -562,7 +562,7 @@ def large_pictures(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_continues_and_ends_as_if_it_had_not_been_killed(tmp_path, large_pictures, workers):
     def start(out):
         return subprocess.Popen(
@@ -597,7 +597,7 @@ def test_a_killed_run_continues_and_ends_as_if_it_had_not_been_killed(tmp_path, 
     assert {name: (out / name).stat().st_ino for name in kept} == kept, "complete shards are not written again"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_ends_with_one_line_and_a_further_run_goes_on(tmp_path, large_pictures, workers):
     def command(out):
         options = f"--resize 150 --samples-per-shard 6 --on-error skip --workers {workers}".split()

@@ -98,8 +98,10 @@ def read_collection(shards: str | Sequence[str], max_captions: int | None = None
         max_captions: only the first so many captions of each image.
 
     Raises:
-        UserError: a shard does not exist or cannot be read, or a sample has no captions.
+        UserError: a shard does not exist or cannot be read, a sample has no captions, or ``max_captions`` is below 1.
     """
+    if max_captions is not None and max_captions < 1:
+        raise UserError(f"max_captions must be at least 1, got {max_captions}")
     shards = expand_shards(shards)
     sizes, records = [], []
     for shard in shards:

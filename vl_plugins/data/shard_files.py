@@ -81,6 +81,12 @@ def read_samples(
     Consecutive files of the same name up to the first dot are a sample, as for webdataset. Of a file that is not
     needed, or belongs to a sample before ``start``, nothing is read but its header where the shard is a file.
 
+    Args:
+        shard: path or URL.
+        start: first sample.
+        stop: the one after the last; all with None.
+        members: extensions of the files that are needed.
+
     Raises:
         Exception: the shard cannot be read, or ends too early; samples before that place have been yielded.
     """

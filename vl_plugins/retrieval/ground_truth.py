@@ -155,7 +155,7 @@ def _check_image_of_caption(image_of_caption: Tensor, images: int) -> None:
     out_of_range = (image_of_caption < 0) | (image_of_caption >= images)
     if out_of_range.any():
         raise ValueError(
-            f"image_of_caption must lie in [0, {images}), the rows of image_embeddings; it does not in "
+            f"image_of_caption must lie in [0, {images}), the images; it does not in "
             f"{count_and_first(out_of_range)}: {image_of_caption[out_of_range][0].item()}"
         )
     without_caption = torch.bincount(image_of_caption, minlength=images) == 0

@@ -128,8 +128,8 @@ def similarity_ranks(
     rank 2: the tie with the other image's caption counts, the one between its own two does not.
 
     Nothing is sorted, similarities serve both directions, and the memory beyond them is that of a few tiles and of the
-    result. Each tile with right answers in it is asked for twice: ranks compare with the very numbers that stand in
-    the tiles.
+    result; where the directions have other pairs, also that of the embeddings or similarities of their queries. Each
+    tile with right answers in it is asked for twice: ranks compare with the very numbers that stand in the tiles.
 
     Args:
         similarities: (I, C) floating point, larger is closer, or something that yields its tiles, such as
@@ -213,7 +213,7 @@ def best_answers(direction: DirectionRanks, number: int) -> tuple[Tensor, Tensor
     index = torch.cat([direction.negatives[:, :number], right_index], dim=1)
     order = similarity.sort(dim=1, descending=True, stable=True).indices[:, :number]
     index = index.gather(1, order)
-    return index, similarity.gather(1, order), (order >= number) & (index >= 0)
+    return index, similarity.gather(1, order), order >= number
 
 
 class _Side:

@@ -50,9 +50,9 @@ def test_sets_are_trained_validated_saved_resumed_and_evaluated(tmp_path, toy_sh
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     assert vl_plugins([*evaluate, "--json"]) == 0
-    metrics = json.loads(capsys.readouterr().out)
-    assert metrics["rsum"] == pytest.approx(row["rsum"])
-    assert metrics["caption_circular_variance"] == pytest.approx(row["caption_circular_variance"], rel=1e-5)
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum"])
+    assert result["caption_circular_variance"] == pytest.approx(row["caption_circular_variance"], rel=1e-5)
     assert vl_plugins(evaluate) == 0
     assert "circular variance of the sets: images 0." in capsys.readouterr().out
     assert vl_plugins([*evaluate, "--model", "ViT-B-32"]) == 2

@@ -139,7 +139,7 @@ def copy_of_shards(toy_shards, folder):
 @pytest.mark.parametrize(
     ("damage", "workers"),
     [
-        ("cut", "2"),
+        pytest.param("cut", "2", marks=pytest.mark.slow),
         ("sample", "0"),
         pytest.param("cut", "0", marks=pytest.mark.slow),
         pytest.param("sample", "2", marks=pytest.mark.slow),
@@ -172,7 +172,8 @@ def test_shards_that_cannot_be_read_in_the_middle_of_training(tmp_path, toy_shar
     assert "on_read_error: raise" in parameters
 
 
-@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
 def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
     """The toy data's vague captions fit many images: 64 of them cannot be told apart by all of theirs."""
     flags = [*SHORT, *train_data, "--loss", "unified", "--captions-per-image", "all", "--batch-size", "64"]
@@ -193,7 +194,7 @@ def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
     [
         ("random", "16"),
         pytest.param("2", "32", marks=pytest.mark.slow),
-        ("all", "16"),
+        pytest.param("all", "16", marks=pytest.mark.slow),
         pytest.param("all", "32", marks=pytest.mark.slow),
     ],
 )
@@ -273,6 +274,7 @@ def test_trainer_flags(tmp_path, train_data, val_data, flags):
     assert not frozen
 
 
+@pytest.mark.slow
 def test_resume_latest_goes_on(tmp_path, train_data, val_data):
     flags = [*SHORT, *train_data, *val_data, "--name", "run", "--save-most-recent"]
     flags += ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=4"]
@@ -475,6 +477,7 @@ def test_config_key(tmp_path, capfd, monkeypatch):
     assert "unknown key in run.yaml 'los' (did you mean 'loss'?)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_earlier_run_is_not_overwritten(tmp_path, train_data):
     flags = [*SHORT, *train_data, "--name", "run", "--loss", "unified"]
     assert launch(tmp_path, *flags).returncode == 0

@@ -434,7 +434,13 @@ def run_distributed(loss_options, captions):
         return dict(results)
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one-caption", "three-captions"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one-caption"),
+        pytest.param(3, id="three-captions", marks=pytest.mark.slow),
+    ],
+)
 def distributed_gradients(request):
     """Gradients of two processes, by loss and gathering flags, and the number of captions per image."""
     losses = {name: plugin(name) for name in OPTIONS}
