@@ -188,9 +188,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--normalize is for --features; what a model encodes has norm 1")
     if arguments.max_captions is not None and arguments.max_captions < 1:
         raise UserError(f"--max-captions must be at least 1, got {arguments.max_captions}")
-    names = [*features, *_names(arguments)]
-    if len(set(names)) < len(names):
-        raise UserError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
+    for names in ([*features, *_names(arguments)], arguments.save_features or []):
+        if len(set(names)) < len(names):
+            raise UserError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
     if arguments.save_features:
         from vl_plugins.retrieval.features import features_file
 

@@ -268,6 +268,10 @@ def test_wrong_input(flags, tmp_path, capsys, change, message, monkeypatch):
         (["--checkpoint", "a.pt"], "--checkpoint needs --shards"),
         (["--features", "a.npz", "--model", "vl-tiny"], "--model needs --checkpoint"),
         (["--features", "a.npz", "a.npz"], "a.npz is given twice"),
+        (
+            ["--checkpoint", "a.pt", "b.pt", "--shards", "a.tar", "--save-features", "c.npz", "c.npz"],
+            "c.npz is given twice",
+        ),
     ],
 )
 def test_flags_that_do_not_belong_together(capsys, arguments, message):
