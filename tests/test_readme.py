@@ -144,6 +144,7 @@ def test_plot_commands(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
+@pytest.mark.slow
 def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch):
     """The lines about embedding sets in their order, with a small model, on toy shards under their names."""
     (training,) = (line for block in blocks("bash") for line in block.splitlines() if "smooth_chamfer" in line)
@@ -294,6 +295,8 @@ def official(items, split):
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
     help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention")]
+    (benchmark,) = set(re.findall(r"`python (tests/\S+)`", README))
+    help_texts.append((ROOT / benchmark).read_text())
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert len(named) > 12

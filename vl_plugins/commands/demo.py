@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     _command("vl-plugins", "shards", "coco", *source, "--out", f"{out}/shards", "--samples-per-shard", "512")
 
     _train_all(arguments)
-    results = {name: _evaluate(name, arguments) for name in RUNS}
+    results = _evaluate_all(arguments)
     plot = out / "training.png"
     runs = [f"{name}={out}/logs/{name}" for name in RUNS]
     _command("vl-plugins", "plot", "training", *runs, "--out", str(plot))
@@ -144,15 +144,15 @@ def _follow(process: subprocess.Popen, log: Path, bar) -> None:
         raise UserError(f"{log.stem} failed with exit code {process.returncode}; the end of {log}:\n{ending}")
 
 
-def _evaluate(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    checkpoint = f"{arguments.out}/logs/{name}/checkpoints/epoch_{arguments.epochs}.pt"
-    shards = _shards(arguments.out, "test")
+def _evaluate_all(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    checkpoints = [f"{arguments.out}/logs/{name}/checkpoints/epoch_{arguments.epochs}.pt" for name in RUNS]
     output = _command(
-        *("vl-plugins", "evaluate", "--model", "vl-tiny", "--checkpoint", checkpoint, "--shards", shards),
-        *("--device", "cpu", "--json"),
+        *("vl-plugins", "evaluate", "--model", "vl-tiny", "--checkpoint", *checkpoints),
+        *("--shards", _shards(arguments.out, "test"), "--device", "cpu", "--json"),
         capture=True,
     )
-    return json.loads(output)["results"][0]["metrics"]["plain"]
+    results = json.loads(output)["results"]
+    return {name: result["metrics"]["plain"] for name, result in zip(RUNS, results, strict=True)}
 
 
 def _shards(out: Path, split: str) -> str:

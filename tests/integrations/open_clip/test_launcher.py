@@ -136,15 +136,9 @@ def copy_of_shards(toy_shards, folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("damage", "workers"),
-    [
-        pytest.param("cut", "2", marks=pytest.mark.slow),
-        ("sample", "0"),
-        pytest.param("cut", "0", marks=pytest.mark.slow),
-        pytest.param("sample", "2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("damage", ["cut", "sample"])
 def test_shards_that_cannot_be_read_in_the_middle_of_training(tmp_path, toy_shards, damage, workers):
     """The launcher looks at the first sample of the first shard only."""
     shards = copy_of_shards(toy_shards, tmp_path / "shards")
@@ -189,13 +183,14 @@ def test_captions_that_too_many_images_share(tmp_path, train_data, workers):
     assert "allow_duplicate_captions: True" in (tmp_path / "logs/allowed/params.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("captions", "batch_size"),
     [
         ("random", "16"),
-        pytest.param("2", "32", marks=pytest.mark.slow),
-        pytest.param("all", "16", marks=pytest.mark.slow),
-        pytest.param("all", "32", marks=pytest.mark.slow),
+        ("2", "32"),
+        ("all", "16"),
+        ("all", "32"),
     ],
 )
 def test_repeated_captions_leave_the_number_of_steps_as_it_is(tmp_path, train_data, captions, batch_size):
@@ -292,13 +287,8 @@ def test_resume_latest_goes_on(tmp_path, train_data, val_data):
     assert checkpoint(tmp_path, "run", epoch=2)["epoch"] == 2
 
 
-@pytest.mark.parametrize(
-    "gather",
-    [
-        pytest.param([], id="default", marks=pytest.mark.slow),  # the command in the README is such a one
-        pytest.param(["--gather-with-grad", "--local-loss"], id="gather-local"),
-    ],
-)
+@pytest.mark.slow  # the command in the README is such a one, and stays in the fast suite
+@pytest.mark.parametrize("gather", [[], ["--gather-with-grad", "--local-loss"]], ids=["default", "gather-local"])
 def test_two_processes(tmp_path, train_data, val_data, gather):
     torchrun = [
         sys.executable,
