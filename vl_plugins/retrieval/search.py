@@ -15,7 +15,7 @@ from vl_plugins.errors import UserError, check_name
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.optional import require
 from vl_plugins.retrieval.features import Features
-from vl_plugins.retrieval.similarities import Similarity, count_and_first
+from vl_plugins.retrieval.similarities import Similarity, check_finite, count_and_first
 
 __all__ = ["TARGETS", "ExactIndex", "FaissIndex", "Hits", "StaleIndexError", "build_index", "check_factory"]
 
@@ -338,9 +338,7 @@ def _check(name: str, embeddings: Tensor, dimensions: int | None) -> None:
             f"{name} must be a floating-point tensor of shape {shape}, got {embeddings.dtype} of shape "
             f"{tuple(embeddings.shape)}"
         )
-    finite = embeddings.flatten(1).isfinite().all(dim=1)
-    if not finite.all():
-        raise ValueError(f"{name} must be finite; NaN or infinity in {count_and_first(~finite)}")
+    check_finite(name, embeddings)
 
 
 def _check_queries(queries: Tensor, embeddings: Tensor, top: int, number: int) -> tuple[Tensor, int]:

@@ -224,11 +224,16 @@ def _check_embeddings(images: Tensor, captions: Tensor, vectors: bool) -> None:
         raise ValueError(
             f"image_embeddings and caption_embeddings must be on one device, got {images.device} and {captions.device}"
         )
-    for name, embeddings in (("image_embeddings", images), ("caption_embeddings", captions)):
-        # In parts: what it computes on the way is larger than the embeddings.
-        finite = torch.cat([part.flatten(1).isfinite().all(dim=1) for part in embeddings.split(256)])
-        if not finite.all():
-            raise ValueError(f"{name} must be finite; NaN or infinity in {count_and_first(~finite)}")
+    check_finite("image_embeddings", images)
+    check_finite("caption_embeddings", captions)
+
+
+def check_finite(name: str, embeddings: Tensor) -> None:
+    """Refuse embeddings (N, ...) of which one holds NaN or infinity."""
+    # In parts: what it computes on the way is larger than the embeddings.
+    finite = torch.cat([part.flatten(1).isfinite().all(dim=1) for part in embeddings.split(256)])
+    if not finite.all():
+        raise ValueError(f"{name} must be finite; NaN or infinity in {count_and_first(~finite)}")
 
 
 def count_and_first(rows: Tensor) -> str:
