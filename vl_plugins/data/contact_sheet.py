@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.statistics import ShardSample
 from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError
@@ -204,23 +205,12 @@ def _thumbnail(data: bytes | None) -> Any:
     """
     if data is None:
         raise UserError("no picture")
-    pillow = require("PIL.Image", extra="data")
-    numpy = require("numpy", extra="eval")
-    try:
-        with pillow.open(io.BytesIO(data)) as image:
-            scale = min(FRAME[0] / image.width, FRAME[1] / image.height, ENLARGED)
-            size = tuple(min(max(1, round(side * scale)), most) for side, most in zip(image.size, FRAME, strict=True))
-            # Decodes a large JPEG at a fraction of its size, if it is one.
-            image.draft("RGB", tuple(2 * side for side in size))
-            picture = image.convert("RGBA").resize(size, pillow.Resampling.LANCZOS)
-    except pillow.UnidentifiedImageError:
-        raise UserError("cannot be decoded: it is not an image") from None
-    # Decoders of damaged files raise nearly anything.
-    except Exception as error:
-        raise UserError(f"cannot be decoded: {error}") from error
-    opaque = pillow.new("RGBA", size, FRAME_COLOUR)
-    opaque.alpha_composite(picture)
-    return numpy.asarray(opaque.convert("RGB"))
+    return require("numpy", extra="eval").asarray(scaled_picture(data, _fit, FRAME_COLOUR))
+
+
+def _fit(width: int, height: int) -> tuple[int, int]:
+    scale = min(FRAME[0] / width, FRAME[1] / height, ENLARGED)
+    return tuple(min(max(1, round(side * scale)), most) for side, most in zip((width, height), FRAME, strict=True))
 
 
 class _Fonts:

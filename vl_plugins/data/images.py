@@ -2,14 +2,14 @@
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
-__all__ = ["IMAGE_EXTENSIONS", "ImageInfo", "inspect_image", "resize_image"]
+__all__ = ["IMAGE_EXTENSIONS", "ImageInfo", "inspect_image", "resize_image", "scaled_picture"]
 
 # PIL's name of a format -> extension. MPO is what cameras write: a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -88,6 +88,44 @@ def resize_image(data: bytes, shorter_side: int, *, quality: int = 95) -> tuple[
         options = {} if extension == "png" else {"quality": quality}
         stored.save(stream, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[extension], **options)
     return stream.getvalue(), ImageInfo(extension, *size, mode)
+
+
+def scaled_picture(
+    data: bytes,
+    fit: Callable[[int, int], tuple[int, int]],
+    background: str,
+    *,
+    formats: Sequence[str] | None = None,
+) -> Any:
+    """Decode a picture to be looked at.
+
+    Args:
+        data: of an image file.
+        fit: from width and height in pixels to those that the picture is to have.
+        background: colour behind what is transparent.
+        formats: PIL's names of those that are opened; any by default.
+
+    Returns:
+        An RGB ``PIL.Image`` of that size.
+
+    Raises:
+        UserError: the picture is damaged, or of another format.
+    """
+    pillow = require("PIL.Image", extra="data")
+    try:
+        with pillow.open(io.BytesIO(data), formats=formats) as image:
+            size = fit(*image.size)
+            # Decodes a large JPEG at a fraction of its size, if it is one.
+            image.draft("RGB", tuple(2 * side for side in size))
+            picture = image.convert("RGBA").resize(size, pillow.Resampling.LANCZOS)
+    except pillow.UnidentifiedImageError:
+        raise UserError("cannot be decoded: it is not an image") from None
+    # Decoders of damaged files raise nearly anything.
+    except Exception as error:
+        raise UserError(f"cannot be decoded: {error}") from error
+    opaque = pillow.new("RGBA", size, background)
+    opaque.alpha_composite(picture)
+    return opaque.convert("RGB")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vl_plugins import __version__
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.images import IMAGE_EXTENSIONS
+from vl_plugins.data.images import IMAGE_EXTENSIONS, scaled_picture
 from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
@@ -558,25 +558,17 @@ def _thumbnail(data: bytes) -> bytes:
         UserError: the picture is damaged, or one that shards do not hold.
     """
     pillow = require("PIL.Image", extra="data")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
-                scale = min(LONGEST_SIDE / max(image.size), 1)
-                size = tuple(max(1, round(side * scale)) for side in image.size)
-                # Decodes a large JPEG at a fraction of its size, if it is one.
-                image.draft("RGB", tuple(2 * side for side in size))
-                picture = image.convert("RGBA").resize(size, pillow.Resampling.LANCZOS)
-    except pillow.UnidentifiedImageError:
-        raise UserError("cannot be decoded: it is not an image") from None
-    # Decoders of damaged files raise nearly anything.
-    except Exception as error:
-        raise UserError(f"cannot be decoded: {error}") from error
-    opaque = pillow.new("RGBA", size, "white")
-    opaque.alpha_composite(picture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pillow.DecompressionBombWarning)
+        picture = scaled_picture(data, _fit, "white", formats=FORMATS)
     stream = io.BytesIO()
-    opaque.convert("RGB").save(stream, "JPEG", quality=QUALITY, optimize=True)
+    picture.save(stream, "JPEG", quality=QUALITY, optimize=True)
     return stream.getvalue()
+
+
+def _fit(width: int, height: int) -> tuple[int, int]:
+    scale = min(LONGEST_SIDE / max(width, height), 1)
+    return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def _environment() -> jinja2.Environment:
