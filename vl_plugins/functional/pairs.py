@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 
-__all__ = ["AnchorLoss", "check_pairs", "reduce_positive_pairs"]
+__all__ = ["AnchorLoss", "check_pairs", "check_reduction", "reduce_pair_losses", "reduce_positive_pairs"]
 
 AnchorLoss = Callable[..., Tensor]
 """``(similarities, negative_mask, anchors, positives, *pair_values) -> values``, with the rows as anchors.
@@ -49,8 +49,7 @@ def reduce_positive_pairs(
         ValueError: wrong shape, type, device or reduction.
     """
     check_pairs(similarities, positive_mask, negative_mask)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_reduction(reduction)
     (similarities,) = full_precision(similarities)
 
     anchors, positives = torch.where(positive_mask)
@@ -62,11 +61,21 @@ def reduce_positive_pairs(
         if symmetric:
             values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors, *pair_values)
 
-    if reduction != "none":
-        values = values.sum()
-    if reduction == "mean":
-        values = values / max(len(anchors), 1)
-    return values + zero_or_nan(similarities)
+    return reduce_pair_losses(values, reduction) + zero_or_nan(similarities)
+
+
+def reduce_pair_losses(values: Tensor, reduction: str) -> Tensor:
+    """Return the mean or sum of (M,) losses, 0 of none, or the losses themselves for ``"none"``."""
+    if reduction == "none":
+        return values
+    total = values.sum()
+    return total / max(len(values), 1) if reduction == "mean" else total
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ``ValueError`` unless there is such a reduction."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
 
 
 def check_pairs(similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> None:

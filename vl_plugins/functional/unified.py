@@ -161,7 +161,14 @@ def _softplus_over_negatives(
     scale: float | Tensor,
 ) -> Tensor:
     negatives = _masked_logsumexp(scale * similarities, negative_mask)  # (A,)
-    return _softplus(negatives[anchors] + scale * (margin - positive_similarities))  # (M,)
+    return softplus_over_negatives(negatives[anchors], positive_similarities, margin, scale)  # (M,)
+
+
+def softplus_over_negatives(
+    negatives: Tensor, positive_similarities: Tensor, margin: float | Tensor, scale: float | Tensor
+) -> Tensor:
+    """Return the scaled loss of positive pairs, (M,), from the log-sum-exps of their anchors' negatives, (M,)."""
+    return _softplus(negatives + scale * (margin - positive_similarities))
 
 
 def _softplus_over_relative(

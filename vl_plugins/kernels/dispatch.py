@@ -1,0 +1,93 @@
+"""Which implementation compares the embeddings: by device, size and memory, or as it is asked for."""
+
+import functools
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from vl_plugins.errors import check_name
+
+__all__ = ["BACKENDS", "choose_backend", "triton_is_usable"]
+
+BACKENDS = ("functional", "dense", "tiled", "triton")
+"""From the plainest to the fastest on a GPU:
+
+- ``functional``: the formulas of :mod:`vl_plugins.functional` on all similarities, in plain torch: several matrices
+  (A, C). Second derivatives too.
+- ``dense``: one matrix (A, C), which becomes its own gradient.
+- ``tiled``: tile by tile, and again for the gradients: memory for the vectors, their gradients and a tile.
+- ``triton``: fused tiles on a CUDA GPU.
+"""
+
+logger = logging.getLogger(__name__)
+
+# More than that is left to others; it is as fast as the same tiles computed twice only for few columns anyway.
+DENSE_BYTES = 2**30
+DENSE_SHARE = 0.25  # of the memory that is free
+
+
+def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "loss") -> str:
+    """Return the backend to compare ``x`` (A, D) with ``y`` (C, D), and log the choice once for each name.
+
+    Args:
+        backend: one of :data:`BACKENDS`, or None to choose.
+        x, y: the vectors.
+        name: for the log.
+
+    Raises:
+        ValueError: an unknown backend, or ``triton`` where it cannot run.
+    """
+    if backend is not None:
+        check_name("backend", backend, BACKENDS)
+        if backend == "triton" and not triton_is_usable(x.device):
+            raise ValueError(
+                f"backend 'triton' needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, got "
+                f"{x.device}; 'tiled' runs everywhere"
+            )
+        _log(name, backend, "as asked for")
+        return backend
+    if triton_is_usable(x.device):
+        _log(name, "triton", f"on {x.device.type}")
+        return "triton"
+    needed = len(x) * len(y) * torch.promote_types(x.dtype, torch.float32).itemsize
+    chosen = "dense" if needed <= min(DENSE_BYTES, DENSE_SHARE * _free_bytes(x.device)) else "tiled"
+    _log(name, chosen, f"{len(x)} x {len(y)} similarities on {x.device.type}")
+    return chosen
+
+
+def triton_is_usable(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on the device: Ampere or later, or Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return _has_triton()
+    return device.type == "cuda" and _has_triton() and _capability(device) >= (8, 0)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    # ROCm counts in its own way.
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return float("inf")
+
+
+@functools.cache
+def _log(name: str, backend: str, why: str) -> None:
+    logger.info("%s: backend %s (%s)", name, backend, why)

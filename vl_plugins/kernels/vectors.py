@@ -1,0 +1,150 @@
+"""Two sides of vectors to compare, and what all backends do with them alike."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vl_plugins.functional.precision import full_precision
+from vl_plugins.tiles import slices
+
+__all__ = ["Comparison", "add_pair_gradients", "compare", "finish_gradient", "pair_similarities", "precise", "unit", "unit_vectors"]
+
+# Norms below it, as in torch's normalize, are those of no direction.
+LEAST_NORM = 1e-12
+
+# Elements of vectors that are gathered at a time.
+GATHERED = 2**18
+
+
+class Comparison(NamedTuple):
+    """Anchors and candidates, whose similarity is ``(x * x_factors[:, None]) @ (y * y_factors[:, None]).T``.
+
+    Attributes:
+        x: (A, D), contiguous, of any floating-point type.
+        y: (C, D), of the same type.
+        x_factors: (A,), inverse norms; None for ones.
+        y_factors: (C,).
+        x_labels: (A,), integers; pairs of equal labels are not negative.
+        y_labels: (C,).
+        rows, columns: (M,), the pairs of equal labels, in the order of rows.
+    """
+
+    x: Tensor
+    y: Tensor
+    x_factors: Tensor | None
+    y_factors: Tensor | None
+    x_labels: Tensor
+    y_labels: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+def compare(
+    x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, pairs: tuple[Tensor, Tensor], *, normalize: bool
+) -> Comparison:
+    """Prepare a comparison, without autograd; ``normalize`` makes the similarities cosines.
+
+    A vector of norm below 1e-12 has the cosine 0 to any other.
+    """
+    x, y = (side.detach().contiguous() for side in (x, y))
+    factors = (_inverse_norms(x), _inverse_norms(y)) if normalize else (None, None)
+    return Comparison(x, y, *factors, x_labels, y_labels, *pairs)
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Return normalised vectors, differentiable, in float32 or float64; 0 with gradient 0 for those of no direction."""
+    (vectors,) = full_precision(vectors)
+    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    return torch.where(norms < LEAST_NORM, 0, vectors / norms.clamp(min=LEAST_NORM))
+
+
+def unit_vectors(comparison: Comparison) -> Comparison:
+    """Return the same comparison with normalised copies of the vectors, in float32 or float64, and no factors."""
+    dtype = torch.promote_types(comparison.x.dtype, torch.float32)
+    x, y = (
+        vectors.to(dtype) if factors is None else vectors * factors[:, None]
+        for vectors, factors in zip(comparison[:2], comparison[2:4], strict=True)
+    )
+    return comparison._replace(x=x, y=y, x_factors=None, y_factors=None)
+
+
+def precise(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a few numbers per vector are summed up: float64 where there is such a thing."""
+    return dtype if device.type == "mps" else torch.float64
+
+
+def pair_similarities(comparison: Comparison) -> Tensor:
+    """Return the similarities of the pairs ``comparison.rows, comparison.columns``, (M,), a few pairs at a time."""
+    x, y, x_factors, y_factors, _, _, rows, columns = comparison
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    similarities = torch.empty(len(rows), dtype=dtype, device=x.device)
+    for part in slices(len(rows), _pairs_at_a_time(x)):
+        left, right = x[rows[part]].to(dtype), y[columns[part]].to(dtype)
+        torch.sum(left.mul_(right), dim=1, out=similarities[part])
+    for factors, index in ((x_factors, rows), (y_factors, columns)):
+        if factors is not None:
+            similarities *= factors[index]
+    return similarities
+
+
+def add_pair_gradients(
+    comparison: Comparison, upstream: Tensor, x_gradient: Tensor | None, y_gradient: Tensor | None
+) -> None:
+    """Add in place what the pairs of :func:`pair_similarities` contribute to the gradients, as if norms were constant.
+
+    Args:
+        comparison: of the vectors.
+        upstream: (M,), the gradients by the similarities of the pairs.
+        x_gradient: (A, D), float32 or float64, or None.
+        y_gradient: (C, D), likewise.
+    """
+    x, y, x_factors, y_factors, _, _, rows, columns = comparison
+    for gradient, index, factors, others, other_index, other_factors in (
+        (x_gradient, rows, x_factors, y, columns, y_factors),
+        (y_gradient, columns, y_factors, x, rows, x_factors),
+    ):
+        if gradient is None:
+            continue
+        weights = upstream
+        for of_side, of_index in ((factors, index), (other_factors, other_index)):
+            weights = weights if of_side is None else weights * of_side[of_index]
+        weights = weights.to(gradient.dtype)
+        for part in slices(len(rows), _pairs_at_a_time(x)):
+            vectors = others[other_index[part]].to(gradient.dtype)
+            gradient.index_add_(0, index[part], vectors.mul_(weights[part, None]))
+
+
+def finish_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor | None, *, unit: bool) -> Tensor:
+    """Turn in place what the tiles sum up into the gradient by the vectors, in the type of these.
+
+    Args:
+        gradient: (N, D), float32 or float64: by normalised vectors where ``unit``, otherwise by the vectors as if their
+            norms were constant.
+        vectors: (N, D), before normalisation.
+        factors: (N,), inverse norms; None if they are not normalised.
+        unit: see above.
+    """
+    if factors is not None:
+        for part in slices(len(gradient), _pairs_at_a_time(vectors)):
+            of_part, directions = gradient[part], vectors[part].to(gradient.dtype) * factors[part, None]
+            # Nothing along the vector itself: its length does not matter.
+            radial = torch.linalg.vecdot(of_part, directions)
+            of_part.addcmul_(directions, radial[:, None], value=-1)
+            if unit:
+                of_part *= factors[part, None]
+    return gradient.to(vectors.dtype)
+
+
+def _inverse_norms(vectors: Tensor) -> Tensor:
+    """Return (N,), 0 for vectors of no direction."""
+    (norms,) = full_precision(torch.linalg.vector_norm(vectors, dim=1, dtype=_norm_type(vectors)))
+    return norms.reciprocal().masked_fill_(norms < LEAST_NORM, 0)
+
+
+def _norm_type(vectors: Tensor) -> torch.dtype:
+    return torch.promote_types(vectors.dtype, torch.float32)
+
+
+def _pairs_at_a_time(vectors: Tensor) -> int:
+    return max(1, GATHERED // max(1, vectors.shape[1]))
