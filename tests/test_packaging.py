@@ -14,7 +14,7 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
-EXTRAS += ("faiss", "safetensors", "clip_benchmark")
+EXTRAS += ("faiss", "safetensors", "clip_benchmark", "memeff", "inf_cl", "siglip_kernel")
 
 
 def python(code, *arguments, path=None):
@@ -127,6 +127,6 @@ def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "data", "eval", "timm", "faiss", "all", "dev"}
+    assert set(extras) == {"open-clip", "data", "eval", "timm", "faiss", "bench", "all", "dev"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}

@@ -68,6 +68,7 @@ def test_options():
         "weights": None,
         "relative": None,
         "symmetric": True,
+        "backend": None,
         "embedding_regularizer": None,
         "embedding_reg_weight": 1,
         "reducer": None,
@@ -86,6 +87,7 @@ def test_options_of_a_loss_that_holds_another_are_also_those_of_that():
         "mmd_weight": 0.01,
         "diversity_weight": 0.01,
         "distance": None,
+        "backend": None,
     }
     for given in ({}, {"base": "triplet_hn"}, {"base": "unified"}, {"base": "goal", "margin": 0.1}):
         of_base = dict(loss_options(given.get("base", "triplet_hn")))

@@ -11,7 +11,7 @@ from vl_plugins.errors import UserError, message
 
 __all__ = ["main"]
 
-COMMANDS = ("losses", "shards", "toy", "evaluate", "search", "plot", "demo")
+COMMANDS = ("losses", "shards", "toy", "evaluate", "search", "plot", "bench", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

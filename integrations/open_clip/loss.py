@@ -13,6 +13,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
@@ -73,6 +74,7 @@ class TwoTowerLoss(nn.Module):
         self.use_horovod = use_horovod
         self.log_every = log_every
         self.calls = 0
+        self._labels: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
         adds_directions = hasattr(self.pair_loss, "symmetric")
         self.text_to_image = getattr(self.pair_loss, "symmetric", True)
         self.one_call = adds_directions and miner is None and not self.local_loss
@@ -121,10 +123,10 @@ class TwoTowerLoss(nn.Module):
         all_images, all_texts = self._gather(images, texts, self.local_loss)
         if not self.local_loss:
             images, texts = all_images, all_texts
-        image_labels, text_labels = _labels(
+        image_labels, text_labels = self._labels_of(
             images, texts, first_image=self.rank * len(images) if self.local_loss else 0
         )
-        all_image_labels, all_text_labels = _labels(all_images, all_texts)
+        all_image_labels, all_text_labels = self._labels_of(all_images, all_texts)
 
         if self.learned_scale:
             self.pair_loss.scale = logit_scale
@@ -146,6 +148,17 @@ class TwoTowerLoss(nn.Module):
                 image_slots, text_slots = self._gather(image_slots, text_slots, local_loss=False)
             terms |= self.loss.regularization(all_images, all_texts, image_slots, text_slots)
         return terms
+
+    def _labels_of(
+        self, images: torch.Tensor, texts: torch.Tensor, first_image: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The same tensors in each step: the pairs of labels that a loss knows already it need not search.
+        key = len(images), len(texts), first_image, images.device
+        if key not in self._labels:
+            if len(self._labels) == 4:  # batches of ever new sizes
+                self._labels.clear()
+            self._labels[key] = _labels(images, texts, first_image)
+        return self._labels[key]
 
     def _gather(
         self, of_images: torch.Tensor, of_texts: torch.Tensor, local_loss: bool
@@ -219,11 +232,24 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
         )
     # With a set head those of the distance belong to the model.
     learned_with_the_model = set(loss.distance.parameters()) if makes_sets else set()
+    _check_backend(options, loss)
     if set(loss.parameters()) - learned_with_the_model:
         raise UserError(
             f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
         )
     return loss
+
+
+def _check_backend(options: PluginOptions, loss: BaseMetricLossFunction) -> None:
+    """Refuse a backend that could not be used, before training starts."""
+    backend = getattr(loss, "backend", None)
+    if backend in (None, "functional") or not isinstance(loss, PairLoss):
+        return
+    problem = loss.kernel_problem()
+    if problem is None and options.miner is not None:
+        problem = f"{options.miner} chooses the pairs"
+    if problem is not None:
+        raise UserError(f"--loss-kwargs backend={backend} cannot be used, because {problem}: leave it out")
 
 
 def build_loss(

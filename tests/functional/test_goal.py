@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity
@@ -10,7 +12,16 @@ from tests.memory import LargestTensor
 from tests.reference import goal as reference
 from tests.reference import losses as reference_losses
 from vl_plugins.functional import goal_loss, goal_triplet_loss, triplet_hn_loss, vlc_loss
-from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, pair_weights, triplet_violation, triplet_weight
+from vl_plugins.functional.goal import (
+    PAIR_WEIGHTS,
+    TRIPLET_WEIGHTS,
+    NegativeStatistics,
+    Objective,
+    hardest_negative_losses,
+    pair_weights,
+    triplet_violation,
+    triplet_weight,
+)
 
 COMBINATIONS = [(triplet, pair) for triplet in TRIPLET_WEIGHTS for pair in PAIR_WEIGHTS]
 ALL_COMBINATIONS = pytest.mark.parametrize(("triplet", "pair"), COMBINATIONS, ids=map("-".join, COMBINATIONS))
@@ -87,6 +98,45 @@ def test_relative_terms_with_ties_and_steep_weights(pair, mining, steepness):
         expected = of_loops(similarities.detach(), masks, MININGS[mining], symmetric=True, **options)
         values = goal_loss(similarities, *masks, mining=mining, reduction="none", **options)
         torch.testing.assert_close(value_and_gradient(values, similarities), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["sig_ms", "lin_ms"])
+@pytest.mark.parametrize("mining", MININGS)
+def test_weights_without_steepness_count_the_others(pair, mining):
+    options = {"triplet_weight": "nca", "pair_weight": pair, "alpha": 0.0, "beta": 0.0, "eps": 0.4}
+    masks = label_masks(9, 5)
+    similarities = similarities_like(masks[0])
+    expected = of_loops(similarities.detach(), masks, MININGS[mining], symmetric=True, **options)
+    values = goal_loss(similarities, *masks, mining=mining, reduction="none", **options)
+    torch.testing.assert_close(value_and_gradient(values, similarities), expected, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("pair", ["sig_ms", "lin_ms"])
+def test_what_is_known_of_all_negatives_is_enough(pair):
+    masks = label_masks(12, 20)
+    similarities = similarities_like(masks[0])
+    anchors, positives = torch.where(masks[0])
+    positive_similarities = similarities[anchors, positives]
+    objective = Objective("nca", pair, **(reference.DEFAULTS | OTHER_OPTIONS))
+    floor = min(positive_similarities.tolist()) - OTHER_OPTIONS["eps"]
+    statistics = []
+    for row, mask in zip(similarities.tolist(), masks[1].tolist(), strict=True):
+        negatives = [s for s, is_negative in zip(row, mask, strict=True) if is_negative]
+        hardest = max(negatives, default=-math.inf)
+        chosen = [s for s in negatives if s > floor]
+        terms = chosen if pair == "lin_ms" else [math.exp(6 * (s - hardest)) for s in chosen if s != hardest]
+        statistics.append((hardest, row.index(hardest) if negatives else 0, len(chosen), math.fsum(terms)))
+    assert statistics[0] == (-math.inf, 0, 0, 0)
+    _, index, chosen, total = zip(*statistics, strict=True)
+    index, chosen, total = torch.tensor(index), torch.tensor(chosen), torch.tensor(total, dtype=torch.float64)
+    hardest = similarities.masked_fill(~masks[1], -math.inf).gather(1, index[:, None])[:, 0]
+    values = hardest_negative_losses(
+        objective, anchors, positive_similarities, NegativeStatistics(hardest, index, chosen, total)
+    )
+    expected = goal_loss(similarities, *masks, "nca", pair, symmetric=False, reduction="none", **OTHER_OPTIONS)
+    torch.testing.assert_close(
+        value_and_gradient(values, similarities), value_and_gradient(expected, similarities), atol=1e-11, rtol=1e-11
+    )
 
 
 @ALL_COMBINATIONS

@@ -184,6 +184,7 @@ def variant(name, masks, dtype):
     """Return the options of ``unified_loss``, those of the loops, and the names of the derivatives by each leaf."""
     shape = masks[0].shape
     weights = leaf(shape, dtype, 0.5, 1.5, seed=1)
+    weights_of_rows = leaf(shape[:1], dtype, 0.5, 1.5, seed=4)
     other_weights = leaf(shape, dtype, -0.5, 2.0, seed=2)
     margins = leaf(shape, dtype, 0.0, 0.5, seed=3)
     margin_of_row = leaf(shape[:1], dtype, 0.0, 0.5, seed=4)
@@ -192,6 +193,11 @@ def variant(name, masks, dtype):
     plain = {"margin": number(0.2), "weights": (number(1.0), number(1.0)), "relative": lambda x: (x, 1.0)}
     options, loops, leaves = {
         "weights": ({"weights": weights}, {"weights": (constant(weights),) * 2}, [(weights, both)]),
+        "weights of anchors": (
+            {"weights": weights_of_rows},
+            {"weights": (constant(weights_of_rows[:, None].expand(shape)),) * 2},
+            [(weights_of_rows, both)],
+        ),
         "two weights": (
             {"weights": (weights, other_weights)},
             {"weights": (constant(weights), constant(other_weights))},
@@ -237,6 +243,7 @@ def variant(name, masks, dtype):
 
 VARIANTS = (
     "weights",
+    "weights of anchors",
     "two weights",
     "function as weights",
     "SSP",
@@ -645,19 +652,19 @@ ON_ANOTHER_DEVICE = torch.ones(7, 7, device="meta")
             "margin must be a number, a tensor or a function that returns one, got None",
         ),
         ({"margin": [0.1] * 7}, r"margin must be a number, a tensor or a function .*, got \[0.1, "),
-        ({"weights": torch.ones(7)}, r"weights must have the shape \(7, 7\), got \(7,\)"),
+        ({"weights": torch.ones(6)}, r"weights must have the shape \(7,\), got \(6,\)"),
         ({"weights": lambda s: s[:6]}, r"weights must have the shape \(7, 7\), got \(6, 7\)"),
         ({"weights": 2.0}, "weights must be a tensor or a function that returns one, got 2.0"),
         ({"weights": lambda s: 2.0}, "weights must be a tensor or a function that returns one, got 2.0"),
         ({"weights": ON_ANOTHER_DEVICE}, "weights must have the device cpu, got meta"),
         ({"weights": (torch.ones(7, 7),)}, "weights must be one or a pair, for positives and negatives, got 1"),
         (
-            {"weights": (torch.ones(7), torch.ones(7, 7))},
-            r"weights of the positives must have the shape \(7, 7\), got \(7,\)",
+            {"weights": (torch.ones(6), torch.ones(7, 7))},
+            r"weights of the positives must have the shape \(7,\), got \(6,\)",
         ),
         (
-            {"weights": (torch.ones(7, 7), torch.ones(7))},
-            r"weights of the negatives must have the shape \(7, 7\), got \(7,\)",
+            {"weights": (torch.ones(7, 7), torch.ones(7, 6))},
+            r"weights of the negatives must have the shape \(7, 7\), got \(7, 6\)",
         ),
         ({"relative": lambda x: x.sum()}, r"relative similarities must have the shape \(7, 7\), got \(\)"),
         ({"relative": lambda x: None}, "relative similarities must be a tensor or a function .*, got None"),

@@ -200,8 +200,8 @@ def test_options_from_a_command_line_and_from_yaml():
         ({"margin": torch.tensor([0.1, -0.2])}, "margin must be >= 0 everywhere, got a tensor with the minimum -0.2"),
         ({"margin": torch.tensor(float("inf"))}, "margin must be finite everywhere"),
         ({"weights": torch.full((2, 2), float("nan"))}, "weights must be finite everywhere"),
-        ({"weights": torch.ones(2)}, r"weights must have the shape \(anchors, candidates\), got \(2,\)"),
-        ({"weights": (torch.ones(2), torch.sigmoid)}, r"weights of the positives must have the shape .*, got \(2,\)"),
+        ({"weights": torch.ones(2, 2, 2)}, r"weights must have the shape \(anchors,\) or .*, got \(2, 2, 2\)"),
+        ({"weights": (torch.tensor(2.0), torch.exp)}, r"weights of the positives must have the shape .*, got \(\)"),
         (
             {"weights": (torch.sigmoid, "1")},
             "weights of the negatives must be a function or the coefficients of a poly",

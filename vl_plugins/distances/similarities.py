@@ -4,12 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.distances.base import SetDistance
+from vl_plugins.errors import check_name
 from vl_plugins.functional import (
     chamfer_similarity,
     match_probability,
     mil_similarity,
-    smooth_chamfer_similarity,
 )
+from vl_plugins.kernels import SET_BACKENDS, smooth_chamfer_similarity
 from vl_plugins.losses.checks import finite, positive
 
 __all__ = ["ChamferSimilarity", "MILSimilarity", "MatchProbability", "SmoothChamferSimilarity"]
@@ -21,6 +22,7 @@ class SmoothChamferSimilarity(SetDistance):
     Args:
         alpha: inverse temperature, > 0.
         set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
+        backend: see :func:`vl_plugins.kernels.smooth_chamfer_similarity`.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
@@ -33,13 +35,14 @@ class SmoothChamferSimilarity(SetDistance):
     torch.Size([3, 5])
     """
 
-    def __init__(self, alpha: float = 16.0, set_size: int = 1, **kwargs):
+    def __init__(self, alpha: float = 16.0, set_size: int = 1, backend: str | None = None, **kwargs):
         super().__init__(set_size, **kwargs)
         self.alpha = positive("alpha", alpha)
+        self.backend = None if backend is None else check_name("backend", backend, SET_BACKENDS)
         self.add_to_recordable_attributes(name="alpha", is_stat=False)
 
     def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        return smooth_chamfer_similarity(x, y, self.alpha, **options)
+        return smooth_chamfer_similarity(x, y, self.alpha, backend=self.backend, **options)
 
 
 class ChamferSimilarity(SetDistance):

@@ -1,6 +1,6 @@
 """GOAL: objectives that are given by their gradient, a triplet weight times two pair weights."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -11,12 +11,16 @@ from torch.nn.functional import logsigmoid
 from vl_plugins.errors import check_name
 from vl_plugins.functional.pairs import reduce_positive_pairs
 from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.functional.triplet import hardest_negatives
 
 __all__ = [
     "PAIR_WEIGHTS",
     "TRIPLET_WEIGHTS",
+    "NegativeStatistics",
+    "Objective",
     "goal_loss",
     "goal_triplet_loss",
+    "hardest_negative_losses",
     "pair_weights",
     "triplet_violation",
     "triplet_weight",
@@ -108,7 +112,7 @@ def goal_loss(
             [ 0.0000,  0.0000]])
     """
     check_name("mining", mining, MININGS)
-    objective = _objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
+    objective = Objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
     return reduce_positive_pairs(
         partial(_all_negatives if mining == "all" else _hardest_negatives, objective=objective),
         similarities,
@@ -151,7 +155,7 @@ def goal_triplet_loss(
     >>> goal_triplet_loss(torch.tensor([[0.5, 0.9, 0.4]]), index, index, index + 2, "con")
     tensor([0.1000])
     """
-    objective = _objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
+    objective = Objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
     (similarities,) = full_precision(similarities)
     if len(anchors) == 0:
         return similarities.new_zeros(0) + zero_or_nan(similarities)
@@ -164,8 +168,12 @@ def goal_triplet_loss(
         similarities[anchors, negatives],
         torch.ones_like(anchors, dtype=torch.bool),
     )
-    batch = _Batch(similarities, negative_mask, similarities[positive_mask])
-    return objective(batch, triplets) + zero_or_nan(similarities)
+    batch_positives = similarities[positive_mask]
+    of_negatives = None
+    if objective.is_relative:
+        of_negatives = _statistics(objective, similarities, negative_mask, batch_positives)
+    losses = _violation_with_gradient(objective, triplets, batch_positives, of_negatives)
+    return losses + zero_or_nan(similarities)
 
 
 def triplet_weight(
@@ -301,10 +309,53 @@ def _violation_argument(
     return tau * (anchor_negative.square() - anchor_positive * (2 - anchor_positive) + offset)
 
 
-class _Batch(NamedTuple):
-    similarities: Tensor  # (A, C)
-    negative_mask: Tensor  # (A, C)
-    positives: Tensor  # (M,), the similarities of all positive pairs
+@dataclass(frozen=True)
+class Objective:
+    """The weights and options of :func:`goal_loss`.
+
+    Raises:
+        ValueError: an unknown weight.
+    """
+
+    triplet_weight: str
+    pair_weight: str
+    margin: float
+    tau: float
+    offset: float
+    alpha: float
+    beta: float
+    lam: float
+    eps: float
+
+    def __post_init__(self):
+        check_name("triplet_weight", self.triplet_weight, TRIPLET_WEIGHTS)
+        check_name("pair_weight", self.pair_weight, PAIR_WEIGHTS)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a pair is compared with others of the batch."""
+        return self.pair_weight in ("sig_ms", "lin_ms")
+
+    def floor(self, least_positive: Tensor) -> Tensor:
+        """Return above which similarity negatives are chosen to be compared with, 0-D."""
+        return least_positive - self.eps
+
+
+class NegativeStatistics(NamedTuple):
+    """What the triplets of an anchor have to know of all its negatives.
+
+    Attributes:
+        hardest: (A,), the largest similarity; -inf without negatives.
+        index: (A,), the candidate that it belongs to, of equal ones the first; 0 without negatives.
+        chosen: (A,), number of negatives above :meth:`Objective.floor`; None if no pair is compared with others.
+        total: (A,), of those for lin_ms the sum of their similarities, for sig_ms that of
+            ``exp(beta * (similarity - hardest))`` without the term of the hardest, 1; or None.
+    """
+
+    hardest: Tensor
+    index: Tensor
+    chosen: Tensor | None = None
+    total: Tensor | None = None
 
 
 class _Triplets(NamedTuple):
@@ -316,71 +367,93 @@ class _Triplets(NamedTuple):
     valid: Tensor  # bool; any other is none at all, and its s_n any number
 
 
+def hardest_negative_losses(
+    objective: Objective, anchors: Tensor, positive_similarities: Tensor, of_negatives: NegativeStatistics
+) -> Tensor:
+    """Return the loss of each positive pair with the hardest negative of its anchor, (M,); 0 where there is none.
+
+    Args:
+        objective: what the gradient shall be.
+        anchors: (M,), of all positive pairs of the batch; indices of ``of_negatives``.
+        positive_similarities: (M,).
+        of_negatives: of all anchors. The gradient goes to ``hardest`` and to the positives.
+    """
+    exists = of_negatives.hardest != -torch.inf  # (A,)
+    hardest = of_negatives.hardest.masked_fill(~exists, 0)
+    triplets = _Triplets(anchors, positive_similarities, hardest[anchors], exists[anchors])
+    return _violation_with_gradient(objective, triplets, positive_similarities, of_negatives)
+
+
 def _hardest_negatives(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Callable
+    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Objective
 ) -> Tensor:
     positive_similarities = similarities[anchors, positives]  # (M,)
-    exists = negative_mask.any(dim=1)  # (A,)
-    hardest = similarities.masked_fill(~negative_mask, float("-inf")).max(dim=1).values.masked_fill(~exists, 0)
-    return objective(
-        _Batch(similarities, negative_mask, positive_similarities),
-        _Triplets(anchors, positive_similarities, hardest[anchors], exists[anchors]),
-    )
+    of_negatives = _statistics(objective, similarities, negative_mask, positive_similarities)
+    return hardest_negative_losses(objective, anchors, positive_similarities, of_negatives)
 
 
 def _all_negatives(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Callable
+    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Objective
 ) -> Tensor:
     positive_similarities = similarities[anchors, positives]  # (M,)
-    values = objective(
-        _Batch(similarities, negative_mask, positive_similarities),
-        _Triplets(anchors[:, None], positive_similarities[:, None], similarities[anchors], negative_mask[anchors]),
-    )  # (M, C)
-    return values.sum(dim=1)
-
-
-def _objective(
-    triplet_kind: str,
-    pair_kind: str,
-    margin: float,
-    tau: float,
-    offset: float,
-    alpha: float,
-    beta: float,
-    lam: float,
-    eps: float,
-) -> Callable[[_Batch, _Triplets], Tensor]:
-    check_name("triplet_weight", triplet_kind, TRIPLET_WEIGHTS)
-    check_name("pair_weight", pair_kind, PAIR_WEIGHTS)
-    return partial(
-        _violation_with_gradient,
-        weight=partial(triplet_weight, kind=triplet_kind, margin=margin, tau=tau, offset=offset),
-        violation=partial(triplet_violation, kind=triplet_kind, margin=margin, tau=tau, offset=offset),
-        pair_weights=partial(pair_weights, kind=pair_kind, alpha=alpha, beta=beta, lam=lam),
-        relative_similarities=partial(_relative_similarities, kind=pair_kind, alpha=alpha, beta=beta, eps=eps),
+    of_negatives = None
+    if objective.is_relative:
+        of_negatives = _statistics(objective, similarities, negative_mask, positive_similarities)
+    triplets = _Triplets(
+        anchors[:, None], positive_similarities[:, None], similarities[anchors], negative_mask[anchors]
     )
+    return _violation_with_gradient(objective, triplets, positive_similarities, of_negatives).sum(dim=1)
+
+
+def _statistics(
+    objective: Objective, similarities: Tensor, negative_mask: Tensor, batch_positives: Tensor
+) -> NegativeStatistics:
+    hardest, index = hardest_negatives(similarities, negative_mask)
+    if not objective.is_relative:
+        return NegativeStatistics(hardest, index)
+    with torch.no_grad():
+        chosen = negative_mask & (similarities > objective.floor(batch_positives.min()))  # (A, C)
+        count = chosen.sum(dim=1)
+        terms = similarities
+        if objective.pair_weight == "sig_ms":
+            terms = (similarities - hardest[:, None]).mul_(objective.beta).exp_().scatter_(1, index[:, None], 0)
+        return NegativeStatistics(hardest, index, count, terms.masked_fill(~chosen, 0).sum(dim=1))
 
 
 def _violation_with_gradient(
-    batch: _Batch,
-    triplets: _Triplets,
-    *,
-    weight: Callable,
-    violation: Callable,
-    pair_weights: Callable,
-    relative_similarities: Callable,
+    objective: Objective, triplets: _Triplets, batch_positives: Tensor, of_negatives: NegativeStatistics | None
 ) -> Tensor:
-    """Return V of each triplet, with the objective as its gradient; 0 with zero gradients where not ``valid``."""
+    """Return V of each triplet, with the objective as its gradient; 0 with zero gradients where not ``valid``.
+
+    Args:
+        objective: see above.
+        triplets: see above.
+        batch_positives: (M,), the similarities of all positive pairs.
+        of_negatives: of all anchors; not read unless ``objective.is_relative``.
+    """
     _, anchor_positive, anchor_negative, valid = triplets
+    of_triplet = {"kind": objective.triplet_weight, "margin": objective.margin}
+    of_triplet |= {"tau": objective.tau, "offset": objective.offset}
     with torch.no_grad():
-        weights = weight(anchor_positive, anchor_negative)
-        relative_positive, relative_negative = relative_similarities(batch, triplets)
+        weights = triplet_weight(anchor_positive, anchor_negative, **of_triplet)
+        relative_positive = relative_negative = 0.0
+        if objective.is_relative:
+            relative_positive, relative_negative = _relative_similarities(
+                objective, triplets, batch_positives, of_negatives
+            )
         weights_positive, weights_negative = pair_weights(
-            anchor_positive, anchor_negative, relative_positive=relative_positive, relative_negative=relative_negative
+            anchor_positive,
+            anchor_negative,
+            objective.pair_weight,
+            alpha=objective.alpha,
+            beta=objective.beta,
+            lam=objective.lam,
+            relative_positive=relative_positive,
+            relative_negative=relative_negative,
         )
         weights_positive = torch.where(valid, weights * weights_positive, 0)
         weights_negative = torch.where(valid, weights * weights_negative, 0)
-        values = violation(anchor_positive, anchor_negative)
+        values = triplet_violation(anchor_positive, anchor_negative, **of_triplet)
         # V underflows before T does, but it is T that decides what a reducer of non-zero values has to keep.
         values = torch.where(valid & (weights > 0), values.clamp_min(torch.finfo(values.dtype).tiny), 0)
     surrogate = weights_negative * anchor_negative - weights_positive * anchor_positive
@@ -388,51 +461,39 @@ def _violation_with_gradient(
 
 
 def _relative_similarities(
-    batch: _Batch, triplets: _Triplets, *, kind: str, alpha: float, beta: float, eps: float
-) -> tuple[float | Tensor, float | Tensor]:
+    objective: Objective, triplets: _Triplets, batch_positives: Tensor, of_negatives: NegativeStatistics
+) -> tuple[Tensor, Tensor]:
     """Return m+ and m- of each triplet: how its two pairs compare with the others of the batch.
 
     A pair is compared with a mean over the others of a chosen set. Only what all triplets of an anchor share is summed
     up, so that no triplet needs a row of the batch of its own.
     """
-    if kind not in ("sig_ms", "lin_ms"):
-        return 0.0, 0.0
     rows, anchor_positive, anchor_negative, _ = triplets
-    hardest, hardest_index = batch.similarities.masked_fill(~batch.negative_mask, float("-inf")).max(dim=1)  # (A,)
+    hardest, _, negatives_chosen, negative_totals = (values[rows] for values in of_negatives)
 
-    ordered = batch.positives.sort().values  # (M,), so that the chosen ones of any anchor come first
-    ceiling = hardest[rows] + eps
+    ordered = batch_positives.sort().values  # (M,), so that the chosen ones of any anchor come first
+    ceiling = hardest + objective.eps
     positives_chosen = torch.searchsorted(ordered, ceiling)
     positive_is_chosen = anchor_positive < ceiling
+    negative_is_chosen = anchor_negative > objective.floor(ordered[0])
 
-    floor = ordered[0] - eps
-    chosen = batch.negative_mask & (batch.similarities > floor)  # (A, C)
-    negatives_chosen = chosen.sum(dim=1)[rows]
-    negative_is_chosen = anchor_negative > floor
-
-    if kind == "lin_ms":
+    if objective.pair_weight == "lin_ms":
         sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(dim=0)])
-        row_sums = batch.similarities.masked_fill(~chosen, 0).sum(dim=1)
         return (
             _mean_difference(anchor_positive, positive_is_chosen, sums[positives_chosen], positives_chosen),
-            _mean_difference(anchor_negative, negative_is_chosen, row_sums[rows], negatives_chosen),
+            _mean_difference(anchor_negative, negative_is_chosen, negative_totals, negatives_chosen),
         )
-    terms = (alpha * (ordered[0] - ordered)).exp()
+    terms = (objective.alpha * (ordered[0] - ordered)).exp()
     terms[0] = 0
-    row_terms = (beta * (batch.similarities - hardest[:, None])).exp().masked_fill(~chosen, 0)
-    row_terms.scatter_(1, hardest_index[:, None], 0)
     return (
         _mean_exponential(
-            alpha * (anchor_positive - ordered[0]),
+            objective.alpha * (anchor_positive - ordered[0]),
             positive_is_chosen,
             terms.cumsum(dim=0)[(positives_chosen - 1).clamp_min(0)],
             positives_chosen,
         ),
         _mean_exponential(
-            beta * (hardest[rows] - anchor_negative),
-            negative_is_chosen,
-            row_terms.sum(dim=1)[rows],
-            negatives_chosen,
+            objective.beta * (hardest - anchor_negative), negative_is_chosen, negative_totals, negatives_chosen
         ),
     )
 

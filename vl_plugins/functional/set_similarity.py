@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vl_plugins.eager import eager
 from vl_plugins.functional.precision import full_precision
 
-__all__ = ["chamfer_similarity", "match_probability", "mil_similarity", "smooth_chamfer_similarity"]
+__all__ = ["chamfer_similarity", "check_sets", "match_probability", "mil_similarity", "smooth_chamfer_similarity"]
 
 # Cosines that are in memory at once. On the CPU they should stay in its cache; elsewhere fewer, larger steps count.
 CPU_TILE = 2**19
@@ -318,7 +319,7 @@ def _pooled(
     paired: bool,
     *parameters: float | Tensor,
 ) -> Tensor:
-    _check_sets(x, y, x_mask, y_mask, paired)
+    check_sets(x, y, x_mask, y_mask, paired)
     x, y = full_precision(x, y)
     # NaN times the weight 0 of an element that is not in its set would be NaN.
     x, y = (
@@ -329,13 +330,11 @@ def _pooled(
     if not torch.is_grad_enabled():
         x, y, *parameters = (tensor.detach() for tensor in (x, y, *parameters))
     pool = _pool_pairs if paired else _pool_all
-    if torch.compiler.is_compiling():
-        # Tracing would unroll the tiles. Not as a decorator: this package would take seconds to import.
-        pool = torch.compiler.disable(pool)
-    return pool(pooling, x, y, x_mask, y_mask, normalize, parameters)
+    return eager(pool)(pooling, x, y, x_mask, y_mask, normalize, parameters)
 
 
-def _check_sets(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None, paired: bool) -> None:
+def check_sets(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None, paired: bool) -> None:
+    """Raise ``ValueError`` unless shapes, types and devices are those of :func:`smooth_chamfer_similarity`."""
     if x.ndim != 3 or y.ndim != 3 or x.shape[2] != y.shape[2]:
         raise ValueError(
             f"x and y must have the shapes (A, K1, D) and (C, K2, D), got {tuple(x.shape)} and {tuple(y.shape)}"

@@ -2,17 +2,17 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from vl_plugins.functional.pairs import reduce_positive_pairs
 
-__all__ = ["triplet_hn_loss", "triplet_margin", "triplet_sh_loss"]
+__all__ = ["hardest_negatives", "triplet_hn_loss", "triplet_margin", "triplet_sh_loss"]
 
 
 def triplet_margin(anchor_positive: Tensor, anchor_negative: Tensor, margin: float) -> Tensor:
     """Return ``relu(margin + anchor_negative - anchor_positive)`` of similarities that broadcast together.
 
-    >>> import torch
     >>> triplet_margin(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), margin=0.2)
     tensor([0.0000, 0.2000])
     """
@@ -55,7 +55,6 @@ def triplet_hn_loss(
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval;
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
 
-    >>> import torch
     >>> similarities = torch.tensor([[0.5, 0.4], [0.6, 0.9]])
     >>> positives = torch.eye(2, dtype=torch.bool)
     >>> triplet_hn_loss(similarities, positives, ~positives, margin=0.2, reduction="none")
@@ -74,8 +73,16 @@ def triplet_hn_loss(
 def _hardest_negative(
     similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, margin: float
 ) -> Tensor:
-    hardest = similarities.masked_fill(~negative_mask, float("-inf")).max(dim=1).values  # (A,)
+    hardest, _ = hardest_negatives(similarities, negative_mask)  # (A,)
     return triplet_margin(similarities[anchors, positives], hardest[anchors], margin)
+
+
+def hardest_negatives(similarities: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest similarity to a negative of each row, (A,), and the column of the first such one, (A,).
+
+    -inf and 0 where a row has no negatives.
+    """
+    return similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1)
 
 
 def triplet_sh_loss(
@@ -113,7 +120,6 @@ def triplet_sh_loss(
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
 
-    >>> import torch
     >>> similarities = torch.tensor([[0.5, 0.4, 0.6]])
     >>> positives = torch.tensor([[True, False, False]])
     >>> triplet_sh_loss(similarities, positives, ~positives, margin=0.2, symmetric=False)

@@ -17,7 +17,7 @@ Margin = float | Tensor | Callable[[Tensor, Tensor, Tensor], float | Tensor]
 """A number, 0-D, (A,), (A, C), or a function of the similarities and both masks that returns one of these."""
 
 Weights = Tensor | Callable[[Tensor], Tensor]
-"""(A, C), or a function of the similarities (A, C) that returns it."""
+"""(A,), (A, C), or a function of the similarities (A, C) that returns one of these."""
 
 
 def unified_loss(
@@ -57,9 +57,9 @@ def unified_loss(
             or a function of (similarities, positive_mask, negative_mask) that returns one of these. Margins per
             negative are added to the similarities of the negatives instead.
         scale: gamma > 0, the inverse temperature; a number, or a tensor of one element, which receives a gradient.
-        weights: w, (A, C), read at the positive and negative pairs, or a function of the similarities that returns it;
-            or a pair of these, for the positives and for the negatives. The gradient goes through such a function; one
-            whose weights are constants detaches them.
+        weights: w, (A,), one for all similarities of a row, or (A, C), read at the positive and negative pairs, or a
+            function of the similarities that returns one of these; or a pair of these, for the positives and for the
+            negatives. The gradient goes through such a function; one whose weights are constants detaches them.
         relative: G, an elementwise function of a tensor (number of positive pairs, candidates). It is also called with
             pairs in neither mask, whose values are not read.
         symmetric: rows and columns are anchors; otherwise rows only.
@@ -86,6 +86,8 @@ def unified_loss(
     scale = _one_number("scale", scale)
     check_pairs(similarities, positive_mask, negative_mask)
     (similarities,) = full_precision(similarities)
+    if isinstance(scale, Tensor):
+        scale = scale.to(similarities.dtype)
     margin = _margin_of_pairs(margin, similarities, positive_mask, negative_mask)
     of_positives = of_negatives = similarities
     if weights is not None:
@@ -145,9 +147,10 @@ def vlc_loss(
     tensor(0.8409)
     """
     scale = _one_number("scale", scale)
-    return scale * unified_loss(
+    loss = unified_loss(
         similarities, positive_mask, negative_mask, 0.0, scale, symmetric=symmetric, reduction=reduction
     )
+    return (scale * loss).to(loss.dtype)
 
 
 def _softplus_over_negatives(
@@ -232,7 +235,10 @@ def _pair_of_weights(weights: Weights | tuple[Weights, Weights], similarities: T
 
 
 def _weights(name: str, weights: Weights, similarities: Tensor) -> Tensor:
-    return _matching(name, weights(similarities) if callable(weights) else weights, similarities)
+    weights = weights(similarities) if callable(weights) else weights
+    if isinstance(weights, Tensor) and weights.ndim == 1:
+        return _matching(name, weights, similarities.new_empty(len(similarities)))[:, None].expand_as(similarities)
+    return _matching(name, weights, similarities)
 
 
 def _weighted(similarities: Tensor, weights: Tensor, mask: Tensor) -> Tensor:

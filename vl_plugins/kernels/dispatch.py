@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vl_plugins.errors import check_name
 
-__all__ = ["BACKENDS", "choose_backend", "triton_is_usable"]
+__all__ = ["BACKENDS", "choose_backend", "log_choice", "triton_is_usable"]
 
 BACKENDS = ("functional", "dense", "tiled", "triton")
 """From the plainest to the fastest on a GPU:
@@ -46,14 +46,14 @@ def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "lo
                 f"backend 'triton' needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, got "
                 f"{x.device}; 'tiled' runs everywhere"
             )
-        _log(name, backend, "as asked for")
+        log_choice(name, backend, "as asked for")
         return backend
     if triton_is_usable(x.device):
-        _log(name, "triton", f"on {x.device.type}")
+        log_choice(name, "triton", f"on {x.device.type}")
         return "triton"
     needed = len(x) * len(y) * torch.promote_types(x.dtype, torch.float32).itemsize
     chosen = "dense" if needed <= min(DENSE_BYTES, DENSE_SHARE * _free_bytes(x.device)) else "tiled"
-    _log(name, chosen, f"{len(x)} x {len(y)} similarities on {x.device.type}")
+    log_choice(name, chosen, f"{len(x)} x {len(y)} similarities on {x.device.type}")
     return chosen
 
 
@@ -89,5 +89,6 @@ def _free_bytes(device: torch.device) -> float:
 
 
 @functools.cache
-def _log(name: str, backend: str, why: str) -> None:
+def log_choice(name: str, backend: str, why: str) -> None:
+    """Log which backend computes what, once for each choice."""
     logger.info("%s: backend %s (%s)", name, backend, why)

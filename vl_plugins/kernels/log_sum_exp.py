@@ -1,13 +1,16 @@
 """Similarities of positive pairs and log-sum-exps over negatives, differentiable, of all backends."""
 
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vl_plugins.eager import eager
+from vl_plugins.functional.precision import full_precision
 from vl_plugins.kernels import tiled
-from vl_plugins.kernels.vectors import Comparison, compare, finish_gradient, precise, unit_vectors
+from vl_plugins.kernels.vectors import Comparison, compare, differentiable_gradients, finish_gradient, precise, unit
 
 __all__ = ["Contrast", "contrast"]
 
@@ -53,28 +56,24 @@ def contrast(
         normalize: cosines, otherwise dot products.
         backend: dense, tiled or triton.
     """
-    apply = _Contrast.apply
-    if torch.compiler.is_compiling():
-        # Tracing would unroll the tiles. Not as a decorator: this package would take seconds to import.
-        apply = torch.compiler.disable(apply)
     dtype = precise(x.device, torch.float32)
     scale = torch.as_tensor(scale, dtype=dtype, device=x.device).reshape(())
-    rows, columns, positives = apply(x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend)
+    rows, columns, positives = eager(_Contrast.apply)(
+        x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend
+    )
     return Contrast(rows, columns if symmetric else None, positives)
 
 
 class _Contrast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend):
-        given = compare(x, y, x_labels, y_labels, pairs, normalize=normalize)
+        comparison = compare(x, y, x_labels, y_labels, pairs, normalize=normalize)
         keep = backend == "dense" and any(ctx.needs_input_grad)
-        # Copies are small beside the tiles that are kept, and spare each of these the factors.
-        comparison = unit_vectors(given) if keep else given
         ctx.implementation = _implementation(backend)
         with torch.autocast(x.device.type, enabled=False):
             kept = ctx.implementation.log_sum_exps(comparison, _number(scale), symmetric=symmetric, keep=keep)
-        ctx.save_for_backward(*given, comparison.x, comparison.y, scale)
-        ctx.has_copies = keep
+        ctx.save_for_backward(x, y, *comparison, scale)
+        ctx.options = symmetric, normalize
         ctx.kept = kept
         least = torch.finfo(scale.dtype).min
         columns = scale.new_zeros(0) if kept.columns is None else kept.columns.clamp(min=least)
@@ -82,14 +81,13 @@ class _Contrast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, of_rows, of_columns, of_positives):
+        x, y, *comparison, scale = ctx.saved_tensors
+        comparison = Comparison(*comparison)
         if torch.is_grad_enabled():
-            # What torch has for it, once_differentiable, lets constants pass whose derivatives would be missed.
-            raise RuntimeError(
-                "this backend has no second derivatives: leave out create_graph=True, or set backend='functional'"
-            )
-        *given, x, y, scale = ctx.saved_tensors
-        given = Comparison(*given)
-        comparison = given._replace(x=x, y=y, x_factors=None, y_factors=None) if ctx.has_copies else given
+            formulas = partial(_plain, comparison, *ctx.options)
+            gradients = differentiable_gradients(formulas, (x, y, scale), (of_rows, of_columns, of_positives))
+            return *gradients, None, None, None, None, None, None
+        x, y, x_factors, y_factors, *_ = comparison
         # Its memory is overwritten: after retain_graph=True all tiles are computed again.
         kept, ctx.kept = ctx.kept, ctx.kept._replace(tiles=None)
         of_rows = of_rows.masked_fill(kept.rows == -torch.inf, 0)
@@ -109,13 +107,27 @@ class _Contrast(torch.autograd.Function):
                 along = torch.linalg.vecdot(x.to(dtype), x_gradient).sum(dtype=scale.dtype)
                 scale_gradient = (along - (of_positives * ctx.kept.positives).sum()) / scale
             x_gradient, y_gradient = (
-                finish_gradient(gradient, vectors, factors, unit=ctx.has_copies) if needed else None
+                finish_gradient(gradient, vectors, factors) if needed else None
                 for gradient, vectors, factors, needed in (
-                    (x_gradient, given.x, given.x_factors, needs_x),
-                    (y_gradient, given.y, given.y_factors, needs_y),
+                    (x_gradient, x, x_factors, needs_x),
+                    (y_gradient, y, y_factors, needs_y),
                 )
             )
         return x_gradient, y_gradient, scale_gradient, None, None, None, None, None, None
+
+
+def _plain(
+    comparison: Comparison, symmetric: bool, normalize: bool, x: Tensor, y: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the same from all similarities."""
+    x, y = (unit(x), unit(y)) if normalize else full_precision(x, y)
+    similarities = (x @ y.T).to(scale.dtype)
+    # Not -inf, without negatives there would be NaN.
+    least = torch.finfo(scale.dtype).min
+    equal = comparison.x_labels[:, None] == comparison.y_labels
+    exponents = (scale * similarities).masked_fill(equal, least)
+    rows, columns = (exponents.logsumexp(dim) for dim in (1, 0))
+    return rows, columns if symmetric else scale.new_zeros(0), similarities[comparison.rows, comparison.columns]
 
 
 def _implementation(backend: str) -> ModuleType:

@@ -14,6 +14,9 @@ __all__ = ["Kept", "log_sum_exp_gradients", "log_sum_exps"]
 # exp(-x) of x up to here, its sums and its inverse are far from the limits of float32.
 SAFE_EXPONENT = 60
 
+# Elements of a tile that are multiplied at a time by what they are to be multiplied with.
+WEIGHTS = 2**16
+
 
 class Kept(NamedTuple):
     """What the backward pass needs of the forward pass.
@@ -59,7 +62,9 @@ def log_sum_exps(comparison: Comparison, scale: float | Tensor, *, symmetric: bo
     columns = torch.full((len(comparison.y),), -torch.inf, **sums) if symmetric else None
     all_tiles = torch.empty(len(x), len(comparison.y), dtype=dtype, device=x.device) if keep else None
     in_tiles = _pairs_are_known(comparison)
-    positives = torch.empty(len(comparison.rows), **sums) if in_tiles else pair_similarities(comparison).to(sums["dtype"])
+    positives = torch.empty(len(comparison.rows), **sums)
+    if not in_tiles:
+        positives.copy_(pair_similarities(comparison))
     shifts = []
     for tile in _tiles(comparison, all_tiles):
         similarities = tile.similarities
@@ -114,18 +119,18 @@ def log_sum_exp_gradients(
         sides.append((kept.columns, of_columns * scale))
     is_kept = kept.tiles is not None
     in_tiles = _pairs_are_known(comparison)
-    if in_tiles and comparison.y_factors is not None:
-        of_positives = of_positives * comparison.y_factors[comparison.columns]
+    factors = comparison.x_factors, comparison.y_factors
+    if in_tiles and factors[0] is not None:
+        of_positives = of_positives * factors[0][comparison.rows] * factors[1][comparison.columns]
     for tile, shift in zip(_tiles(comparison, kept.tiles, computed=is_kept), kept.shifts, strict=True):
-        weights = _weights(tile, scale, shift, sides, is_kept, comparison.y_factors)
+        _weigh(tile, scale, shift, sides, is_kept, factors)
+        weights = tile.similarities
         if in_tiles and len(tile.pairs):
             weights[tile.equal_labels] = of_positives[tile.pairs].to(weights.dtype)
         if not is_kept:
             _add_products(comparison, tile.rows, tile.columns, weights, x_gradient, y_gradient)
     if is_kept:
         _add_products(comparison, slice(None), slice(None), kept.tiles, x_gradient, y_gradient)
-    if x_gradient is not None and comparison.x_factors is not None:
-        x_gradient *= comparison.x_factors[:, None]
     if not in_tiles:
         add_pair_gradients(comparison, of_positives, x_gradient, y_gradient)
 
@@ -195,40 +200,50 @@ def _add(totals: Tensor, sums: Tensor, shift: float | Tensor) -> None:
     torch.logaddexp(totals, sums.to(totals.dtype).log_().add_(shift), out=totals)
 
 
-def _weights(
+def _weigh(
     tile: Tile,
     scale: float | Tensor,
     shift: float | None,
     sides: list[tuple[Tensor, Tensor]],
     is_kept: bool,
-    y_factors: Tensor | None,
-) -> Tensor:
-    """Overwrite the tile by the gradients by its similarities, times the factors of its columns."""
+    factors: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Overwrite the tile by the gradients by its similarities, times the factors of its rows and columns."""
     similarities = tile.similarities
     dtype = similarities.dtype
-    factors = None if y_factors is None else y_factors[tile.columns]
-    shapes = ((tile.rows, (-1, 1)), (tile.columns, (1, -1)))
-    if shift is not None:
+    parts = tile.rows, tile.columns
+    shapes = (-1, 1), (1, -1)
+    if shift is None:
         if not is_kept:
-            _exponentials(tile, scale, shift)
-        coefficients = []
-        for (totals, upstream), (part, shape) in zip(sides, shapes, strict=False):
-            # Clamped for rows whose negatives are all in other tiles: infinity times 0 is NaN.
-            inverses = (scale * shift - totals[part]).clamp_(max=SAFE_EXPONENT).exp_()
-            coefficients.append((upstream[part] * inverses).to(dtype).view(shape))
-        of_rows, of_columns = coefficients[0], (coefficients[1:] or [0])[0]
-        if factors is None:
-            return similarities.mul_(of_rows + of_columns)
-        return similarities.mul_(torch.addcmul(of_columns * factors, of_rows, factors))
+            similarities[tile.equal_labels] = -torch.inf
+        weights = 0
+        for (totals, upstream), part, shape in zip(sides, parts, shapes, strict=False):
+            # Also where there are no negatives: -inf minus itself is NaN.
+            reference = totals[part].clamp(min=torch.finfo(dtype).min) / scale
+            softmax = (similarities - reference.to(dtype).view(shape)).mul_(scale).exp_()
+            weights = softmax.mul_(upstream[part].to(dtype).view(shape)) + weights
+        for of_side, part, shape in zip(factors, parts, shapes, strict=True):
+            weights = weights if of_side is None else weights.mul_(of_side[part].view(shape))
+        similarities.copy_(weights)
+        return
     if not is_kept:
-        similarities[tile.equal_labels] = -torch.inf
-    weights = 0
-    for (totals, upstream), (part, shape) in zip(sides, shapes, strict=False):
-        # Also where there are no negatives: -inf minus itself is NaN.
-        reference = totals[part].clamp(min=torch.finfo(dtype).min) / scale
-        softmax = (similarities - reference.to(dtype).view(shape)).mul_(scale).exp_()
-        weights = softmax.mul_(upstream[part].to(dtype).view(shape)) + weights
-    return similarities.copy_(weights if factors is None else weights * factors)
+        _exponentials(tile, scale, shift)
+    # exp(scale * shift - r) times the upstream gradient of a row, plus that of a column, times the factors of both: a
+    # product of two thin matrices.
+    thin = []
+    for (totals, upstream), part in zip(sides, parts, strict=False):
+        # Clamped for rows whose negatives are all in other tiles: infinity times 0 is NaN.
+        inverses = (scale * shift - totals[part]).clamp_(max=SAFE_EXPONENT).exp_()
+        thin.append((upstream[part] * inverses).to(dtype))
+    ones = [similarities.new_ones(size) for size in similarities.shape]
+    if len(thin) == 1:
+        left, right = thin[0][:, None], ones[1][None]
+    else:
+        left, right = torch.stack([thin[0], ones[0]], dim=1), torch.stack([ones[1], thin[1]])
+    if factors[0] is not None:
+        left, right = left * factors[0][tile.rows, None], right * factors[1][tile.columns]
+    for rows in slices(len(similarities), max(1, WEIGHTS // similarities.shape[1])):
+        similarities[rows] *= left[rows] @ right
 
 
 def _add_products(
@@ -239,13 +254,10 @@ def _add_products(
     x_gradient: Tensor | None,
     y_gradient: Tensor | None,
 ) -> None:
-    """Add what a tile contributes; ``weights`` (a, c) are the gradients by its similarities times the y factors."""
-    x, y, x_factors, *_ = comparison
-    # What is there before the first tile of a row or column is not read.
+    """Add what a tile contributes; what is there before the first tile of a row or column is not read."""
     if x_gradient is not None:
-        x_gradient[rows].addmm_(weights, y[columns].to(weights.dtype), beta=int(bool(columns.start)))
+        of_columns = comparison.y[columns].to(weights.dtype)
+        x_gradient[rows].addmm_(weights, of_columns, beta=int(bool(columns.start)))
     if y_gradient is not None:
-        vectors = x[rows].to(weights.dtype)
-        if x_factors is not None:
-            vectors = vectors * x_factors[rows, None]
-        y_gradient[columns].addmm_(weights.T, vectors, beta=int(bool(rows.start)))
+        of_rows = comparison.x[rows].to(weights.dtype)
+        y_gradient[columns].addmm_(weights.T, of_rows, beta=int(bool(rows.start)))

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from vl_plugins import functional
+from vl_plugins.eager import eager
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
-from vl_plugins.functional.precision import zero_or_nan
+from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.functional.unified import softplus_over_negatives
 from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.log_sum_exp import contrast
@@ -54,7 +55,7 @@ def unified_loss(
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64, also under autocast. NaN if any embedding is not
-        finite. There are second derivatives only with ``backend="functional"``.
+        finite. Second derivatives take all similarities.
 
     Raises:
         ValueError: wrong shape, type, device, reduction or backend.
@@ -69,24 +70,23 @@ def unified_loss(
     """
     check_vectors(x, y, x_labels, y_labels, same_set)
     check_reduction(reduction)
-    backend = choose_backend(backend, x, y, name="unified_loss")
+    backend = eager(choose_backend)(backend, x, y, name="unified_loss")
     if weights is not None:
         if weights.shape != x_labels.shape or weights.device != x.device:
             raise ValueError(
                 f"weights must have the shape {tuple(x_labels.shape)} on {x.device}, "
                 f"got {tuple(weights.shape)} on {weights.device}"
             )
-        if normalize:
-            x, y, normalize = unit(x), unit(y), False
-        x = x * weights[:, None].to(x.dtype)
+        x, y = (unit(x), unit(y)) if normalize else full_precision(x, y)
+        x, normalize = x * weights[:, None].to(x.dtype), False
     if backend == "functional":
         similarities, *masks = compare_all(x, y, x_labels, y_labels, normalize=normalize, same_set=same_set)
         return functional.unified_loss(similarities, *masks, margin, scale, symmetric=symmetric, reduction=reduction)
 
-    pairs = equal_label_pairs(x_labels, y_labels) if pairs is None else pairs
-    of_all = contrast(
-        x, y, x_labels, y_labels, pairs, scale, symmetric=symmetric, normalize=normalize, backend=backend
-    )
+    # Before the losses, so that backwards its gradient comes last, and is added in the memory of theirs.
+    zero = sum(zero_or_nan(side) for side in full_precision(x, y))
+    pairs = eager(equal_label_pairs)(x_labels, y_labels) if pairs is None else pairs
+    of_all = contrast(x, y, x_labels, y_labels, pairs, scale, symmetric=symmetric, normalize=normalize, backend=backend)
     rows, columns, positives = pairs_of_others(*pairs, of_all.positives) if same_set else (*pairs, of_all.positives)
     scale = torch.as_tensor(scale, dtype=positives.dtype, device=x.device).reshape(())
     margin = _at_pairs(margin, rows, columns, (len(x), len(y)), positives)
@@ -94,7 +94,7 @@ def unified_loss(
     if symmetric:
         losses = losses + softplus_over_negatives(of_all.columns[columns], positives, margin, scale)
     loss = reduce_pair_losses(losses, reduction) / scale
-    return loss.to(torch.promote_types(x.dtype, torch.float32)) + zero_or_nan(x.float()) + zero_or_nan(y.float())
+    return loss.to(zero.dtype) + zero
 
 
 def vlc_loss(
@@ -134,7 +134,8 @@ def vlc_loss(
     tensor(100.)
     """
     options = {"normalize": normalize, "same_set": same_set, "symmetric": symmetric, "reduction": reduction}
-    return scale * unified_loss(x, y, x_labels, y_labels, 0.0, scale, pairs=pairs, backend=backend, **options)
+    loss = unified_loss(x, y, x_labels, y_labels, 0.0, scale, pairs=pairs, backend=backend, **options)
+    return (scale * loss).to(loss.dtype)
 
 
 def _at_pairs(

@@ -1,5 +1,6 @@
 """Two sides of vectors to compare, and what all backends do with them alike."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,13 +9,22 @@ from torch import Tensor
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.tiles import slices
 
-__all__ = ["Comparison", "add_pair_gradients", "compare", "finish_gradient", "pair_similarities", "precise", "unit", "unit_vectors"]
+__all__ = [
+    "Comparison",
+    "add_pair_gradients",
+    "compare",
+    "differentiable_gradients",
+    "finish_gradient",
+    "pair_similarities",
+    "precise",
+    "unit",
+]
 
 # Norms below it, as in torch's normalize, are those of no direction.
 LEAST_NORM = 1e-12
 
 # Elements of vectors that are gathered at a time.
-GATHERED = 2**18
+GATHERED = 2**16
 
 
 class Comparison(NamedTuple):
@@ -57,16 +67,6 @@ def unit(vectors: Tensor) -> Tensor:
     (vectors,) = full_precision(vectors)
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     return torch.where(norms < LEAST_NORM, 0, vectors / norms.clamp(min=LEAST_NORM))
-
-
-def unit_vectors(comparison: Comparison) -> Comparison:
-    """Return the same comparison with normalised copies of the vectors, in float32 or float64, and no factors."""
-    dtype = torch.promote_types(comparison.x.dtype, torch.float32)
-    x, y = (
-        vectors.to(dtype) if factors is None else vectors * factors[:, None]
-        for vectors, factors in zip(comparison[:2], comparison[2:4], strict=True)
-    )
-    return comparison._replace(x=x, y=y, x_factors=None, y_factors=None)
 
 
 def precise(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -115,25 +115,40 @@ def add_pair_gradients(
             gradient.index_add_(0, index[part], vectors.mul_(weights[part, None]))
 
 
-def finish_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor | None, *, unit: bool) -> Tensor:
-    """Turn in place what the tiles sum up into the gradient by the vectors, in the type of these.
-
-    Args:
-        gradient: (N, D), float32 or float64: by normalised vectors where ``unit``, otherwise by the vectors as if their
-            norms were constant.
-        vectors: (N, D), before normalisation.
-        factors: (N,), inverse norms; None if they are not normalised.
-        unit: see above.
-    """
+def finish_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor | None) -> Tensor:
+    """Turn the gradient by vectors of constant norm, in place, into that by normalised ones, in the type of these."""
     if factors is not None:
         for part in slices(len(gradient), _pairs_at_a_time(vectors)):
             of_part, directions = gradient[part], vectors[part].to(gradient.dtype) * factors[part, None]
             # Nothing along the vector itself: its length does not matter.
             radial = torch.linalg.vecdot(of_part, directions)
             of_part.addcmul_(directions, radial[:, None], value=-1)
-            if unit:
-                of_part *= factors[part, None]
     return gradient.to(vectors.dtype)
+
+
+def differentiable_gradients(
+    formulas: Callable[..., tuple[Tensor, ...]],
+    inputs: tuple[Tensor, ...],
+    upstream: tuple[Tensor, ...],
+) -> list[Tensor | None]:
+    """Return gradients that have gradients themselves, for a backward pass with ``create_graph``.
+
+    Second derivatives are rare, and worth memory for all similarities but no kernels of their own.
+
+    Args:
+        formulas: the forward pass of the ``inputs`` in plain torch.
+        inputs: saved tensors, which know where they come from.
+        upstream: gradients by what ``formulas`` returns.
+    """
+    # As views, because one tensor may be two inputs.
+    inputs = [tensor.view_as(tensor) for tensor in inputs]
+    outputs = [pair for pair in zip(formulas(*inputs), upstream, strict=True) if pair[0].requires_grad]
+    needed = [tensor for tensor in inputs if tensor.requires_grad]
+    outputs, upstream = zip(*outputs, strict=True)
+    gradients = iter(
+        torch.autograd.grad(outputs, needed, upstream, create_graph=True, allow_unused=True, materialize_grads=True)
+    )
+    return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
 
 
 def _inverse_norms(vectors: Tensor) -> Tensor:

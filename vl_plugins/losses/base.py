@@ -3,14 +3,18 @@
 import inspect
 
 import torch
-from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity
+from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, PerAnchorReducer
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
+from vl_plugins.eager import eager
+from vl_plugins.errors import check_name
 from vl_plugins.functional import triplet_margin
 from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.kernels import BACKENDS, choose_backend
+from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
 from vl_plugins.losses.checks import non_negative
 
 __all__ = ["PairLoss", "TripletLoss"]
@@ -36,8 +40,14 @@ class PairLoss(BaseMetricLossFunction):
     at least, also under autocast; gradients have the type of the embeddings. A batch without pairs gives 0, connected
     to all embeddings. NaN or infinity in any embedding gives NaN, whatever the reducer.
 
+    Pairs of labels are compared by cosine or dot product without several matrices of all similarities, in the way that
+    fits the device and the memory, see :data:`vl_plugins.kernels.BACKENDS`. Where that cannot be (another distance, a
+    miner's pairs, weights that are functions) the formulas are computed on all similarities.
+
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
+        backend: one of :data:`vl_plugins.kernels.BACKENDS`; a call that it cannot serve is an error. Chosen for each
+            call if left out.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer``, ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
     """
@@ -45,10 +55,13 @@ class PairLoss(BaseMetricLossFunction):
     equation: str
     paper: str
 
-    def __init__(self, symmetric: bool = True, **kwargs):
+    def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs):
         super().__init__(**kwargs)
         self.symmetric = symmetric
+        self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
         self._ref_emb: Tensor | None = None  # during a call
+        self._given: tuple[Tensor, Tensor] | None = None  # likewise, in their own types
+        self._pairs = RememberedPairs()
 
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
@@ -62,6 +75,31 @@ class PairLoss(BaseMetricLossFunction):
             symmetric: rows and columns are anchors; otherwise rows only.
         """
         raise NotImplementedError
+
+    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        """Return the loss of each pair of equal labels as :meth:`pair_losses` does, by :mod:`vl_plugins.kernels`.
+
+        Args:
+            x: (A, D).
+            y: (C, D).
+            x_labels: (A,).
+            y_labels: (C,).
+            options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions.
+        """
+        raise NotImplementedError
+
+    def kernel_problem(self) -> str | None:
+        """Say why the loss as it is set up can only be computed on all similarities; None if it need not."""
+        if type(self).embedding_losses is PairLoss.embedding_losses:
+            return f"{type(self).__name__} needs all similarities"
+        # Not of a subclass, which may compute something else.
+        if type(self.distance) not in (CosineSimilarity, DotProductSimilarity):
+            return f"{type(self.distance).__name__} is neither CosineSimilarity nor DotProductSimilarity"
+        if self.distance.power != 1 or (self.distance.normalize_embeddings and self.distance.p != 2):
+            return f"the distance has p={self.distance.p} and power={self.distance.power}, not 2 and 1"
+        if self.distance.collect_stats:
+            return "the distance collects statistics"
+        return None
 
     def forward(
         self,
@@ -81,27 +119,35 @@ class PairLoss(BaseMetricLossFunction):
             ref_labels: (C,).
 
         Raises:
-            ValueError: labels missing, or tensors that do not fit each other or the reducer.
+            ValueError: labels missing, tensors that do not fit each other or the reducer, or a ``backend`` that cannot
+                compute this.
         """
         if ref_emb is embeddings:
             ref_emb = None
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
         check_reducer(self.reducer, embeddings, labels, ref_emb)
+        self._given = embeddings, embeddings if ref_emb is None else ref_emb
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        # Before the loss, so that backwards its gradient comes last, and is added in the memory of the loss's.
+        zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
         self._ref_emb = ref_emb
         try:
             with torch.autocast(embeddings.device.type, enabled=False):
                 loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         finally:
-            self._ref_emb = None
+            self._ref_emb = self._given = None
         if isinstance(loss, Tensor):  # DoNothingReducer returns a dict
             # Only here, because a reducer may drop what it was given: no NaN is above AvgNonZeroReducer's threshold.
-            loss = loss + sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
+            loss = loss + zero
         return loss
 
     def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        similarities = self.similarities(embeddings, ref_emb)
         one_set = ref_emb is embeddings
+        backend = self._backend_for(embeddings, indices_tuple, ref_emb)
+        if backend != "functional":
+            losses, pairs = eager(self._compare)(embeddings, labels, ref_emb, ref_labels, one_set, backend)
+            return self.loss_dict(losses, pairs, "pos_pair")
+        similarities = self.similarities(embeddings, ref_emb)
         if indices_tuple is None:
             # PML's own pairs leave the diagonal out whenever labels and ref_labels are the same object.
             positive_mask = labels[:, None] == ref_labels[None, :]
@@ -117,6 +163,42 @@ class PairLoss(BaseMetricLossFunction):
         symmetric = self.symmetric and indices_tuple is None and not one_set
         losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric)
         return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
+
+    def _backend_for(self, embeddings: Tensor, indices_tuple: IndicesTuple | None, ref_emb: Tensor) -> str:
+        problem = self.kernel_problem()
+        if problem is None and indices_tuple is not None:
+            problem = "pairs are given as an indices_tuple"
+        if problem is None:
+            return eager(choose_backend)(self.backend, embeddings, ref_emb, name=type(self).__name__)
+        if self.backend not in (None, "functional"):
+            raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
+        return "functional"
+
+    def _compare(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+        one_set: bool,
+        backend: str,
+    ) -> tuple[Tensor, IndicesTuple]:
+        x, y = embeddings, ref_emb
+        if backend == "triton" and self._given[0].dtype == self._given[1].dtype:
+            x, y = self._given  # half precision as it is: products are exact in float32, and several times as fast
+        pairs = self._pairs(labels, ref_labels)
+        losses = self.embedding_losses(
+            x,
+            y,
+            labels,
+            ref_labels,
+            normalize=self.distance.normalize_embeddings,
+            same_set=one_set,
+            symmetric=self.symmetric and not one_set,
+            pairs=pairs,
+            backend=backend,
+        )
+        return losses, pairs_of_others(*pairs) if one_set else pairs
 
     def embedding_regularization_loss(self, embeddings: Tensor) -> dict:
         """Return the weighted term of the regularizer as PML does, which would leave the references out."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vl_plugins import kernels
 from vl_plugins.errors import check_name
 from vl_plugins.functional.goal import (
     PAIR_WEIGHTS,
@@ -99,6 +100,10 @@ class GOALLoss(HardestNegativeLoss):
             reduction="none",
             **self._hyper_parameters(),
         )
+
+    def hardest_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        options = {**self._hyper_parameters(), **options}
+        return kernels.goal_loss(x, y, x_labels, y_labels, reduction="none", **options)
 
     def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         return goal_triplet_loss(similarities, anchors, positives, negatives, **self._hyper_parameters())

@@ -1,10 +1,13 @@
 """What the losses of hardest negatives share: a warm-up without mining, and a warning when the model collapses."""
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from vl_plugins.kernels.pairs import compare_all, pairs_of_others
+from vl_plugins.kernels.vectors import compare, pair_similarities
 from vl_plugins.losses.base import TripletLoss
 from vl_plugins.losses.checks import integer
 
@@ -26,9 +29,9 @@ class HardestNegativeLoss(TripletLoss):
 
     Args:
         margin: see :class:`~vl_plugins.losses.base.TripletLoss`.
-        warmup_steps: number of training steps during which all negatives of an anchor count, and are summed up. Steps
-            are calls in training mode with gradients enabled; their number is part of ``state_dict``. Given triplets
-            and evaluation are not affected.
+        warmup_steps: number of training steps during which all negatives of an anchor count, and are summed up, on all
+            similarities whatever the ``backend``. Steps are calls in training mode with gradients enabled; their number
+            is part of ``state_dict``. Given triplets and evaluation are not affected.
         kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Attributes:
@@ -54,15 +57,53 @@ class HardestNegativeLoss(TripletLoss):
         """Return the loss of pairs in one direction, (M,), if the hardest negative were as similar as the positive."""
         raise NotImplementedError
 
+    def hardest_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        """Return what :meth:`mined_losses` does for the hardest negatives, by :mod:`vl_plugins.kernels`."""
+        raise NotImplementedError
+
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
     ) -> Tensor:
-        in_training = self.training and torch.is_grad_enabled()
-        mining = "all" if in_training and self._advance() else "hardest"
+        in_training, mining = self._next_step()
         losses = self.mined_losses(similarities, positive_mask, negative_mask, mining=mining, symmetric=symmetric)
         if in_training and mining == "hardest":
-            self._watch(losses.detach(), similarities.detach(), positive_mask, symmetric)
+            self._watch(losses.detach(), lambda: similarities.detach()[positive_mask], symmetric)
         return losses
+
+    def embedding_losses(
+        self,
+        x: Tensor,
+        y: Tensor,
+        x_labels: Tensor,
+        y_labels: Tensor,
+        *,
+        normalize: bool,
+        same_set: bool,
+        symmetric: bool,
+        pairs: tuple[Tensor, Tensor],
+        backend: str,
+    ) -> Tensor:
+        of_all = {"normalize": normalize, "same_set": same_set}
+        in_training, mining = self._next_step()
+        if mining == "all":
+            similarities, *masks = compare_all(x, y, x_labels, y_labels, **of_all)
+            return self.mined_losses(similarities, *masks, mining=mining, symmetric=symmetric)
+        losses = self.hardest_losses(
+            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all
+        )
+        if in_training:
+
+            def positive_similarities() -> Tensor:
+                positives = pairs_of_others(*pairs) if same_set else pairs
+                return pair_similarities(compare(x, y, x_labels, y_labels, positives, normalize=normalize))
+
+            self._watch(losses.detach(), positive_similarities, symmetric)
+        return losses
+
+    def _next_step(self) -> tuple[bool, str]:
+        """Return whether this call is one of a training step, and its mining."""
+        in_training = self.training and torch.is_grad_enabled()
+        return in_training, "all" if in_training and self._advance() else "hardest"
 
     @torch.compiler.disable
     def _advance(self) -> bool:
@@ -71,10 +112,10 @@ class HardestNegativeLoss(TripletLoss):
         return self.training_calls <= self.warmup_steps * self.calls_per_step
 
     @torch.compiler.disable
-    def _watch(self, losses: Tensor, similarities: Tensor, positive_mask: Tensor, symmetric: bool) -> None:
+    def _watch(self, losses: Tensor, positive_similarities: Callable[[], Tensor], symmetric: bool) -> None:
         if self._has_warned or self.training_calls % CHECK_EVERY or len(losses) == 0:
             return
-        collapsed = self.collapsed_losses(similarities[positive_mask]) * (2 if symmetric else 1)
+        collapsed = self.collapsed_losses(positive_similarities()) * (2 if symmetric else 1)
         # Of every pair, because a mean can have any value for other reasons.
         if (losses - collapsed).abs().mean() >= TOLERANCE * collapsed.mean():
             self._collapsed_calls = 0

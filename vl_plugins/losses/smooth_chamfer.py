@@ -20,6 +20,7 @@ __all__ = ["SmoothChamferLoss"]
 
 ALPHA = 16.0
 SET_SIZE = 1
+DEFAULTS = {"alpha": ALPHA, "set_size": SET_SIZE, "backend": None}  # of the distance
 
 
 class SmoothChamferLoss(BaseMetricLossFunction):
@@ -48,7 +49,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         set_size: K of packed sets, >= 1.
         mmd_weight: of the maximum mean discrepancy, >= 0.
         diversity_weight: of the diversity loss, >= 0.
-        distance: another one than ``SmoothChamferSimilarity(alpha, set_size)``.
+        distance: another one than ``SmoothChamferSimilarity(alpha, set_size, backend)``.
+        backend: how that similarity is computed, see :func:`vl_plugins.kernels.smooth_chamfer_similarity`.
         base_options: those of the loss that ``base`` names, such as ``margin``, ``warmup_steps``, ``symmetric``,
             ``reducer``.
 
@@ -81,11 +83,12 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
+        backend: str | None = None,
         **base_options,
     ):
         # Not the base class's: reducer, distance and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self)
-        self.base = _base_loss(base, alpha, set_size, distance, base_options)
+        self.base = _base_loss(base, {"alpha": alpha, "set_size": set_size, "backend": backend}, distance, base_options)
         self.mmd_weight = non_negative("mmd_weight", mmd_weight)
         self.diversity_weight = non_negative("diversity_weight", diversity_weight)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
@@ -195,18 +198,13 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
 def _base_loss(
     base: str | BaseMetricLossFunction,
-    alpha: float,
-    set_size: int,
+    of_distance: Mapping[str, Any],
     distance: BaseDistance | None,
     options: Mapping[str, Any],
 ) -> BaseMetricLossFunction:
-    of_distance = {
-        name: value
-        for name, value, default in (("alpha", alpha, ALPHA), ("set_size", set_size, SET_SIZE))
-        if value != default
-    }
+    changed = [name for name, value in of_distance.items() if value != DEFAULTS[name]]
     if not isinstance(base, str):
-        others = [*of_distance, *options] + (["distance"] if distance is not None else [])
+        others = [*changed, *options] + (["distance"] if distance is not None else [])
         if others:
             raise ValueError(
                 f"{', '.join(others)} cannot be given beside a {type(base).__name__} as base, which has its own: give "
@@ -220,10 +218,10 @@ def _base_loss(
     if not _is_name_of_base(base):
         raise ValueError("base must be another loss, got 'smooth_chamfer'")
     if distance is None:
-        distance = create_component("distance", "SmoothChamferSimilarity", alpha=alpha, set_size=set_size)
-    elif of_distance:
+        distance = create_component("distance", "SmoothChamferSimilarity", **of_distance)
+    elif changed:
         raise ValueError(
-            f"{', '.join(of_distance)} cannot be given beside a {type(distance).__name__} as distance: of "
+            f"{', '.join(changed)} cannot be given beside a {type(distance).__name__} as distance: of "
             "SmoothChamferSimilarity, the default, they are options"
         )
     return create_loss(base, distance=distance, **options)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from vl_plugins import kernels
 from vl_plugins.functional import triplet_hn_loss, triplet_sh_loss
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 
@@ -42,6 +43,9 @@ class TripletHNLoss(HardestNegativeLoss):
     ) -> Tensor:
         loss = triplet_sh_loss if mining == "all" else triplet_hn_loss
         return loss(similarities, positive_mask, negative_mask, self.margin, symmetric=symmetric, reduction="none")
+
+    def hardest_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        return kernels.triplet_hn_loss(x, y, x_labels, y_labels, self.margin, reduction="none", **options)
 
     def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
         return torch.full_like(positive_similarities, self.margin)

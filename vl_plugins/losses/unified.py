@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vl_plugins import kernels
 from vl_plugins.functional import Polynomial, unified_loss
 from vl_plugins.functional.unified import Margin, Weights
 from vl_plugins.losses.base import PairLoss
@@ -26,8 +27,8 @@ class UnifiedLoss(PairLoss):
         margin: by how much the positive should be closer than the negatives, >= 0, in units of the similarity: a
             number, a tensor 0-D, (A,) or (A, C), or a function of the similarities and both masks (Eq. 26).
         scale: inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++.
-        weights: of the similarities (Eq. 24): a function of them, or a tensor (A, C); or a pair of these, for the
-            positives and for the negatives.
+        weights: of the similarities (Eq. 24): a function of them, or a tensor, (A,) of the rows or (A, C); or a pair of
+            these, for the positives and for the negatives.
         relative: a function of the relative similarities (Eq. 25). Memory is then one row of candidates per positive
             pair. Here and in ``weights`` a sequence of numbers stands for a function, the
             :class:`~vl_plugins.functional.Polynomial` with these coefficients.
@@ -87,6 +88,28 @@ class UnifiedLoss(PairLoss):
             reduction="none",
         )
 
+    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        return kernels.unified_loss(
+            x,
+            y,
+            x_labels,
+            y_labels,
+            self.margin,
+            self.scale,
+            weights=self.weights,
+            reduction="none",
+            **options,
+        )
+
+    def kernel_problem(self) -> str | None:
+        if self.relative is not None:
+            return "relative similarities are a row of candidates for each pair"
+        if callable(self.margin):
+            return "the margin is a function of all similarities"
+        if self.weights is not None and not (isinstance(self.weights, Tensor) and self.weights.ndim == 1):
+            return "weights are not one for each row"
+        return super().kernel_problem()
+
 
 def _pair_or_one(weights: Any) -> Weights | tuple[Weights, Weights] | None:
     if weights is None:
@@ -100,8 +123,8 @@ def _pair_or_one(weights: Any) -> Weights | tuple[Weights, Weights] | None:
 def _weights(name: str, value: Any) -> Weights:
     if not isinstance(value, Tensor):
         return _function(name, value)
-    if value.ndim != 2:
-        raise ValueError(f"{name} must have the shape (anchors, candidates), got {tuple(value.shape)}")
+    if value.ndim not in (1, 2):
+        raise ValueError(f"{name} must have the shape (anchors,) or (anchors, candidates), got {tuple(value.shape)}")
     return finite_tensor(name, value)
 
 

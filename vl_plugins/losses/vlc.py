@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from vl_plugins import kernels
 from vl_plugins.functional import vlc_loss
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.checks import positive
@@ -45,3 +46,6 @@ class VLCLoss(PairLoss):
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
     ) -> Tensor:
         return vlc_loss(similarities, positive_mask, negative_mask, self.scale, symmetric=symmetric, reduction="none")
+
+    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+        return kernels.vlc_loss(x, y, x_labels, y_labels, self.scale, reduction="none", **options)

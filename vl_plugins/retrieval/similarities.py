@@ -6,15 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vl_plugins import tiles
 from vl_plugins.functional.precision import full_precision
 
 __all__ = ["EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 
-# Small enough for the caches of a processor, large enough for its matrix products; multiples of PRODUCT.
-CPU_TILE = (256, 1008)
-GPU_TILE = (4096, 8064)
 # What the innermost loops of matrix products take at a time, or a multiple of it. They treat a crooked rest in another
 # way, and round it differently; in float64 even that of a large product.
 PRODUCT = (8, 48)
@@ -78,7 +76,7 @@ class EmbeddingSimilarities:
         self._similarity = similarity
         self.shape = (len(images), len(captions))
         self.device = images.device
-        self.tile_shape = tile_shape or (CPU_TILE if self.device.type == "cpu" else GPU_TILE)
+        self.tile_shape = tile_shape or tiles.tile_shape(self.shape, self.device)
         self._product = self.tile_shape
         if similarity is None:
             self._product = tuple(-(-size // part) * part for size, part in zip(self.tile_shape, PRODUCT, strict=True))
@@ -138,7 +136,7 @@ class MatrixSimilarities:
         self._matrix = matrix.detach()
         self.shape = tuple(matrix.shape)
         self.device = matrix.device
-        self.tile_shape = tile_shape or (CPU_TILE if self.device.type == "cpu" else GPU_TILE)
+        self.tile_shape = tile_shape or tiles.tile_shape(self.shape, self.device)
 
     def tile(self, image: int, caption: int) -> Tensor:
         tile = self._matrix[image : image + self.tile_shape[0], caption : caption + self.tile_shape[1]]

@@ -1,0 +1,126 @@
+"""Hardest negatives on a CUDA GPU: the most similar negative of each row and column, in one product of matrices."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vl_plugins.kernels.mining import negative_statistics
+from vl_plugins.kernels.triton_tiles import (
+    SUPPORTED_TYPES,
+    Blocks,
+    block_sizes,
+    launch,
+    negatives_of_tile,
+    partials_bytes,
+    row_slices,
+    tile_position,
+    with_rows,
+)
+from vl_plugins.kernels.vectors import Comparison
+
+__all__ = ["hardest_negatives"]
+
+
+def hardest_negatives(
+    comparison: Comparison, *, symmetric: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the largest similarity of each row's negatives and its index, and those of each column.
+
+    Of equally similar ones it is the first; without negatives -inf and 0. Of a row or column with a NaN the numbers may
+    be any, but its index is one of a candidate.
+
+    Args:
+        comparison: of the vectors; pairs of different labels are negative.
+        symmetric: of the columns too.
+
+    Returns:
+        Values (A,), float32, or float64 for such vectors, and indices (A,), int64; those of the columns, (C,), or None.
+    """
+    x, y, *_ = comparison
+    if x.dtype not in SUPPORTED_TYPES:
+        rows, columns = negative_statistics(comparison, symmetric=symmetric)
+        return rows[:2], columns[:2] if symmetric else None
+    rows, columns = _no_negatives(x), _no_negatives(y) if symmetric else None
+    if len(x) and len(y):
+        blocks = block_sizes(x.shape[1], x.dtype)
+        for part in row_slices(len(x), partials_bytes(len(y), blocks), blocks.rows):
+            of_rows, of_columns = _of_part(with_rows(comparison, part), blocks, symmetric)
+            for all_rows, of_part in zip(rows, of_rows, strict=True):
+                all_rows[part] = of_part
+            if symmetric:
+                values, index = of_columns
+                harder = values > columns[0]
+                index = torch.where(harder, index + part.start, columns[1])
+                columns = torch.where(harder, values, columns[0]), index
+    return rows, columns
+
+
+def _no_negatives(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.full((len(vectors),), -torch.inf, device=vectors.device)
+    return values, torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
+
+
+def _of_part(
+    comparison: Comparison, blocks: Blocks, symmetric: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return values and indices of the rows, (A,), and those of the columns over these rows, (C,)."""
+    x, y, *_ = comparison
+    counts = len(x), len(y)
+    rows = _of_tiles(triton.cdiv(counts[1], blocks.columns), x)
+    columns = _of_tiles(triton.cdiv(counts[0], blocks.rows), y) if symmetric else (None, None)
+    launch(_search_tiles, blocks, counts, *comparison[:6], *rows, *columns, x.shape[1])
+    return _first_largest(*rows), _first_largest(*columns) if symmetric else None
+
+
+def _of_tiles(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for values and indices of so many tiles, (T, N)."""
+    shape = tiles, len(vectors)
+    return tuple(vectors.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32))
+
+
+def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    largest, tile = values.max(dim=0)
+    return largest, index.gather(0, tile[None])[0].long()
+
+
+@triton.jit(do_not_specialize=["row_count", "column_count"])
+def _search_tiles(
+    x,
+    y,
+    x_factors,
+    y_factors,
+    x_labels,
+    y_labels,
+    row_values,
+    row_index,
+    column_values,
+    column_index,
+    width,
+    row_count,
+    column_count,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the hardest negatives of a tile's rows, (column blocks, A), and columns, (row blocks, C)."""
+    row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
+    rows, columns = row_block * ROWS + tl.arange(0, ROWS), column_block * COLUMNS + tl.arange(0, COLUMNS)
+    row_exists, column_exists = rows < row_count, columns < column_count
+    similarities = negatives_of_tile(
+        x, y, x_factors, y_factors, x_labels, y_labels,
+        tl.minimum(rows, row_count - 1), tl.minimum(columns, column_count - 1), width, ROWS, COLUMNS, DEPTH, PRECISION,
+    )  # fmt: skip
+    similarities = tl.where(row_exists[:, None] & column_exists[None, :], similarities, float("-inf"))
+
+    values, index = tl.max(similarities, 1, return_indices=True, return_indices_tie_break_left=True)
+    at = column_block.to(tl.int64) * row_count + rows
+    tl.store(row_values + at, values, mask=row_exists)
+    # Beside NaN what is beyond the last column may be the largest.
+    tl.store(row_index + at, tl.minimum(column_block * COLUMNS + index, column_count - 1), mask=row_exists)
+    if column_values is not None:
+        values, index = tl.max(similarities, 0, return_indices=True, return_indices_tie_break_left=True)
+        at = row_block.to(tl.int64) * column_count + columns
+        tl.store(column_values + at, values, mask=column_exists)
+        tl.store(column_index + at, tl.minimum(row_block * ROWS + index, row_count - 1), mask=column_exists)
