@@ -29,7 +29,7 @@ DENSE_SHARE = 0.25  # of the memory that is free
 
 
 def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "loss") -> str:
-    """Return the backend to compare ``x`` (A, D) with ``y`` (C, D), and log the choice once for each name.
+    """Return the backend to compare ``x`` (A, D) with ``y`` (C, D), and log what was chosen, once for each name.
 
     Args:
         backend: one of :data:`BACKENDS`, or None to choose.
@@ -46,7 +46,6 @@ def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "lo
                 f"backend 'triton' needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, got "
                 f"{x.device}; 'tiled' runs everywhere"
             )
-        log_choice(name, backend, "as asked for")
         return backend
     if triton_is_usable(x.device):
         log_choice(name, "triton", f"on {x.device.type}")

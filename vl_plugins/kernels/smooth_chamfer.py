@@ -55,7 +55,6 @@ def smooth_chamfer_similarity(
         check_name("backend", backend, SET_BACKENDS)
         if backend == "triton" and problem is not None:
             raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'tiled' can always")
-        log_choice("smooth_chamfer_similarity", backend, "as asked for")
     else:
         backend = "tiled" if problem else "triton"
         log_choice("smooth_chamfer_similarity", backend, f"on {x.device.type}")

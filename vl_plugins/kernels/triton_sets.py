@@ -32,6 +32,9 @@ __all__ = ["MAX_ELEMENTS", "smooth_chamfer_similarity"]
 MAX_ELEMENTS = 16
 """The most elements of a set: those of several sets have to fit into a tile."""
 
+# Rows and columns of a tile of cosines. Those of larger ones and their exponentials do not fit into registers.
+POOLED = 64
+
 
 def smooth_chamfer_similarity(
     x: Tensor,
@@ -166,8 +169,7 @@ def _tiling(x: _Sets, y: _Sets) -> tuple[Blocks, dict[str, int]]:
     elements = {"X_ELEMENTS": x.weights.shape[1], "Y_ELEMENTS": y.weights.shape[1]}
     padded = {"X_PLACES": _places(x), "Y_PLACES": _places(y)}
     blocks = block_sizes(x.vectors.shape[1], x.vectors.dtype)
-    # More cosines and their exponentials than these do not fit into registers.
-    rows, columns = 64 // padded["X_PLACES"], 64 // padded["Y_PLACES"]
+    rows, columns = (POOLED // places for places in padded.values())
     warps = 4 if x.vectors.dtype.itemsize == 2 else 8
     return blocks._replace(rows=rows, columns=columns, warps=warps), elements | padded
 

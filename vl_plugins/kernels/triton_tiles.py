@@ -75,11 +75,10 @@ def block_sizes(width: int, dtype: torch.dtype) -> Blocks:
     16
     """
     if dtype.itemsize == 4:
-        blocks = Blocks(128, 64, 32, warps=8, stages=2)
-    else:
-        # Vectors that are not aligned are loaded element by element, whose addresses need registers.
-        blocks = Blocks(128, 128, 16 if width % 16 else 64, warps=8, stages=3)
-    return blocks._replace(depth=min(blocks.depth, max(16, triton.next_power_of_2(width))))
+        return Blocks(128, 64, 32, warps=8, stages=2)
+    # Vectors that are not aligned are loaded element by element, whose addresses need registers.
+    depth = 16 if width % 16 else min(64, max(16, triton.next_power_of_2(width)))
+    return Blocks(128, 128, depth, warps=8, stages=3)
 
 
 def row_slices(count: int, bytes_per_row: float, step: int) -> Iterator[slice]:
@@ -100,10 +99,13 @@ def partials_bytes(column_count: int, blocks: Blocks) -> float:
 
 
 def with_rows(comparison: Comparison, rows: slice) -> Comparison:
-    """Return the comparison of some rows; its pairs of equal labels stay those of all."""
-    x, _, x_factors, _, x_labels, *_ = comparison
+    """Return the comparison of some rows, with labels of one type; its pairs of equal labels stay those of all."""
+    x, _, x_factors, _, x_labels, y_labels, *_ = comparison
     return comparison._replace(
-        x=x[rows], x_factors=None if x_factors is None else x_factors[rows], x_labels=x_labels[rows]
+        x=x[rows],
+        x_factors=None if x_factors is None else x_factors[rows],
+        x_labels=x_labels[rows].long(),
+        y_labels=y_labels.long(),
     )
 
 

@@ -207,8 +207,10 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
     finished = run([sys.executable, "-m", MODULE, *flags], tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     assert finished.returncode == 0
-    assert "Training with the loss of vl_plugins: unified(margin=0.1, scale=30" in finished.stderr + finished.stdout
-    steps = re.findall(r"Unified_loss: (\S+)", finished.stderr + finished.stdout)
+    output = finished.stderr + finished.stdout
+    assert "Training with the loss of vl_plugins: unified(margin=0.1, scale=30" in output
+    assert len(re.findall(r"UnifiedLoss: backend dense \(16 x 16 similarities on cpu\)", output)) == 1
+    steps = re.findall(r"Unified_loss: (\S+)", output)
     assert len(steps) == 2 * 4, "64 images, 16 in a batch, two epochs"
     parameters = (tmp_path / "logs/run/params.txt").read_text().splitlines()
     assert "loss: unified" in parameters
@@ -248,7 +250,7 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["--loss-kwargs", "scale=learned", "--workers", "3"],
+            ["--loss-kwargs", "scale=learned", "backend=tiled", "--workers", "3"],
             id="learned-scale-more-workers-than-shards",
             marks=pytest.mark.slow,
         ),

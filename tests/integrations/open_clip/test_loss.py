@@ -235,12 +235,62 @@ def test_captions_that_do_not_divide():
             PluginOptions(loss="smooth_chamfer", loss_kwargs={"base": "unified", "scal": 3}, head="set"),
             "unknown option 'scal' of loss 'smooth_chamfer' (did you mean 'scale'?)",
         ),
+        (
+            PluginOptions(loss="unified", loss_kwargs={"backend": "tield"}),
+            "unknown backend 'tield' (did you mean 'tiled'?)",
+        ),
+        (
+            PluginOptions(loss="unified", loss_kwargs={"backend": "tiled"}, miner="BatchHardMiner"),
+            "--loss-kwargs backend=tiled cannot be used, because BatchHardMiner chooses the pairs: leave it out",
+        ),
+        (
+            PluginOptions(loss="unified", loss_kwargs={"backend": "tiled"}, distance="LpDistance"),
+            "backend=tiled cannot be used, because LpDistance is neither CosineSimilarity nor DotProductSimilarity",
+        ),
+        (
+            PluginOptions(loss="triplet_sh", loss_kwargs={"backend": "dense"}),
+            "backend=dense cannot be used, because TripletSHLoss needs all similarities",
+        ),
     ],
 )
 def test_wrong_options(options, message):
     with pytest.raises(UserError) as raised:
         build_loss(options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["functional", "dense", "tiled"])
+@pytest.mark.parametrize("loss_kwargs", [{"scale": 20.0}, {"scale": "learned"}], ids=str)
+def test_backends_give_the_same_loss_and_gradients(backend, loss_kwargs):
+    image, text = (tensor.requires_grad_() for tensor in batch(captions=2))
+    scale = torch.tensor(20.0, dtype=image.dtype, requires_grad=True)
+    losses = [
+        build_loss(PluginOptions(loss="unified", loss_kwargs=loss_kwargs | given))(image, text, scale)
+        for given in ({"backend": backend}, {})
+    ]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(2 * loss, (image, text, scale)) for loss in losses))
+
+
+def test_labels_are_the_same_tensors_in_every_step(monkeypatch):
+    """So that a loss which knows their pairs never has to wait for an accelerator."""
+    calls = []
+    loss = build_loss(plugin("unified"))
+    monkeypatch.setattr(
+        loss.pair_loss, "forward", lambda *args, **kwargs: calls.append((args[1], kwargs["ref_labels"]))
+    )
+    for images, captions in ((B, 2), (B, 2), (B, 1), (B - 1, 2), (B, 2)):
+        image, text = batch(captions=captions)
+        with pytest.raises(TypeError):  # there is no loss to go on with
+            loss(image[:images], text[: images * captions], torch.tensor(1.0))
+    first, again, fewer_captions, fewer_images, later = calls
+    assert all(one is other is another for one, other, another in zip(first, again, later, strict=True))
+    assert fewer_captions[1].tolist() == list(range(B))
+    assert fewer_images[1].tolist() == [index // 2 for index in range(2 * (B - 1))]
+    for number in range(1, 8):
+        with pytest.raises(TypeError):
+            loss(torch.ones(number, D), torch.ones(number, D), torch.tensor(1.0))
+    assert len(loss._labels) <= 4
 
 
 def test_a_loss_with_parameters_is_refused(monkeypatch):
