@@ -15,6 +15,13 @@ from vl_plugins.data.toy import write_toy_scenes
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.0 or later"))
+
+
 @pytest.fixture(scope="session")
 def toy_scenes(tmp_path_factory) -> Path:
     """Folder with the toy pictures (64 train, 24 val, 24 test) and ``dataset_toy.json``."""

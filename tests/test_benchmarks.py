@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import io
 import os
@@ -184,6 +185,46 @@ def test_shares_of_sets(monkeypatch):
     assert found.product_share is None  # without a contestant to measure the rate
 
 
+def test_a_gpu_is_timed_by_its_events_and_asked_for_its_peak(monkeypatch):
+    """With stand-ins for what torch has, in the order in which they must be called."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            assert end is not self
+            return 250.0  # milliseconds
+
+    def logged(name, value=None):
+        return lambda device: log.append(name) or value
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name, value in (
+        ("synchronize", None),
+        ("reset_peak_memory_stats", None),
+        ("memory_allocated", 1000),
+        ("max_memory_allocated", 5000),
+    ):
+        monkeypatch.setattr(torch.cuda, name, logged(name, value))
+    gpu = torch.device("cuda")
+    assert seconds(lambda: log.append("run"), gpu) == 0.25
+    assert log == ["record", "run", "record", "wait"]
+    log.clear()
+    assert peak_bytes(lambda: log.append("run"), gpu) == 4000
+    assert log.index("memory_allocated") < log.index("reset_peak_memory_stats") < log.index("run")
+    assert log[log.index("run") + 1 :] == ["synchronize", "max_memory_allocated"]
+    assert measurement.clock_name(gpu, threads=1) == "GPU time"
+
+
 # What is compared
 
 
@@ -229,6 +270,31 @@ def test_all_that_runs_here_computes_its_formula(dtype, elements):
     inputs = make_inputs(setting, seed=0)
     for contestant in found:
         check_against_formula(contestant, inputs)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_triplets_that_are_right_count_in_the_mean(seed):
+    """Of few items in few dimensions some are; the default reducer of the library leaves them out."""
+    setting = Setting(6, 3, "float32", CPU)
+    inputs = make_inputs(setting, seed)
+    similarities = inputs.x @ inputs.y.T
+    hardest = (similarities - 2 * torch.eye(6)).amax(dim=1)
+    assert (0.2 + hardest < similarities.diagonal()).any()
+    for contestant in make_contestants(["triplet_hn"], [DEFAULT_BACKEND], ["triplet-margin"], setting)[0]:
+        check_against_formula(contestant, inputs)
+
+
+def test_backends_are_those_asked_for(monkeypatch):
+    asked = []
+    create_loss = contestants.create_loss
+    monkeypatch.setattr(
+        contestants,
+        "create_loss",
+        lambda name, **options: asked.append((name, options)) or create_loss(name, **options),
+    )
+    found, _ = make_contestants(["vlc", "goal"], [DEFAULT_BACKEND, "tiled"], [], SMALL)
+    assert asked == [(name, {"backend": backend}) for name in ("vlc", "goal") for backend in (None, "tiled")]
+    assert [each.name for each in found] == ["vlc", "vlc (tiled)", "goal", "goal (tiled)"]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +494,7 @@ def test_what_needs_too_much_memory_is_skipped():
     result = run_benchmark(["vlc"], ["ntxent"], ["dense"], [large], rounds=1, memory_limit=3e8)
     assert [measurement.name for measurement in result.measurements] == ["vlc (dense)", "three-products"]
     ((_, skipped),) = result.skipped
-    assert skipped == ("ntxent", f"needs about {needed['ntxent'] / 1e9:.1f} GB, more than the limit of 0.3 GB")
+    assert skipped == ("ntxent", f"needs about {needed['ntxent'] / 1e9:.3g} GB, more than the limit of 0.3 GB")
     with pytest.raises(UserError, match=r"^nothing to measure \(vlc \(dense\): needs about .* GB, more than"):
         run_benchmark(["vlc"], [], ["dense"], [large], rounds=1, memory_limit=1.0)
 
@@ -614,6 +680,12 @@ def test_plot_names_what_else_differs():
     assert "vlc, D 512, float32" in labels
     assert "vlc, D 512, bfloat16" in labels
     assert len(labels) == 6
+
+
+def test_plot_goes_from_small_to_large():
+    pytest.importorskip("matplotlib")
+    for line in _draw(result_with(*TWO[::-1])).axes[0].lines:
+        assert list(line.get_xdata()) == [1024, 2048]
 
 
 def test_plot_is_a_png_of_the_stated_size(tmp_path):

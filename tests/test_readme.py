@@ -47,7 +47,7 @@ SNIPPETS = blocks("python")
 OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS)]
 
 
-@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "sets", "miner and wrapper"])
+@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "kernels", "sets", "miner and wrapper"])
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)

@@ -101,9 +101,12 @@ class TwoTowerLoss(nn.Module):
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
         """
-        # Half-precision similarities times a scale of 50 would be off by 0.2 in the exponent.
+        # Half-precision similarities times a scale of 50 would be off by 0.2 in the exponent. Our losses see to that
+        # themselves, and some of their kernels multiply half-precision features exactly.
+        if self.miner is not None or not isinstance(self.pair_loss, PairLoss):
+            image_features, text_features = full_precision(image_features, text_features)
         with torch.autocast(image_features.device.type, enabled=False):
-            terms = self._terms(*full_precision(image_features, text_features), logit_scale, image_slots, text_slots)
+            terms = self._terms(image_features, text_features, logit_scale, image_slots, text_slots)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
@@ -146,7 +149,7 @@ class TwoTowerLoss(nn.Module):
                 all_images, all_texts = self._gather(images, texts, local_loss=False)
             if image_slots is not None:
                 image_slots, text_slots = self._gather(image_slots, text_slots, local_loss=False)
-            terms |= self.loss.regularization(all_images, all_texts, image_slots, text_slots)
+            terms |= self.loss.regularization(*full_precision(all_images, all_texts), image_slots, text_slots)
         return terms
 
     def _labels_of(

@@ -91,6 +91,16 @@ def test_the_seed_is_used(monkeypatch):
     assert seeds == [5, 5]
 
 
+def test_the_memory_limit_is_in_gb(capsys):
+    """16 MB are for tiles, whatever the size."""
+    assert bench("--losses", "vlc", "--peers", "--memory-limit", "0.018") == 0
+    assert bench("--losses", "vlc", "--peers", "--memory-limit", "0.016") == 2
+    assert (
+        "error: nothing to measure (vlc: needs about 0.0168 GB, more than the limit of 0.016 GB"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,18 +118,16 @@ def test_the_seed_is_used(monkeypatch):
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--memory-limit", "0"], "--memory-limit must be a number of GB above 0, got 0"),
         (["--memory-limit", "nan"], "--memory-limit must be a number of GB above 0, got nan"),
-        (["--memory-limit", "1e-6"], "nothing to measure (unified: needs about "),
         (["--device", "tpu9"], "--device tpu9: "),
         (["--device", "meta"], "--device meta: cpu and cuda can be measured"),
         (["--plot", "bench.txt"], "the picture must end in .png, .pdf or .svg, got bench.txt"),
         (["--csv", "."], "cannot write .: it is a folder"),
     ],
 )
-def test_bad_options_give_one_line(arguments, message, capsys):
+def test_bad_options_give_one_line_before_anything_is_measured(arguments, message, capsys):
     assert bench(*arguments) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("1 rounds")]
-    assert len(errors) == 1
-    assert errors[0].startswith(f"vl-plugins bench: error: {message}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vl-plugins bench: error: {message}")
 
 
 def test_a_disagreement_stops(monkeypatch, capsys, tmp_path):

@@ -117,7 +117,7 @@ def test_equal_to_the_formulas(
 def test_single_precision(path, loss, formulas, backend):
     # Not of any numbers: rounding may move another negative to the top.
     x, y, *labels = vectors(40, 50, 6, seed=15, labels=12)
-    for options in ({}, {"symmetric": False}, {"normalize": False}):
+    for options in ({}, {"symmetric": False}, {"normalize": False}, {"margin": 0.7}):
         sides = (x, y) if options.get("normalize", True) else (x / 4, y / 4)
         expected = loss_and_gradients(partial(plain, formulas), *sides, *labels, reduction="none", **options)
         actual = loss_and_gradients(
@@ -248,19 +248,36 @@ def test_one_side_needs_no_gradient(loss, formulas):
 
 
 @ALL
-def test_the_graph_can_be_used_again_but_not_derived(loss, formulas):
+def test_the_graph_can_be_used_again_but_not_with_other_vectors(loss, formulas):
     x, y, *labels = vectors(20, 15, 4, seed=7)
     x.requires_grad_()
     value = loss(x, y, *labels, backend="tiled")
     first = torch.autograd.grad(value, x, retain_graph=True)
     second = torch.autograd.grad(3 * value, x, retain_graph=True)
     torch.testing.assert_close(second[0], 3 * first[0])
-    with pytest.raises(RuntimeError, match=r"no second derivatives: .* backend='functional'"):
-        torch.autograd.grad(value, x, create_graph=True)
     with torch.no_grad():
         x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+@ALL
+def test_second_derivatives(loss, formulas):
+    x, y, *labels = vectors(20, 15, 4, seed=16)
+    x, y = (side.requires_grad_() for side in (x, y))
+    for sides, options in (
+        ((x, y, *labels), {}),
+        ((x, y, *labels), {"normalize": False}),
+        ((x, x, labels[0], labels[0]), {"same_set": True, "symmetric": False}),
+    ):
+        results = []
+        for backend in ("tiled", "functional"):
+            value = loss(*sides, backend=backend, **options)
+            gradients = torch.autograd.grad(2 * value, sides[:2], create_graph=True)
+            length = sum(gradient.square().sum() for gradient in gradients)
+            results.append((*gradients, *torch.autograd.grad(length, sides[:2])))
+        assert all(tensor.abs().max() > 0.01 for tensor in results[1])
+        assert_near(*results, 1e-10)
 
 
 @ALL
@@ -319,8 +336,9 @@ def test_the_choice_of_the_backend_is_logged(caplog):
     with caplog.at_level("INFO", logger="vl_plugins"):
         for name, (loss, _) in LOSSES.items():
             dispatch.log_choice.cache_clear()
-            loss(torch.ones(2, 3), torch.ones(4, 3), torch.arange(2), torch.arange(4), backend="tiled")
-            assert caplog.records[-1].getMessage() == f"{name.split()[0]}_loss: backend tiled (as asked for)"
+            loss(torch.ones(2, 3), torch.ones(4, 3), torch.arange(2), torch.arange(4))
+            message = f"{name.split()[0]}_loss: backend dense (2 x 4 similarities on cpu)"
+            assert caplog.records[-1].getMessage() == message
 
 
 @ALL

@@ -253,7 +253,7 @@ def _within(
         if needed <= limit:
             fitting.append(contestant)
         else:
-            reason = f"needs about {needed / 1e9:,.1f} GB, more than the limit of {limit / 1e9:,.1f} GB"
+            reason = f"needs about {needed / 1e9:.3g} GB, more than the limit of {limit / 1e9:.3g} GB"
             skipped.append(Skipped(contestant.name, reason))
     return fitting, skipped
 
@@ -320,10 +320,11 @@ def clock_name(device: torch.device, threads: int) -> str:
 def seconds(function: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that ``function()`` takes, by the clock of :func:`clock_name`."""
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -1,7 +1,6 @@
 """``vl-plugins bench``: time and memory of losses beside those of others."""
 
 import argparse
-import math
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -195,7 +194,7 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[st
             if value < least:
                 raise UserError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
     limit = arguments.memory_limit
-    if limit is not None and not 0 < limit < math.inf:
+    if limit is not None and not limit > 0:  # NaN is not
         raise UserError(f"--memory-limit must be a number of GB above 0, got {limit:g}")
     for file in (arguments.csv, arguments.markdown, arguments.plot):
         if file is not None and file.is_dir():

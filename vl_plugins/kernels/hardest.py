@@ -1,6 +1,7 @@
 """Losses of positive pairs and the hardest negatives of their anchors, of all backends."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,15 @@ from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.mining import negative_statistics
 from vl_plugins.kernels.pairs import check_vectors, compare_all, equal_label_pairs, pairs_of_others
-from vl_plugins.kernels.vectors import Comparison, add_pair_gradients, compare, finish_gradient, pair_similarities
+from vl_plugins.kernels.vectors import (
+    Comparison,
+    add_pair_gradients,
+    compare,
+    differentiable_gradients,
+    finish_gradient,
+    pair_similarities,
+    unit,
+)
 
 __all__ = ["hardest_negative_loss", "with_gradient"]
 
@@ -50,6 +59,8 @@ def hardest_negative_loss(
         similarities, *masks = compare_all(x, y, x_labels, y_labels, normalize=normalize, same_set=same_set)
         return of_similarities(similarities, *masks, symmetric=symmetric, reduction=reduction)
 
+    # First, and so the last in the backward pass, where its gradient is then added in place instead of in a copy.
+    zero = sum(zero_or_nan(side) for side in full_precision(x, y))
     pairs = equal_label_pairs(x_labels, y_labels) if pairs is None else pairs
     rows, columns = pairs_of_others(*pairs) if same_set else pairs
     if len(rows) == 0:
@@ -60,14 +71,13 @@ def hardest_negative_loss(
         losses = of_pairs(rows, positives, of_rows)
         if symmetric:
             losses = losses + of_pairs(columns, positives, of_columns)
-    x, y = full_precision(x, y)
-    return reduce_pair_losses(losses, reduction) + zero_or_nan(x) + zero_or_nan(y)
+    return reduce_pair_losses(losses, reduction) + zero
 
 
 def with_gradient(similarities: Tensor, x: Tensor, y: Tensor, comparison: Comparison) -> Tensor:
-    """Return similarities of pairs as a function of the vectors, whose gradient takes memory for theirs.
+    """Return similarities of pairs as a function of the vectors, whose gradient takes memory for that of these.
 
-    There are no second derivatives.
+    Second derivatives take the vectors of each pair, (M, D).
 
     Args:
         similarities: (M,), of the pairs ``comparison.rows, comparison.columns``.
@@ -92,7 +102,7 @@ def _search(
 
     Similarities of positives and hardest negatives are differentiable.
     """
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad():
         positives = pair_similarities(comparison._replace(rows=rows, columns=columns))
         options = {}
         if objective is not None and objective.is_relative:
@@ -118,17 +128,15 @@ def _range(vectors: Tensor) -> Tensor:
 class _PairSimilarities(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, similarities, comparison):
-        ctx.save_for_backward(*comparison)
+        ctx.save_for_backward(x, y, *comparison)
         return similarities.clone()
 
     @staticmethod
     def backward(ctx, upstream):
+        x, y, *comparison = ctx.saved_tensors
+        comparison = Comparison(*comparison)
         if torch.is_grad_enabled():
-            # What torch has for it, once_differentiable, lets constants pass whose derivatives would be missed.
-            raise RuntimeError(
-                "this backend has no second derivatives: leave out create_graph=True, or set backend='functional'"
-            )
-        comparison = Comparison(*ctx.saved_tensors)
+            return *differentiable_gradients(partial(_plain, comparison), (x, y), (upstream,)), None, None
         sides = comparison[:2]
         gradients = [
             torch.zeros_like(side, dtype=torch.promote_types(side.dtype, torch.float32)) if needed else None
@@ -141,3 +149,9 @@ class _PairSimilarities(torch.autograd.Function):
                 for gradient, side, factors in zip(gradients, sides, comparison[2:4], strict=True)
             ]
         return *gradients, None, None
+
+
+def _plain(comparison: Comparison, x: Tensor, y: Tensor) -> tuple[Tensor]:
+    """Compute the similarities of the pairs in plain torch."""
+    x, y = full_precision(x, y) if comparison.x_factors is None else (unit(x), unit(y))
+    return (torch.linalg.vecdot(x[comparison.rows], y[comparison.columns]),)

@@ -1,5 +1,7 @@
 """Hardest negatives, and what GOAL's relative weights need of the others, tile by tile."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,9 @@ from vl_plugins.kernels.tiled import _tiles
 from vl_plugins.kernels.vectors import Comparison, precise
 
 __all__ = ["negative_statistics"]
+
+# Neighbours of which the largest is taken before its place is searched.
+BLOCK = 32
 
 
 def negative_statistics(
@@ -40,14 +45,18 @@ def negative_statistics(
     rows = _no_negatives(comparison.x, kind)
     columns = _no_negatives(comparison.y, kind) if symmetric else None
     sides = [(rows, 1)] + ([(columns, 0)] if symmetric else [])
+    memory = None
     for tile in _tiles(comparison, None):
         similarities = tile.similarities
+        if memory is None:  # of the first tile, which no other is larger than
+            memory = similarities.new_empty(1 if kind is None else 2, similarities.numel())
+        scratch, *chosen = (part[: similarities.numel()].view_as(similarities) for part in memory)
         # Not -inf, which minus itself and times 0 is NaN.
         similarities[tile.equal_labels] = torch.finfo(dtype).min
-        chosen = None if kind is None else torch.gt(similarities, floor, out=torch.empty_like(similarities))
+        chosen = torch.gt(similarities, floor, out=chosen[0]) if chosen else None
         for running, dim in sides:
             part, others = (tile.rows, tile.columns) if dim == 1 else (tile.columns, tile.rows)
-            of_tile = _statistics(similarities, chosen, dim, others.start, kind, beta)
+            of_tile = _statistics(similarities, chosen, dim, others.start, kind, beta, scratch)
             of_all = NegativeStatistics(*(None if values is None else values[part] for values in running))
             for values, merged in zip(of_all, _merged(of_all, of_tile, kind, beta), strict=True):
                 if values is not None:
@@ -68,7 +77,13 @@ def _no_negatives(vectors: Tensor, kind: str | None) -> NegativeStatistics:
 
 
 def _statistics(
-    similarities: Tensor, chosen: Tensor | None, dim: int, start: int, kind: str | None, beta: float | None
+    similarities: Tensor,
+    chosen: Tensor | None,
+    dim: int,
+    start: int,
+    kind: str | None,
+    beta: float | None,
+    scratch: Tensor,
 ) -> NegativeStatistics:
     """Return the statistics of a tile over ``dim``, whose first candidate is ``start``.
 
@@ -77,15 +92,14 @@ def _statistics(
         chosen: (a, c), 1 where a negative is chosen, otherwise 0.
         dim: 1 with the rows as anchors, 0 with the columns.
         start, kind, beta: see above.
+        scratch: (a, c), memory to write to.
     """
-    length = similarities.shape[dim]
-    hardest = similarities.amax(dim=dim, keepdim=True)
-    # torch's own maximum with an index takes as long as half the product, comparison and maximum a tenth of that; and
-    # what comes first weighs most.
-    weights = torch.arange(length, 0, -1, dtype=similarities.dtype, device=similarities.device)
-    scratch = torch.eq(similarities, hardest, out=torch.empty_like(similarities))
-    scratch.mul_(weights if dim == 1 else weights[:, None])
-    index = (length - scratch.amax(dim=dim, keepdim=True)).long().clamp_(max=length - 1)  # NaN equals nothing
+    # Largest ones of blocks first, because they are read at the speed of the memory; only these are searched.
+    size = math.gcd(similarities.shape[dim], BLOCK)
+    hardest, block = _first_largest(similarities.unflatten(dim, (-1, size)).amax(dim=dim + 1), dim)
+    places = torch.arange(size, device=similarities.device)
+    index = block * size + (places if dim == 1 else places[:, None])
+    index = index.gather(dim, _first_largest(similarities.gather(dim, index), dim)[1])
     of_tile = NegativeStatistics(hardest.squeeze(dim), index.squeeze(dim) + start)
     if kind is None:
         return of_tile
@@ -94,6 +108,17 @@ def _statistics(
     else:
         torch.sub(similarities, hardest, out=scratch).mul_(beta).exp_().mul_(chosen).scatter_(dim, index, 0)
     return of_tile._replace(chosen=chosen.sum(dim=dim), total=scratch.sum(dim=dim))
+
+
+def _first_largest(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return what ``max`` does, with ``keepdim``, which takes several times as long on a CPU."""
+    length = values.shape[dim]
+    largest = values.amax(dim=dim, keepdim=True)
+    # What comes first weighs most.
+    weights = torch.arange(length, 0, -1, dtype=values.dtype, device=values.device)
+    found = torch.eq(values, largest, out=torch.empty_like(values)).mul_(weights if dim == 1 else weights[:, None])
+    index = length - found.amax(dim=dim, keepdim=True).long()
+    return largest, index.clamp_(max=length - 1)  # NaN equals nothing
 
 
 def _merged(

@@ -48,7 +48,7 @@ def triplet_hn_loss(
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64, also under autocast. NaN if any embedding is not
-        finite. There are second derivatives only with ``backend="functional"``.
+        finite. Second derivatives take vectors of all positive pairs.
 
     Raises:
         ValueError: wrong shape, type, device, reduction or backend.

@@ -57,7 +57,7 @@ def hardest_negatives(
 
 
 def _no_negatives(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    values = torch.full((len(vectors),), -torch.inf, device=vectors.device)
+    values = torch.full((len(vectors),), -torch.inf, dtype=torch.float32, device=vectors.device)
     return values, torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
 
 
@@ -108,16 +108,16 @@ def _search_tiles(
     row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
     rows, columns = row_block * ROWS + tl.arange(0, ROWS), column_block * COLUMNS + tl.arange(0, COLUMNS)
     row_exists, column_exists = rows < row_count, columns < column_count
+    # Beyond the last row and column is that one again, which as a later one never comes first.
     similarities = negatives_of_tile(
         x, y, x_factors, y_factors, x_labels, y_labels,
         tl.minimum(rows, row_count - 1), tl.minimum(columns, column_count - 1), width, ROWS, COLUMNS, DEPTH, PRECISION,
     )  # fmt: skip
-    similarities = tl.where(row_exists[:, None] & column_exists[None, :], similarities, float("-inf"))
 
     values, index = tl.max(similarities, 1, return_indices=True, return_indices_tie_break_left=True)
     at = column_block.to(tl.int64) * row_count + rows
     tl.store(row_values + at, values, mask=row_exists)
-    # Beside NaN what is beyond the last column may be the largest.
+    # Of NaN none is the largest, and the index may be that of any place.
     tl.store(row_index + at, tl.minimum(column_block * COLUMNS + index, column_count - 1), mask=row_exists)
     if column_values is not None:
         values, index = tl.max(similarities, 0, return_indices=True, return_indices_tie_break_left=True)

@@ -1,4 +1,4 @@
-"""Smooth-Chamfer similarities of sets on a CUDA GPU: the cosines of all elements never leave the chip.
+"""Smooth-Chamfer similarities of sets on a CUDA GPU, pooled where the cosines of their elements are computed.
 
 The formulas are those of :func:`vl_plugins.functional.smooth_chamfer_similarity`.
 """
@@ -110,18 +110,18 @@ def _sets(sets: Tensor, mask: Tensor | None, normalize: bool) -> _Sets:
     count, elements, width = sets.shape
     vectors = sets.detach().reshape(count * elements, width).contiguous()
     if mask is None:
-        weights = torch.full((count, elements), 1 / max(1, elements), device=sets.device)
+        weights = torch.full((count, elements), 1 / max(1, elements), dtype=torch.float32, device=sets.device)
     else:
-        weights = mask / mask.sum(1, keepdim=True).clamp(min=1)
+        weights = mask.float() / mask.sum(1, keepdim=True).clamp(min=1)
     return _Sets(vectors, _inverse_norms(vectors) if normalize else None, weights)
 
 
 def _similarities(x: _Sets, y: _Sets, alpha: float) -> Tensor:
     """Return (A, C)."""
     counts = len(x.weights), len(y.weights)
+    similarities = x.weights.new_zeros(counts)
     if 0 in (*x.weights.shape, *y.weights.shape):
-        return torch.zeros(counts, device=x.vectors.device)
-    similarities = torch.empty(counts, device=x.vectors.device)
+        return similarities
     blocks, constants = _tiling(x, y)
     launch(_pool_tile, blocks, counts, *x, *y, alpha * LOG2_E, similarities, x.vectors.shape[1], **constants)
     return similarities

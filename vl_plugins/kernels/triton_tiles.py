@@ -190,6 +190,7 @@ def launch(kernel, blocks: Blocks, counts: tuple[int, int], *arguments, **consta
             **constants,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
+            enable_fp_fusion=True,  # which newer versions of Triton ask for
         )
 
 

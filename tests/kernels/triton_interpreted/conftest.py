@@ -15,4 +15,4 @@ def small_tiles(monkeypatch):
     for module in (triton_log_sum_exp, triton_mining, triton_sets):
         monkeypatch.setattr(module, "block_sizes", lambda width, dtype: triton_tiles.Blocks(16, 16, 16, 4, 1))
     monkeypatch.setattr(triton_sets, "POOLED", 16)
-    monkeypatch.setattr(triton_tiles, "WORKSPACE_BYTES", 2**12)
+    monkeypatch.setattr(triton_tiles, "WORKSPACE_BYTES", 1)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tests.kernels.triton_cases import TOLERANCE, check_sets, vectors
+from tests.kernels.triton_cases import TOLERANCE, assert_gradients_near, check_sets, vectors
+from vl_plugins.kernels import triton_sets
 from vl_plugins.kernels.triton_sets import MAX_ELEMENTS, smooth_chamfer_similarity
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -19,11 +20,13 @@ def masks(*sides):
         yield mask
 
 
-@DTYPES
-@pytest.mark.parametrize("masked", [False, True], ids=["all elements", "some elements"])
-@pytest.mark.parametrize("normalize", [True, False], ids=["cosines", "dot products"])
-def test_several_tiles_and_parts(small_tiles, normalize, masked, dtype):
-    x, y = sides((11, 3, 20), (7, 5), dtype)
+@pytest.mark.parametrize(
+    ("dtype", "normalize", "masked"),
+    [(torch.float32, True, True), (torch.float16, True, False), (torch.float16, False, True)],
+    ids=str,
+)
+def test_several_tiles_and_parts(small_tiles, dtype, normalize, masked):
+    x, y = sides((7, 3, 20), (3, 5), dtype)
     if not normalize:
         x, y = x / 4, y / 4
     x_mask, y_mask = masks(x, y) if masked else (None, None)
@@ -32,20 +35,22 @@ def test_several_tiles_and_parts(small_tiles, normalize, masked, dtype):
 
 @pytest.mark.parametrize(
     ("x_shape", "y_shape"),
-    [((1, 1, 5), (3, 1)), ((17, 4, 16), (2, 2)), ((5, MAX_ELEMENTS, 33), (3, MAX_ELEMENTS)), ((2, 9, 1), (33, 1))],
+    [((1, 1, 5), (3, 1)), ((17, 4, 16), (2, 2)), ((5, MAX_ELEMENTS, 33), (3, MAX_ELEMENTS)), ((2, 9, 2), (33, 1))],
     ids=str,
 )
 def test_tiles_as_on_a_device(x_shape, y_shape):
     check_sets(*sides(x_shape, y_shape))
 
 
-@pytest.mark.parametrize(("x_shape", "y_shape"), [((0, 2, 4), (3, 2)), ((3, 2, 4), (0, 2)), ((3, 0, 4), (2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("x_shape", "y_shape"), [((0, 2, 4), (3, 2)), ((3, 2, 4), (0, 2)), ((3, 0, 4), (2, 1))], ids=str
+)
 def test_nothing(x_shape, y_shape):
     check_sets(*sides(x_shape, y_shape))
 
 
 @DTYPES
-@pytest.mark.parametrize("alpha", [1e-2, 1.0, 1e4])
+@pytest.mark.parametrize("alpha", [1e-2, 1e4])
 def test_extreme_alpha_and_cosines(alpha, dtype):
     x, y = sides((5, 3, 6), (4, 2), dtype)
     x[1], x[2, 0], x[3, 1] = x[0], -x[0, 0], 0
@@ -58,16 +63,17 @@ def test_gradients_of_one_side(small_tiles, needed):
     check_sets(*sides((9, 2, 4), (3, 3), torch.float16), needed=needed)
 
 
-@pytest.mark.parametrize("size", [2.0**10, 2.0**-24])
-def test_float16_gradients_of_any_size(size):
+def test_float16_gradients_of_any_size():
     x, y = sides((3, 2, 8), (4, 3), torch.float16)
-    for factor in (1 / 8, size):
-        x_leaf = (x / factor / 8).requires_grad_()  # whose gradient is 8 * factor times as large
-        similarities = smooth_chamfer_similarity(x_leaf if factor == 1 / 8 else x_leaf, y)
-        del similarities
-    leaf = x.clone().requires_grad_()
-    plain = torch.autograd.grad(smooth_chamfer_similarity(leaf, y).sum(), leaf)[0]
-    assert plain.norm() > 0.1
+    x_sets, y_sets = (triton_sets._sets(sets, None, normalize=True) for sets in (x * 0.01, y * 0.01))
+    results = []
+    for size in (1, 2.0**30, 2.0**-30):
+        gradients = [torch.full_like(sets.vectors, torch.nan, dtype=torch.float32) for sets in (x_sets, y_sets)]
+        triton_sets._write_gradients(x_sets, y_sets, 16.0, torch.full((3, 4), size), *gradients)
+        results.append([gradient / size for gradient in gradients])
+    assert results[0][0].isfinite().all()
+    for other in results[1:]:
+        assert_gradients_near(other, results[0], 1e-6)
 
 
 def test_not_finite_is_nan_unless_it_is_absent():
@@ -88,11 +94,28 @@ def test_not_finite_is_nan_unless_it_is_absent():
     assert gradients[0][1, 1].norm() > 0.01
 
 
+def test_a_set_without_elements_takes_no_part():
+    x, y = (side.requires_grad_() for side in sides((3, 2, 4), (4, 3)))
+    x_mask = torch.tensor([[True, True], [False, False], [True, False]])
+    similarities = smooth_chamfer_similarity(x, y, x_mask=x_mask)
+    assert (similarities[1] == 0).all()
+    x_gradient, y_gradient = torch.autograd.grad(similarities[::2].sum(), (x, y), retain_graph=True)
+    # The logarithm of 0 has an infinite derivative.
+    of_logarithms = torch.autograd.grad(torch.log(similarities).sum(), (x, y))
+    assert all(gradient.isfinite().all() for gradient in of_logarithms)
+    assert y_gradient.norm() > 0.1
+    assert (x_gradient[1] == 0).all()
+
+
 def test_refused():
     x, y = sides((3, 2, 4), (4, 3))
-    with pytest.raises(ValueError, match=r"x must be float32, float16 or bfloat16, and of the type of x, got torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"x must be float32, float16 or bfloat16, and of the type of x, got torch.float64"
+    ):
         smooth_chamfer_similarity(x.double(), y.double())
-    with pytest.raises(ValueError, match=r"y must be float32, float16 or bfloat16, and of the type of x, got torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"y must be float32, float16 or bfloat16, and of the type of x, got torch.float16"
+    ):
         smooth_chamfer_similarity(x, y.half())
     with pytest.raises(ValueError, match=r"y must be sets of at most 16 elements, got 17"):
         smooth_chamfer_similarity(x, torch.ones(1, 17, 4))
