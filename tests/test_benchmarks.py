@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 from tests.memory import extra_bytes
 from tests.reference.sets import EXP_AND_POOL
-from vl_plugins.benchmarks import contestants, measurement, memory
+from vl_plugins.benchmarks import contestants, measurement
 from vl_plugins.benchmarks.contestants import FORMULAS, Contestant, Setting, Skipped, make_contestants, make_inputs
 from vl_plugins.benchmarks.machine import describe_machine
 from vl_plugins.benchmarks.measurement import (
@@ -27,7 +27,7 @@ from vl_plugins.benchmarks.measurement import (
     seconds,
     time_rounds,
 )
-from vl_plugins.benchmarks.memory import free_bytes, peak_bytes
+from vl_plugins.benchmarks.memory import peak_bytes
 from vl_plugins.benchmarks.names import BACKENDS, DEFAULT_BACKEND, LOSSES, PEERS, SETS
 from vl_plugins.benchmarks.plot import _draw, plot_result
 from vl_plugins.benchmarks.tables import COLUMNS, csv_table, markdown_tables, text_tables
@@ -84,15 +84,6 @@ def test_gradients_that_were_there_before_are_not_counted_as_there():
     (contestant,), _ = make_contestants([], [], ["clip"], SMALL)
     peaks = [measure([contestant], inputs, SMALL, rounds=1, rate=1.0)[0][0].peak_bytes for _ in range(2)]
     assert peaks[0] == peaks[1] > 2 * inputs.x.nbytes
-
-
-def test_free_memory_is_positive_and_not_more_than_there_is(monkeypatch):
-    free = free_bytes(CPU)
-    assert free > 0
-    monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 5 kB\nMemAvailable:  3 kB\n")
-    assert free_bytes(CPU) == 3 * 1024
-    monkeypatch.setattr(memory.Path, "read_text", lambda self: "")
-    assert free_bytes(CPU) > 0
 
 
 # Time

@@ -47,7 +47,9 @@ SNIPPETS = blocks("python")
 OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS)]
 
 
-@pytest.mark.parametrize("snippet", OF_LOSSES, ids=["pml", "functional", "margins", "kernels", "sets", "miner and wrapper"])
+@pytest.mark.parametrize(
+    "snippet", OF_LOSSES, ids=["pml", "functional", "margins", "kernels", "sets", "miner and wrapper"]
+)
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)
@@ -144,6 +146,15 @@ def test_plot_commands(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
+def test_bench_command(tmp_path):
+    """The line, without what takes minutes: compilation and large batches."""
+    (command,) = own_commands("bench")
+    command.remove("clip-compiled")
+    output = run([*command, "--batch-sizes", "32", "64", "--dimensions", "16", "--rounds", "1"], tmp_path)
+    assert "unified" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.csv", "bench.md", "bench.png"}
+
+
 @pytest.mark.slow
 def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch):
     """The lines about embedding sets in their order, with a small model, on toy shards under their names."""
@@ -168,7 +179,7 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
 
 
 def test_every_command_is_known_here():
-    assert len(own_commands("shards", "evaluate", "search", "plot")) == sum(
+    assert len(own_commands("bench", "shards", "evaluate", "search", "plot")) == sum(
         line.startswith("vl-plugins") for block in blocks("bash") for line in block.splitlines()
     )
 
@@ -294,9 +305,8 @@ def official(items, split):
 
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
-    help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention")]
-    (benchmark,) = set(re.findall(r"`python (tests/\S+)`", README))
-    help_texts.append((ROOT / benchmark).read_text())
+    help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention"), help_of("bench")]
+    help_texts += [(ROOT / benchmark).read_text() for benchmark in re.findall(r"`python (tests/\S+)`", README)]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert len(named) > 12

@@ -432,9 +432,9 @@ def test_not_a_number_is_not_hidden_by_triplets_that_do_not_need_it(count, bad):
     ],
 )
 def test_unknown_names(options, message):
-    masks = diagonal_masks(3)
-    with pytest.raises(ValueError, match=message):
-        goal_loss(torch.rand(3, 3), *masks, **options)
+    for masks in (diagonal_masks(3), EMPTY["no negatives"], EMPTY["neither"]):
+        with pytest.raises(ValueError, match=message):
+            goal_loss(torch.rand(masks[0].shape), *masks, **options)
     options.pop("mining", None)
     if options:
         with pytest.raises(ValueError, match=message):

@@ -178,5 +178,6 @@ def test_unknown_names():
         ({"pair_weight": "sigms"}, "unknown pair_weight 'sigms' .did you mean 'sig_ms'.*"),
     ):
         for backend in ("functional", "tiled"):
-            with pytest.raises(ValueError, match=message):
-                goal_loss(torch.eye(3), torch.eye(3), labels, labels, backend=backend, **options)
+            for y_labels in (labels, labels + 3):  # something and nothing to compare
+                with pytest.raises(ValueError, match=message):
+                    goal_loss(torch.eye(3), torch.eye(3), labels, y_labels, backend=backend, **options)

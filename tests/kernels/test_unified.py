@@ -354,7 +354,9 @@ def test_choice_of_the_backend(monkeypatch, caplog):
         monkeypatch.setattr(dispatch, "DENSE_BYTES", 4 * 10 * 20)
         assert dispatch.choose_backend(None, x, y, name="two") == "dense"
         assert dispatch.choose_backend(None, x.double(), y.double(), name="two") == "tiled"
-        monkeypatch.setattr(dispatch, "_free_bytes", lambda device: 4 * 10 * 20 * 3)
+        monkeypatch.setattr(dispatch, "free_bytes", lambda device: 4 * 10 * 20 * 3)
+        assert dispatch.choose_backend(None, x.half(), y.half(), name="two") == "dense"
+        monkeypatch.setattr(dispatch, "LITTLE_BYTES", 0)
         assert dispatch.choose_backend(None, x.half(), y.half(), name="three") == "tiled"
         monkeypatch.setattr(dispatch, "triton_is_usable", lambda device: True)
         assert dispatch.choose_backend(None, x, y, name="three") == "triton"
@@ -368,8 +370,13 @@ def test_choice_of_the_backend(monkeypatch, caplog):
     ]
 
 
-def test_free_memory_is_known_here():
-    assert 2**20 < dispatch._free_bytes(torch.device("cpu")) < 2**50
+def test_free_memory_is_positive_and_not_more_than_there_is(monkeypatch):
+    free = dispatch.free_bytes(torch.device("cpu"))
+    assert free > 0
+    monkeypatch.setattr(dispatch.Path, "read_text", lambda self: "MemTotal: 5 kB\nMemAvailable:  3 kB\n")
+    assert dispatch.free_bytes(torch.device("cpu")) == 3 * 1024
+    monkeypatch.setattr(dispatch.Path, "read_text", lambda self: "")
+    assert dispatch.free_bytes(torch.device("cpu")) > 0
 
 
 def test_compiled_callers_have_the_same_values():

@@ -294,7 +294,7 @@ def test_wrong_options(options, message):
         (
             {"base": "vlc", "scael": 3},
             "unknown option 'scael' of loss 'smooth_chamfer' (did you mean 'scale'?); options: base='triplet_hn', "
-            "alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01, distance=None, backend=None, scale=50.0, "
+            "alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01, distance=None, backend=None, scale=50.0, ",
         ),
         ({"mmd_wieght": 3}, "unknown option 'mmd_wieght' of loss 'smooth_chamfer' (did you mean 'mmd_weight'?); opti"),
         ({"scale": 3}, "unknown option 'scale' of loss 'smooth_chamfer'; options: base='triplet_hn', "),

@@ -3,13 +3,14 @@
 import functools
 import logging
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vl_plugins.errors import check_name
 
-__all__ = ["BACKENDS", "choose_backend", "log_choice", "triton_is_usable"]
+__all__ = ["BACKENDS", "choose_backend", "free_bytes", "log_choice", "triton_is_usable"]
 
 BACKENDS = ("functional", "dense", "tiled", "triton")
 """From the plainest to the fastest on a GPU:
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 # More than that is left to others; it is as fast as the same tiles computed twice only for few columns anyway.
 DENSE_BYTES = 2**30
 DENSE_SHARE = 0.25  # of the memory that is free
+LITTLE_BYTES = 2**24  # not worth a question to the system in each step
 
 
 def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "loss") -> str:
@@ -51,7 +53,8 @@ def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "lo
         log_choice(name, "triton", f"on {x.device.type}")
         return "triton"
     needed = len(x) * len(y) * torch.promote_types(x.dtype, torch.float32).itemsize
-    chosen = "dense" if needed <= min(DENSE_BYTES, DENSE_SHARE * _free_bytes(x.device)) else "tiled"
+    fits = needed <= DENSE_BYTES and (needed <= LITTLE_BYTES or needed <= DENSE_SHARE * free_bytes(x.device))
+    chosen = "dense" if fits else "tiled"
     log_choice(name, chosen, f"{len(x)} x {len(y)} similarities on {x.device.type}")
     return chosen
 
@@ -78,12 +81,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
+    """Return how much memory programs can still have; infinity where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
+        # Counts what the system would give back, such as its cache of files, as free.
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # not Linux
+        pass
+    try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this system
+    except (AttributeError, ValueError, OSError):
         return float("inf")
 
 

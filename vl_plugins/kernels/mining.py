@@ -1,7 +1,5 @@
 """Hardest negatives, and what GOAL's relative weights need of the others, tile by tile."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -10,9 +8,6 @@ from vl_plugins.kernels.tiled import _tiles
 from vl_plugins.kernels.vectors import Comparison, precise
 
 __all__ = ["negative_statistics"]
-
-# Neighbours of which the largest is taken before its place is searched.
-BLOCK = 32
 
 
 def negative_statistics(
@@ -48,7 +43,7 @@ def negative_statistics(
     memory = None
     for tile in _tiles(comparison, None):
         similarities = tile.similarities
-        if memory is None:  # of the first tile, which no other is larger than
+        if memory is None:  # the first tile is the largest
             memory = similarities.new_empty(1 if kind is None else 2, similarities.numel())
         scratch, *chosen = (part[: similarities.numel()].view_as(similarities) for part in memory)
         # Not -inf, which minus itself and times 0 is NaN.
@@ -56,7 +51,7 @@ def negative_statistics(
         chosen = torch.gt(similarities, floor, out=chosen[0]) if chosen else None
         for running, dim in sides:
             part, others = (tile.rows, tile.columns) if dim == 1 else (tile.columns, tile.rows)
-            of_tile = _statistics(similarities, chosen, dim, others.start, kind, beta, scratch)
+            of_tile = _statistics(similarities, chosen, scratch, dim, others.start, kind, beta)
             of_all = NegativeStatistics(*(None if values is None else values[part] for values in running))
             for values, merged in zip(of_all, _merged(of_all, of_tile, kind, beta), strict=True):
                 if values is not None:
@@ -79,27 +74,27 @@ def _no_negatives(vectors: Tensor, kind: str | None) -> NegativeStatistics:
 def _statistics(
     similarities: Tensor,
     chosen: Tensor | None,
+    scratch: Tensor,
     dim: int,
     start: int,
     kind: str | None,
     beta: float | None,
-    scratch: Tensor,
 ) -> NegativeStatistics:
     """Return the statistics of a tile over ``dim``, whose first candidate is ``start``.
 
     Args:
         similarities: (a, c), the least number of its type for what is not negative.
-        chosen: (a, c), 1 where a negative is chosen, otherwise 0.
+        chosen: (a, c), 1 where a negative is chosen, otherwise 0; None for no kind.
+        scratch: (a, c), overwritten.
         dim: 1 with the rows as anchors, 0 with the columns.
         start, kind, beta: see above.
-        scratch: (a, c), memory to write to.
     """
-    # Largest ones of blocks first, because they are read at the speed of the memory; only these are searched.
-    size = math.gcd(similarities.shape[dim], BLOCK)
-    hardest, block = _first_largest(similarities.unflatten(dim, (-1, size)).amax(dim=dim + 1), dim)
-    places = torch.arange(size, device=similarities.device)
-    index = block * size + (places if dim == 1 else places[:, None])
-    index = index.gather(dim, _first_largest(similarities.gather(dim, index), dim)[1])
+    length = similarities.shape[dim]
+    hardest = similarities.amax(dim=dim, keepdim=True)
+    # On a CPU torch's own maximum with an index takes twice as long. What comes first weighs most.
+    weights = torch.arange(length, 0, -1, dtype=similarities.dtype, device=similarities.device)
+    torch.eq(similarities, hardest, out=scratch).mul_(weights if dim == 1 else weights[:, None])
+    index = (length - scratch.amax(dim=dim, keepdim=True)).long().clamp_(max=length - 1)  # NaN equals nothing
     of_tile = NegativeStatistics(hardest.squeeze(dim), index.squeeze(dim) + start)
     if kind is None:
         return of_tile
@@ -108,17 +103,6 @@ def _statistics(
     else:
         torch.sub(similarities, hardest, out=scratch).mul_(beta).exp_().mul_(chosen).scatter_(dim, index, 0)
     return of_tile._replace(chosen=chosen.sum(dim=dim), total=scratch.sum(dim=dim))
-
-
-def _first_largest(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return what ``max`` does, with ``keepdim``, which takes several times as long on a CPU."""
-    length = values.shape[dim]
-    largest = values.amax(dim=dim, keepdim=True)
-    # What comes first weighs most.
-    weights = torch.arange(length, 0, -1, dtype=values.dtype, device=values.device)
-    found = torch.eq(values, largest, out=torch.empty_like(values)).mul_(weights if dim == 1 else weights[:, None])
-    index = length - found.amax(dim=dim, keepdim=True).long()
-    return largest, index.clamp_(max=length - 1)  # NaN equals nothing
 
 
 def _merged(
