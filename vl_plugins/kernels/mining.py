@@ -44,7 +44,7 @@ def negative_statistics(
     for tile in _tiles(comparison, None):
         similarities = tile.similarities
         if memory is None:  # the first tile is the largest
-            memory = similarities.new_empty(1 if kind is None else 2, similarities.numel())
+            memory = [similarities.new_empty(similarities.numel()) for _ in range(1 if kind is None else 2)]
         scratch, *chosen = (part[: similarities.numel()].view_as(similarities) for part in memory)
         # Not -inf, which minus itself and times 0 is NaN.
         similarities[tile.equal_labels] = torch.finfo(dtype).min
