@@ -14,7 +14,7 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
-EXTRAS += ("faiss", "safetensors", "clip_benchmark", "memeff", "inf_cl", "siglip_kernel")
+EXTRAS += ("faiss", "safetensors", "clip_benchmark", "memeff", "inf_cl", "siglip_kernel", "triton")
 
 
 def python(code, *arguments, path=None):

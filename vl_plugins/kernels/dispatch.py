@@ -20,6 +20,9 @@ BACKENDS = ("functional", "dense", "tiled", "triton")
 - ``dense``: one matrix (A, C), which becomes its own gradient.
 - ``tiled``: tile by tile, and again for the gradients: memory for the vectors, their gradients and a tile.
 - ``triton``: fused tiles on a CUDA GPU.
+
+On a GPU, of several positives of an item the gradients are added in any order, unless
+``torch.use_deterministic_algorithms(True)`` asks for one; all else is the same to the last bit each time.
 """
 
 logger = logging.getLogger(__name__)
@@ -69,10 +72,10 @@ def triton_is_usable(device: torch.device) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
-    return True
+    return int(triton.__version__.partition(".")[0]) >= 3
 
 
 @functools.cache

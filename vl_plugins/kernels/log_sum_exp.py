@@ -10,7 +10,15 @@ from torch import Tensor
 from vl_plugins.eager import eager
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.kernels import tiled
-from vl_plugins.kernels.vectors import Comparison, compare, differentiable_gradients, finish_gradient, precise, unit
+from vl_plugins.kernels.vectors import (
+    Comparison,
+    compare,
+    differentiable_gradients,
+    finish_gradient,
+    number_on,
+    precise,
+    unit,
+)
 
 __all__ = ["Contrast", "contrast"]
 
@@ -57,7 +65,7 @@ def contrast(
         backend: dense, tiled or triton.
     """
     dtype = precise(x.device, torch.float32)
-    scale = torch.as_tensor(scale, dtype=dtype, device=x.device).reshape(())
+    scale = number_on(x.device, dtype, scale)
     rows, columns, positives = eager(_Contrast.apply)(
         x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend
     )

@@ -12,7 +12,7 @@ __all__ = ["SET_BACKENDS", "smooth_chamfer_similarity"]
 
 SET_BACKENDS = ("tiled", "triton")
 
-# What a fused tile holds in registers.
+# Those of several sets have to fit into a fused tile.
 MAX_ELEMENTS = 16
 
 

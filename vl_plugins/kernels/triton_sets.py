@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vl_plugins.eager import eager
 from vl_plugins.functional.set_similarity import _refuse_second_derivatives
+from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
@@ -25,12 +26,9 @@ from vl_plugins.kernels.triton_tiles import (
     tile_position,
     vector_gradients,
 )
-from vl_plugins.kernels.vectors import _inverse_norms, finish_gradient
+from vl_plugins.kernels.vectors import finish_gradient, inverse_norms
 
-__all__ = ["MAX_ELEMENTS", "smooth_chamfer_similarity"]
-
-MAX_ELEMENTS = 16
-"""The most elements of a set: those of several sets have to fit into a tile."""
+__all__ = ["smooth_chamfer_similarity"]
 
 # Rows and columns of a tile of cosines. Those of larger ones and their exponentials do not fit into registers.
 POOLED = 64
@@ -113,7 +111,7 @@ def _sets(sets: Tensor, mask: Tensor | None, normalize: bool) -> _Sets:
         weights = torch.full((count, elements), 1 / max(1, elements), dtype=torch.float32, device=sets.device)
     else:
         weights = mask.float() / mask.sum(1, keepdim=True).clamp(min=1)
-    return _Sets(vectors, _inverse_norms(vectors) if normalize else None, weights)
+    return _Sets(vectors, inverse_norms(vectors) if normalize else None, weights)
 
 
 def _similarities(x: _Sets, y: _Sets, alpha: float) -> Tensor:

@@ -85,7 +85,7 @@ def row_slices(count: int, bytes_per_row: float, step: int) -> Iterator[slice]:
     """Cut ``range(count)`` into even slices, multiples of ``step``, which take at most ``WORKSPACE_BYTES`` if possible.
 
     >>> list(row_slices(100, 2**29 / 40, step=16))
-    [slice(0, 48, None), slice(48, 96, None), slice(96, 100, None)]
+    [slice(0, 32, None), slice(32, 64, None), slice(64, 96, None), slice(96, 100, None)]
     """
     most = max(1, int(WORKSPACE_BYTES / bytes_per_row) // step)
     steps = -(-count // step)

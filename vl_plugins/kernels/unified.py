@@ -1,6 +1,5 @@
 """Unified loss and vision-language contrastive loss of embeddings and labels."""
 
-import torch
 from torch import Tensor
 
 from vl_plugins import functional
@@ -11,7 +10,7 @@ from vl_plugins.functional.unified import softplus_over_negatives
 from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.log_sum_exp import contrast
 from vl_plugins.kernels.pairs import check_vectors, compare_all, equal_label_pairs, pairs_of_others
-from vl_plugins.kernels.vectors import unit
+from vl_plugins.kernels.vectors import number_on, unit
 
 __all__ = ["unified_loss", "vlc_loss"]
 
@@ -63,6 +62,7 @@ def unified_loss(
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5.
 
+    >>> import torch
     >>> images, texts = torch.eye(3), torch.eye(3).roll(1, dims=0)
     >>> labels = torch.arange(3)
     >>> unified_loss(images, texts, labels, labels, margin=0.2, scale=50)
@@ -88,7 +88,7 @@ def unified_loss(
     pairs = eager(equal_label_pairs)(x_labels, y_labels) if pairs is None else pairs
     of_all = contrast(x, y, x_labels, y_labels, pairs, scale, symmetric=symmetric, normalize=normalize, backend=backend)
     rows, columns, positives = pairs_of_others(*pairs, of_all.positives) if same_set else (*pairs, of_all.positives)
-    scale = torch.as_tensor(scale, dtype=positives.dtype, device=x.device).reshape(())
+    scale = number_on(x.device, positives.dtype, scale)
     margin = _at_pairs(margin, rows, columns, (len(x), len(y)), positives)
     losses = softplus_over_negatives(of_all.rows[rows], positives, margin, scale)
     if symmetric:
@@ -128,6 +128,7 @@ def vlc_loss(
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 3-4.
 
+    >>> import torch
     >>> images, texts = torch.eye(3), torch.eye(3).roll(1, dims=0)
     >>> labels = torch.arange(3)
     >>> vlc_loss(images, texts, labels, labels, scale=50)

@@ -15,6 +15,8 @@ __all__ = [
     "compare",
     "differentiable_gradients",
     "finish_gradient",
+    "inverse_norms",
+    "number_on",
     "pair_similarities",
     "precise",
     "unit",
@@ -23,8 +25,9 @@ __all__ = [
 # Norms below it, as in torch's normalize, are those of no direction.
 LEAST_NORM = 1e-12
 
-# Elements of vectors that are gathered at a time.
-GATHERED = 2**16
+# Elements of vectors that are gathered at a time: few on the CPU, for little memory; elsewhere few steps count.
+CPU_GATHERED = 2**16
+DEVICE_GATHERED = 2**24
 
 
 class Comparison(NamedTuple):
@@ -58,7 +61,7 @@ def compare(
     A vector of norm below 1e-12 has the cosine 0 to any other.
     """
     x, y = (side.detach().contiguous() for side in (x, y))
-    factors = (_inverse_norms(x), _inverse_norms(y)) if normalize else (None, None)
+    factors = (inverse_norms(x), inverse_norms(y)) if normalize else (None, None)
     return Comparison(x, y, *factors, x_labels, y_labels, *pairs)
 
 
@@ -67,6 +70,14 @@ def unit(vectors: Tensor) -> Tensor:
     (vectors,) = full_precision(vectors)
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     return torch.where(norms < LEAST_NORM, 0, vectors / norms.clamp(min=LEAST_NORM))
+
+
+def number_on(device: torch.device, dtype: torch.dtype, value: float | Tensor) -> Tensor:
+    """Return a number or a tensor of one element as 0-D, without waiting for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype).reshape(())
+    # A tensor made of a number on the CPU would be copied, and the copy waited for.
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def precise(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -151,7 +162,7 @@ def differentiable_gradients(
     return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _inverse_norms(vectors: Tensor) -> Tensor:
+def inverse_norms(vectors: Tensor) -> Tensor:
     """Return (N,), 0 for vectors of no direction."""
     (norms,) = full_precision(torch.linalg.vector_norm(vectors, dim=1, dtype=_norm_type(vectors)))
     return norms.reciprocal().masked_fill_(norms < LEAST_NORM, 0)
@@ -162,4 +173,5 @@ def _norm_type(vectors: Tensor) -> torch.dtype:
 
 
 def _pairs_at_a_time(vectors: Tensor) -> int:
-    return max(1, GATHERED // max(1, vectors.shape[1]))
+    elements = CPU_GATHERED if vectors.device.type == "cpu" else DEVICE_GATHERED
+    return max(1, elements // max(1, vectors.shape[1]))

@@ -47,7 +47,7 @@ def test_labels(small_tiles, labels):
         "disjoint": (torch.arange(5), torch.arange(18) + 2**40),
         "other types": (torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool), (torch.arange(18) % 3).to(torch.int32)),
     }[labels]
-    check_contrast(x, y, of_x, of_y)
+    check_contrast(x, y, of_x, of_y, 2.0)
 
 
 @pytest.mark.parametrize("needed", ["x", "y", ("scale",)], ids=str)

@@ -3,7 +3,8 @@ import torch
 
 from tests.kernels.triton_cases import TOLERANCE, assert_gradients_near, check_sets, vectors
 from vl_plugins.kernels import triton_sets
-from vl_plugins.kernels.triton_sets import MAX_ELEMENTS, smooth_chamfer_similarity
+from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
+from vl_plugins.kernels.triton_sets import smooth_chamfer_similarity
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
