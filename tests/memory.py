@@ -17,5 +17,6 @@ class LargestTensor(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+                # A sparse one holds what is not zero only.
+                self.elements = max(self.elements, tensor._nnz() if tensor.is_sparse else tensor.numel())
         return result

@@ -15,7 +15,7 @@ STEP = 16
 
 
 def tile_shape(shape: tuple[int, int], device: torch.device, elements: int | None = None) -> tuple[int, int]:
-    """Return rows and columns of tiles of about the same size, up to four times as wide as high.
+    """Return rows and columns of tiles of about the same size, up to twice as wide as high.
 
     Args:
         shape: rows and columns of the whole.
@@ -23,13 +23,13 @@ def tile_shape(shape: tuple[int, int], device: torch.device, elements: int | Non
         elements: at most so many, where that is possible; chosen by the device if left out.
 
     >>> tile_shape((2000, 2000), torch.device("cpu"))
-    (256, 1008)
+    (512, 1008)
     >>> tile_shape((30, 100), torch.device("cpu"), elements=1)
     (16, 16)
     """
     if elements is None:
         elements = CPU_TILE if device.type == "cpu" else DEVICE_TILE
-    rows = _even(shape[0], int((elements / 4) ** 0.5))
+    rows = _even(shape[0], int((elements / 2) ** 0.5))
     return rows, _even(shape[1], elements // rows)
 
 

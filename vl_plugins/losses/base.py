@@ -61,6 +61,7 @@ class PairLoss(BaseMetricLossFunction):
         self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
         self._ref_emb: Tensor | None = None  # during a call
         self._given: tuple[Tensor, Tensor] | None = None  # likewise, in their own types
+        self._zero: Tensor | None = None  # likewise, or NaN
         self._pairs = RememberedPairs()
 
     def pair_losses(
@@ -128,16 +129,17 @@ class PairLoss(BaseMetricLossFunction):
         check_reducer(self.reducer, embeddings, labels, ref_emb)
         self._given = embeddings, embeddings if ref_emb is None else ref_emb
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        # Before the loss, so that backwards its gradient comes last, and is added in the memory of the loss's.
-        zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
         self._ref_emb = ref_emb
         try:
             with torch.autocast(embeddings.device.type, enabled=False):
                 loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         finally:
+            zero, self._zero = self._zero, None
             self._ref_emb = self._given = None
         if isinstance(loss, Tensor):  # DoNothingReducer returns a dict
             # Only here, because a reducer may drop what it was given: no NaN is above AvgNonZeroReducer's threshold.
+            if zero is None:
+                zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
             loss = loss + zero
         return loss
 
@@ -146,6 +148,8 @@ class PairLoss(BaseMetricLossFunction):
         backend = self._backend_for(embeddings, indices_tuple, ref_emb)
         if backend != "functional":
             losses, pairs = eager(self._compare)(embeddings, labels, ref_emb, ref_labels, one_set, backend)
+            if len(losses) > 0:
+                self._zero = zero_or_nan(losses)  # all of them are NaN if any embedding is
             return self.loss_dict(losses, pairs, "pos_pair")
         similarities = self.similarities(embeddings, ref_emb)
         if indices_tuple is None:

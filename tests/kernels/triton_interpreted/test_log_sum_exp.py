@@ -34,7 +34,7 @@ def test_several_tiles_and_parts(small_tiles, dtype, normalize, symmetric):
     check_contrast(x, y, *some_labels(18, 17), scale, **options)
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 1, 1), (17, 33, 16), (0, 3, 4), (3, 0, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 1, 2), (17, 33, 16), (0, 3, 4), (3, 0, 4), (2, 3, 0)], ids=str)
 def test_one_tile_and_less(shape):
     check_contrast(*sides(*shape, torch.float32), *some_labels(*shape[:2]))
 
