@@ -11,7 +11,14 @@ from torch import Tensor
 from vl_plugins.eager import eager
 from vl_plugins.functional.precision import full_precision
 
-__all__ = ["chamfer_similarity", "check_sets", "match_probability", "mil_similarity", "smooth_chamfer_similarity"]
+__all__ = [
+    "chamfer_similarity",
+    "check_sets",
+    "match_probability",
+    "mil_similarity",
+    "refuse_second_derivatives",
+    "smooth_chamfer_similarity",
+]
 
 # Cosines that are in memory at once. On the CPU they should stay in its cache; elsewhere fewer, larger steps count.
 CPU_TILE = 2**19
@@ -407,7 +414,7 @@ class _PooledPairs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         x, y, derivatives, *by_parameters = ctx.saved_tensors
         weights = derivatives[0] * upstream
         with torch.autocast(x.device.type, enabled=False):
@@ -469,7 +476,7 @@ class _PooledCosines(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        _refuse_second_derivatives()  # they would need all that is not kept
+        refuse_second_derivatives()  # they would need all that is not kept
         saved, numbers = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         parameters, by_parameters = numbers[: ctx.count], numbers[ctx.count :]
         x, y, *inverse_norms = saved[:4]
@@ -492,7 +499,8 @@ class _PooledCosines(torch.autograd.Function):
         return None, x_gradient, y_gradient, None, None, None, *(of_parameters or [None] * ctx.count)
 
 
-def _refuse_second_derivatives() -> None:
+def refuse_second_derivatives() -> None:
+    """Raise ``RuntimeError`` in a backward pass with ``create_graph``."""
     # What torch has for it, once_differentiable, lets constants pass whose derivatives would be missed.
     if torch.is_grad_enabled():
         raise RuntimeError("similarities of sets have no second derivatives: leave out create_graph=True")

@@ -16,18 +16,19 @@ BACKENDS = ("functional", "dense", "tiled", "triton")
 """From the plainest to the fastest on a GPU:
 
 - ``functional``: the formulas of :mod:`vl_plugins.functional` on all similarities, in plain torch: several matrices
-  (A, C). Second derivatives too.
+  (A, C).
 - ``dense``: one matrix (A, C), which becomes its own gradient.
 - ``tiled``: tile by tile, and again for the gradients: memory for the vectors, their gradients and a tile.
 - ``triton``: fused tiles on a CUDA GPU.
 
-On a GPU, of several positives of an item the gradients are added in any order, unless
-``torch.use_deterministic_algorithms(True)`` asks for one; all else is the same to the last bit each time.
+On a GPU the gradients of several positives of an item, and of a hardest negative that several anchors share, are added
+in any order, unless ``torch.use_deterministic_algorithms(True)`` asks for one; all else is the same to the last bit
+each time.
 """
 
 logger = logging.getLogger(__name__)
 
-# More than that is left to others; it is as fast as the same tiles computed twice only for few columns anyway.
+# A larger matrix is not worth the product that it saves.
 DENSE_BYTES = 2**30
 DENSE_SHARE = 0.25  # of the memory that is free
 LITTLE_BYTES = 2**24  # not worth a question to the system in each step

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.goal import NegativeStatistics
-from vl_plugins.kernels.tiled import _tiles
+from vl_plugins.kernels.tiled import compared_tiles
 from vl_plugins.kernels.vectors import Comparison, precise
 
 __all__ = ["negative_statistics"]
@@ -41,7 +41,7 @@ def negative_statistics(
     columns = _no_negatives(comparison.y, kind) if symmetric else None
     sides = [(rows, 1)] + ([(columns, 0)] if symmetric else [])
     memory = None
-    for tile in _tiles(comparison, None):
+    for tile in compared_tiles(comparison, None):
         similarities = tile.similarities
         if memory is None:  # the first tile is the largest
             memory = [similarities.new_empty(similarities.numel()) for _ in range(1 if kind is None else 2)]

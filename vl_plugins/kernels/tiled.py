@@ -9,7 +9,7 @@ from torch import Tensor
 from vl_plugins.kernels.vectors import Comparison, add_pair_gradients, pair_similarities, precise
 from vl_plugins.tiles import slices, tile_shape
 
-__all__ = ["Kept", "log_sum_exp_gradients", "log_sum_exps"]
+__all__ = ["Kept", "Tile", "compared_tiles", "log_sum_exp_gradients", "log_sum_exps"]
 
 # exp(-x) of x up to here, its sums and its inverse are far from the limits of float32.
 SAFE_EXPONENT = 60
@@ -66,7 +66,7 @@ def log_sum_exps(comparison: Comparison, scale: float | Tensor, *, symmetric: bo
     if not in_tiles:
         positives.copy_(pair_similarities(comparison))
     shifts = []
-    for tile in _tiles(comparison, all_tiles):
+    for tile in compared_tiles(comparison, all_tiles):
         similarities = tile.similarities
         if in_tiles and len(tile.pairs):
             positives[tile.pairs] = similarities[tile.equal_labels].to(positives.dtype)
@@ -122,7 +122,7 @@ def log_sum_exp_gradients(
     factors = comparison.x_factors, comparison.y_factors
     if in_tiles and factors[0] is not None:
         of_positives = of_positives * factors[0][comparison.rows] * factors[1][comparison.columns]
-    for tile, shift in zip(_tiles(comparison, kept.tiles, computed=is_kept), kept.shifts, strict=True):
+    for tile, shift in zip(compared_tiles(comparison, kept.tiles, computed=is_kept), kept.shifts, strict=True):
         _weigh(tile, scale, shift, sides, is_kept, factors)
         weights = tile.similarities
         if in_tiles and len(tile.pairs):
@@ -140,7 +140,7 @@ def _pairs_are_known(comparison: Comparison) -> bool:
     return comparison.x.device.type == "cpu"
 
 
-def _tiles(comparison: Comparison, memory: Tensor | None, *, computed: bool = False) -> Iterator[Tile]:
+def compared_tiles(comparison: Comparison, memory: Tensor | None, *, computed: bool = False) -> Iterator[Tile]:
     """Compute tile by tile, in their place of ``memory`` (A, C) where it is given; or take what is ``computed`` there.
 
     Without ``memory`` a tile is to be used before the next one is asked for.

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vl_plugins.eager import eager
-from vl_plugins.functional.set_similarity import _refuse_second_derivatives
+from vl_plugins.functional.set_similarity import refuse_second_derivatives
 from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
@@ -89,7 +89,7 @@ class _SmoothChamfer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         x, y = _Sets(*ctx.saved_tensors[:3]), _Sets(*ctx.saved_tensors[3:])
         x_gradient, y_gradient = (
             torch.empty_like(sets.vectors, dtype=torch.float32) if needed else None
