@@ -12,9 +12,10 @@ from pytorch_metric_learning.reducers import AvgNonZeroReducer, SumReducer
 from tests.pml.loops import call_with, check_call, make_loss
 from vl_plugins import create_loss
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.functional import Polynomial
+from vl_plugins.functional import Polynomial, triplet_hn_loss
 from vl_plugins.kernels import BACKENDS, dispatch, pairs
 from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
+from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 
 NAMES = ("goal", "triplet_hn", "unified", "vlc")
 EVERYWHERE = [backend for backend in BACKENDS if backend != "triton"]
@@ -120,6 +121,45 @@ def test_a_subclass_of_a_distance_is_not_taken_for_it():
     assert "ASimilarityOfTheirOwn" in halved.kernel_problem()
     loss.scale = 25.0
     torch.testing.assert_close(two_sets(halved), two_sets(loss))
+
+
+class HalfOfAll(UnifiedLoss):
+    def pair_losses(self, similarities, positive_mask, negative_mask, *, symmetric):
+        return super().pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric) / 2
+
+
+class OfHalfSimilarities(VLCLoss):
+    def similarities(self, embeddings, ref_emb):
+        return super().similarities(embeddings, ref_emb) / 2
+
+
+class HalfTriplets(TripletHNLoss):
+    def mined_losses(self, *masks, mining, symmetric):
+        return super().mined_losses(*masks, mining=mining, symmetric=symmetric) / 2
+
+
+class OfTheirOwn(HardestNegativeLoss):
+    def mined_losses(self, similarities, positive_mask, negative_mask, *, mining, symmetric):
+        return triplet_hn_loss(similarities, positive_mask, negative_mask, 0.2, symmetric=symmetric, reduction="none")
+
+    def collapsed_losses(self, positive_similarities):
+        return torch.full_like(positive_similarities, 0.2)
+
+
+class OnlyAnotherDefault(UnifiedLoss):
+    def __init__(self, scale=20.0, **kwargs):
+        super().__init__(scale=scale, **kwargs)
+
+
+def test_subclasses_with_formulas_of_their_own():
+    halves = UnifiedLoss(), VLCLoss(scale=25.0), TripletHNLoss()
+    for subclass, base in zip((HalfOfAll(), OfHalfSimilarities(scale=50.0), HalfTriplets()), halves, strict=True):
+        factor = 1 if isinstance(base, VLCLoss) else 2
+        torch.testing.assert_close(factor * two_sets(subclass), two_sets(base))
+        assert subclass.kernel_problem() == f"{type(subclass).__name__} needs all similarities"
+    torch.testing.assert_close(two_sets(OfTheirOwn()), two_sets(TripletHNLoss()))
+    assert OnlyAnotherDefault().kernel_problem() is None
+    torch.testing.assert_close(two_sets(OnlyAnotherDefault()), two_sets(UnifiedLoss(scale=20.0)))
 
 
 @pytest.mark.parametrize("name", NAMES)

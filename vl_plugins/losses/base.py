@@ -1,6 +1,8 @@
 """Losses of positive pairs and of triplets as pytorch-metric-learning losses."""
 
 import inspect
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
@@ -55,6 +57,12 @@ class PairLoss(BaseMetricLossFunction):
     equation: str
     paper: str
 
+    kernels_of_formulas: ClassVar[Mapping[str, str]] = {
+        "pair_losses": "embedding_losses",
+        "similarities": "embedding_losses",
+    }
+    """Names of methods: which one computes the same from embeddings as another does from all similarities."""
+
     def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs):
         super().__init__(**kwargs)
         self.symmetric = symmetric
@@ -91,8 +99,10 @@ class PairLoss(BaseMetricLossFunction):
 
     def kernel_problem(self) -> str | None:
         """Say why the loss as it is set up can only be computed on all similarities; None if it need not."""
-        if type(self).embedding_losses is PairLoss.embedding_losses:
-            return f"{type(self).__name__} needs all similarities"
+        for formula, kernel in self.kernels_of_formulas.items():
+            # A subclass with a formula of its own is not what the kernel of its base computes.
+            if _place(type(self), formula) < _place(type(self), kernel):
+                return f"{type(self).__name__} needs all similarities"
         # Not of a subclass, which may compute something else.
         if type(self.distance) not in (CosineSimilarity, DotProductSimilarity):
             return f"{type(self.distance).__name__} is neither CosineSimilarity nor DotProductSimilarity"
@@ -308,6 +318,11 @@ def check_reducer(reducer: BaseReducer, embeddings: Tensor, labels: Tensor | Non
             )
         if isinstance(module, ClassWeightedReducer) and labels is None:
             raise ValueError("ClassWeightedReducer needs labels, got None")
+
+
+def _place(owner: type, method: str) -> int:
+    """Return how far up in the bases of a class a method is defined."""
+    return next(place for place, base in enumerate(owner.__mro__) if method in vars(base))
 
 
 def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

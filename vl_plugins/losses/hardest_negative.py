@@ -1,7 +1,8 @@
 """What the losses of hardest negatives share: a warm-up without mining, and a warning when the model collapses."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,11 @@ class HardestNegativeLoss(TripletLoss):
         calls_per_step: how many calls make a training step: more than 1 where a host calls the loss for each direction
             or micro-batch.
     """
+
+    kernels_of_formulas: ClassVar[Mapping[str, str]] = {
+        **TripletLoss.kernels_of_formulas,
+        "mined_losses": "hardest_losses",
+    }
 
     def __init__(self, margin: float = 0.2, warmup_steps: int = 0, **kwargs):
         super().__init__(margin=margin, **kwargs)
