@@ -146,6 +146,7 @@ def test_plot_commands(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
+@pytest.mark.slow
 def test_bench_command(tmp_path):
     """The line, without what takes minutes: compilation and large batches."""
     (command,) = own_commands("bench")

@@ -24,12 +24,12 @@ def test_every_loss_with_options_equation_and_paper(capsys, monkeypatch):
     assert paragraphs[list_losses().index("unified")] == (
         "unified\n"
         "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.\n"
-        "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True\n"
+        "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True, backend=None\n"
         "  equation  Eq. 5, 24-27\n"
         "  paper     Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     )
     assert (
-        "options base='triplet_hn', alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01; "
+        "options base='triplet_hn', alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01, backend=None; "
         "with these defaults also margin=0.2, warmup_steps=0, symmetric=True equation"
     ) in " ".join(paragraphs[list_losses().index("smooth_chamfer")].split())
     assert "reducer=None, distance=None" in " ".join(paragraphs[-1].split())
@@ -54,7 +54,7 @@ def test_json(capsys):
     smooth_chamfer = descriptions["smooth_chamfer"]
     assert smooth_chamfer["options"]["margin"] == 0.2
     assert set(smooth_chamfer["forwarded"]) == set(smooth_chamfer["options"]) - {
-        *("base", "alpha", "set_size", "mmd_weight", "diversity_weight", "distance")
+        *("base", "alpha", "set_size", "mmd_weight", "diversity_weight", "distance", "backend")
     }
     assert unified["options"]["margin"] == 0.2
     assert unified["options"]["distance"] is None

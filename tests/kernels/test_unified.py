@@ -61,7 +61,7 @@ def assert_near(actual, expected, tolerance):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     rows=st.sampled_from([0, 1, 2, 5, 17, 40]),
     columns=st.sampled_from([0, 1, 3, 16, 33, 50]),
@@ -379,6 +379,7 @@ def test_free_memory_is_positive_and_not_more_than_there_is(monkeypatch):
     assert dispatch.free_bytes(torch.device("cpu")) > 0
 
 
+@pytest.mark.slow
 def test_compiled_callers_have_the_same_values():
     x, y, *labels = vectors(9, 12, 6, seed=11)
 

@@ -72,7 +72,7 @@ def test_moving_and_converting(name):
     assert list(make_loss(name).buffers()) == []
 
 
-@pytest.mark.parametrize("name", ["goal", "smooth_chamfer"])
+@pytest.mark.parametrize("name", ["goal", pytest.param("smooth_chamfer", marks=pytest.mark.slow)])
 def test_compiled(name):
     """The two that are built most unlike the others; those are compiled below, with every call."""
     torch.compiler.reset()

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.memory import LargestTensor, extra_bytes
 from tests.reference import retrieval as reference
-from vl_plugins import tiles
 from vl_plugins.functional import smooth_chamfer_similarity
 from vl_plugins.functional.set_similarity import mil_similarity
 from vl_plugins.retrieval import (
@@ -626,7 +625,7 @@ def test_memory_is_that_of_a_tile(tile_shape, negatives):
     inputs = embeddings(images, width=2, captions_per_image=(5,))
     with LargestTensor() as largest:
         retrieval_ranks(*inputs, tile_shape=tile_shape, negatives=negatives)
-    height, width = tile_shape or tiles.tile_shape((images, captions), torch.device("cpu"))
+    height, width = tile_shape or EmbeddingSimilarities(*inputs[:2]).tile_shape
     tile = (height + -height % 8) * (width + -width % 48)
     # Besides a tile: embeddings, and what is found so far beside what a tile adds.
     assert largest.elements <= max(tile, 2 * captions * max(2, negatives), 2 * width * negatives)

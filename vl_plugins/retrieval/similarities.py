@@ -76,7 +76,7 @@ class EmbeddingSimilarities:
         self._similarity = similarity
         self.shape = (len(images), len(captions))
         self.device = images.device
-        self.tile_shape = tile_shape or tiles.tile_shape(self.shape, self.device)
+        self.tile_shape = tile_shape or _tile_shape(self.shape, self.device)
         self._product = self.tile_shape
         if similarity is None:
             self._product = tuple(-(-size // part) * part for size, part in zip(self.tile_shape, PRODUCT, strict=True))
@@ -136,7 +136,7 @@ class MatrixSimilarities:
         self._matrix = matrix.detach()
         self.shape = tuple(matrix.shape)
         self.device = matrix.device
-        self.tile_shape = tile_shape or tiles.tile_shape(self.shape, self.device)
+        self.tile_shape = tile_shape or _tile_shape(self.shape, self.device)
 
     def tile(self, image: int, caption: int) -> Tensor:
         tile = self._matrix[image : image + self.tile_shape[0], caption : caption + self.tile_shape[1]]
@@ -185,6 +185,11 @@ class MeanSimilarities:
 
     def select(self, images: Tensor | None = None, captions: Tensor | None = None) -> "MeanSimilarities":
         return MeanSimilarities([member.select(images, captions) for member in self._members])
+
+
+def _tile_shape(shape: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    # Ranks need memory for more than the tile.
+    return tiles.tile_shape(shape, device, tiles.CPU_TILE // 2 if device.type == "cpu" else None)
 
 
 def _window(rows: Tensor, start: int, size: int) -> tuple[Tensor, int]:
