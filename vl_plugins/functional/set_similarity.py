@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vl_plugins.eager import eager
 from vl_plugins.functional.precision import full_precision
+from vl_plugins.tiles import slices
 
 __all__ = [
     "chamfer_similarity",
@@ -547,9 +548,9 @@ class _Tiles:
     def __iter__(self) -> Iterator[_Tile]:
         if self.empty:
             return
-        for columns in _slices(len(self.y), self.columns):
+        for columns in slices(len(self.y), self.columns):
             y_elements = _part(self.y_elements, 3, columns)
-            for rows in _slices(len(self.x), self.rows):
+            for rows in slices(len(self.x), self.rows):
                 shape = (_length(rows), self.x.shape[1], self.y.shape[1], _length(columns))
                 yield _Tile(rows, columns, shape, (_part(self.x_elements, 0, rows), y_elements))
 
@@ -597,11 +598,6 @@ def _within(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
     return memory[: math.prod(shape)].view(shape)
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
-
-
 def _length(part: slice) -> int:
     return part.stop - part.start
 
@@ -627,7 +623,7 @@ def _inverse_norms(sets: Tensor) -> Tensor:
 
 def _remove_radial_parts(gradient: Tensor, sets: Tensor, inverse_norms: Tensor, most: int) -> None:
     """Subtract in place what would change the lengths of the vectors, a few sets at a time."""
-    for part in _slices(len(sets), max(1, most // max(1, math.prod(sets.shape[1:])))):
+    for part in slices(len(sets), max(1, most // max(1, math.prod(sets.shape[1:])))):
         vectors, of_vectors = sets[part], gradient[part]
         radial = (vectors * of_vectors).sum(2).mul_(inverse_norms[part].square())
         of_vectors.addcmul_(vectors, radial[:, :, None], value=-1)
