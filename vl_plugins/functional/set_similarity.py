@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.eager import eager
+from vl_plugins.functional.norms import inverse_norms, unit_vectors
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.tiles import slices
 
@@ -30,9 +31,6 @@ LEAST_ROWS = 64
 
 # The largest x for which sums of exp(x), exp(-x) and their inverses are far from the limits of float32.
 SAFE_EXPONENT = 40
-
-# Norms below it, as in torch's normalize, are those of no direction.
-LEAST_NORM = 1e-12
 
 
 def smooth_chamfer_similarity(
@@ -382,13 +380,8 @@ def _pool_pairs(
 ) -> Tensor:
     """Return (A,)."""
     if normalize:
-        x, y = _unit_vectors(x), _unit_vectors(y)
+        x, y = unit_vectors(x), unit_vectors(y)
     return _PooledPairs.apply(pooling, x, y, x_mask, y_mask, *parameters)
-
-
-def _unit_vectors(sets: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(sets, dim=2, keepdim=True)
-    return torch.where(norms < LEAST_NORM, 0, sets / norms.clamp(min=LEAST_NORM))
 
 
 class _PooledPairs(torch.autograd.Function):
@@ -454,8 +447,8 @@ class _PooledCosines(torch.autograd.Function):
     @staticmethod
     def forward(ctx, pooling, x, y, x_mask, y_mask, normalize, *parameters):
         x, y = x.contiguous(), y.contiguous()
-        inverse_norms = (_inverse_norms(x), _inverse_norms(y)) if normalize else (None, None)
-        saved = x, y, *inverse_norms, x_mask, y_mask
+        factors = (inverse_norms(x), inverse_norms(y)) if normalize else (None, None)
+        saved = x, y, *factors, x_mask, y_mask
         similarities = x.new_zeros(len(x), len(y))
         by_parameters = [torch.zeros_like(similarities) for _ in parameters if any(ctx.needs_input_grad[6:])]
         tiles = _Tiles(*saved)
@@ -480,7 +473,7 @@ class _PooledCosines(torch.autograd.Function):
         refuse_second_derivatives()  # they would need all that is not kept
         saved, numbers = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         parameters, by_parameters = numbers[: ctx.count], numbers[ctx.count :]
-        x, y, *inverse_norms = saved[:4]
+        x, y, *factors_of_sides = saved[:4]
         # Its memory is lent once: after retain_graph=True all tiles are computed again.
         lender, ctx.y_gradient = ctx.y_gradient, None
         x_gradient = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
@@ -493,7 +486,7 @@ class _PooledCosines(torch.autograd.Function):
                     derivatives, scratch = tiles.cosines(tile)
                     ctx.pooling(derivatives, scratch, *tile.elements, *parameters, derivatives=True)
                 tiles.add_gradients(tile, derivatives, upstream, x_gradient, y_gradient)
-            for gradient, vectors, factors in zip((x_gradient, y_gradient), (x, y), inverse_norms, strict=True):
+            for gradient, vectors, factors in zip((x_gradient, y_gradient), (x, y), factors_of_sides, strict=True):
                 if gradient is not None and factors is not None:
                     _remove_radial_parts(gradient, vectors, factors, tiles.size // 8)
         of_parameters = [(upstream * by_parameter).sum() for by_parameter in by_parameters]
@@ -613,12 +606,6 @@ def _elements(sets: Tensor, mask: Tensor | None, layout: Callable[[Tensor], Tens
         return Elements(1 / max(1, sets.shape[1]))
     weights = mask.to(sets.dtype) / mask.sum(1, keepdim=True).clamp(min=1)
     return Elements(layout(weights), layout(~mask))
-
-
-def _inverse_norms(sets: Tensor) -> Tensor:
-    """Return (N, K), 0 for vectors of no direction."""
-    norms = torch.linalg.vector_norm(sets, dim=2)
-    return norms.reciprocal().masked_fill_(norms < LEAST_NORM, 0)
 
 
 def _remove_radial_parts(gradient: Tensor, sets: Tensor, inverse_norms: Tensor, most: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vl_plugins.eager import eager
 from vl_plugins.functional.goal import NegativeStatistics, Objective
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels.dispatch import choose_backend
@@ -20,7 +21,6 @@ from vl_plugins.kernels.vectors import (
     differentiable_gradients,
     finish_gradient,
     pair_similarities,
-    unit,
 )
 
 __all__ = ["hardest_negative_loss", "with_gradient"]
@@ -54,14 +54,14 @@ def hardest_negative_loss(
     """
     check_vectors(x, y, x_labels, y_labels, same_set)
     check_reduction(reduction)
-    backend = choose_backend(backend, x, y, name=name)
+    backend = eager(choose_backend)(backend, x, y, name=name)
     if backend == "functional":
         similarities, *masks = compare_all(x, y, x_labels, y_labels, normalize=normalize, same_set=same_set)
         return of_similarities(similarities, *masks, symmetric=symmetric, reduction=reduction)
 
     # First, and so the last in the backward pass, where its gradient is then added in place instead of in a copy.
     zero = sum(zero_or_nan(side) for side in full_precision(x, y))
-    pairs = equal_label_pairs(x_labels, y_labels) if pairs is None else pairs
+    pairs = eager(equal_label_pairs)(x_labels, y_labels) if pairs is None else pairs
     rows, columns = pairs_of_others(*pairs) if same_set else pairs
     if len(rows) == 0:
         losses = x.new_zeros(0, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -153,5 +153,5 @@ class _PairSimilarities(torch.autograd.Function):
 
 def _plain(comparison: Comparison, x: Tensor, y: Tensor) -> tuple[Tensor]:
     """Compute the similarities of the pairs in plain torch."""
-    x, y = full_precision(x, y) if comparison.x_factors is None else (unit(x), unit(y))
+    x, y = full_precision(x, y) if comparison.x_factors is None else (unit_vectors(x), unit_vectors(y))
     return (torch.linalg.vecdot(x[comparison.rows], y[comparison.columns]),)

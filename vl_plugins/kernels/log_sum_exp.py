@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.eager import eager
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.kernels import tiled
 from vl_plugins.kernels.vectors import (
@@ -17,7 +18,6 @@ from vl_plugins.kernels.vectors import (
     finish_gradient,
     number_on,
     precise,
-    unit,
 )
 
 __all__ = ["Contrast", "contrast"]
@@ -128,7 +128,7 @@ def _plain(
     comparison: Comparison, symmetric: bool, normalize: bool, x: Tensor, y: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same from all similarities."""
-    x, y = (unit(x), unit(y)) if normalize else full_precision(x, y)
+    x, y = (unit_vectors(x), unit_vectors(y)) if normalize else full_precision(x, y)
     similarities = (x @ y.T).to(scale.dtype)
     # Not -inf, without negatives there would be NaN.
     least = torch.finfo(scale.dtype).min

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.kernels.vectors import unit
 
 __all__ = ["RememberedPairs", "check_vectors", "compare_all", "equal_label_pairs", "pairs_of_others"]
 
@@ -68,7 +68,7 @@ def compare_all(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all similarities and the masks of positive and negative pairs, (A, C) each, for ``functional``."""
     with torch.autocast(x.device.type, enabled=False):
-        x, y = (unit(x), unit(y)) if normalize else full_precision(x, y)
+        x, y = (unit_vectors(x), unit_vectors(y)) if normalize else full_precision(x, y)
         similarities = x @ y.T
     positive_mask = x_labels[:, None] == y_labels
     negative_mask = ~positive_mask

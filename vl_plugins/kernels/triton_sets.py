@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vl_plugins.eager import eager
+from vl_plugins.functional.norms import inverse_norms
 from vl_plugins.functional.set_similarity import refuse_second_derivatives
 from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
 from vl_plugins.kernels.triton_tiles import (
@@ -26,7 +27,7 @@ from vl_plugins.kernels.triton_tiles import (
     tile_position,
     vector_gradients,
 )
-from vl_plugins.kernels.vectors import finish_gradient, inverse_norms
+from vl_plugins.kernels.vectors import finish_gradient
 
 __all__ = ["smooth_chamfer_similarity"]
 

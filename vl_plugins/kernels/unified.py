@@ -4,13 +4,14 @@ from torch import Tensor
 
 from vl_plugins import functional
 from vl_plugins.eager import eager
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.functional.unified import softplus_over_negatives
 from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.log_sum_exp import contrast
 from vl_plugins.kernels.pairs import check_vectors, compare_all, equal_label_pairs, pairs_of_others
-from vl_plugins.kernels.vectors import number_on, unit
+from vl_plugins.kernels.vectors import number_on
 
 __all__ = ["unified_loss", "vlc_loss"]
 
@@ -77,7 +78,7 @@ def unified_loss(
                 f"weights must have the shape {tuple(x_labels.shape)} on {x.device}, "
                 f"got {tuple(weights.shape)} on {weights.device}"
             )
-        x, y = (unit(x), unit(y)) if normalize else full_precision(x, y)
+        x, y = (unit_vectors(x), unit_vectors(y)) if normalize else full_precision(x, y)
         x, normalize = x * weights[:, None].to(x.dtype), False
     if backend == "functional":
         similarities, *masks = compare_all(x, y, x_labels, y_labels, normalize=normalize, same_set=same_set)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.norms import inverse_norms
 from vl_plugins.tiles import slices
 
 __all__ = [
@@ -15,15 +15,10 @@ __all__ = [
     "compare",
     "differentiable_gradients",
     "finish_gradient",
-    "inverse_norms",
     "number_on",
     "pair_similarities",
     "precise",
-    "unit",
 ]
-
-# Norms below it, as in torch's normalize, are those of no direction.
-LEAST_NORM = 1e-12
 
 # Elements of vectors that are gathered at a time: few on the CPU, for little memory; elsewhere few steps count.
 CPU_GATHERED = 2**16
@@ -63,13 +58,6 @@ def compare(
     x, y = (side.detach().contiguous() for side in (x, y))
     factors = (inverse_norms(x), inverse_norms(y)) if normalize else (None, None)
     return Comparison(x, y, *factors, x_labels, y_labels, *pairs)
-
-
-def unit(vectors: Tensor) -> Tensor:
-    """Return normalised vectors, differentiable, in float32 or float64; 0 with gradient 0 for those of no direction."""
-    (vectors,) = full_precision(vectors)
-    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-    return torch.where(norms < LEAST_NORM, 0, vectors / norms.clamp(min=LEAST_NORM))
 
 
 def number_on(device: torch.device, dtype: torch.dtype, value: float | Tensor) -> Tensor:
@@ -166,16 +154,6 @@ def differentiable_gradients(
         torch.autograd.grad(outputs, needed, upstream, create_graph=True, allow_unused=True, materialize_grads=True)
     )
     return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
-
-
-def inverse_norms(vectors: Tensor) -> Tensor:
-    """Return (N,), 0 for vectors of no direction."""
-    (norms,) = full_precision(torch.linalg.vector_norm(vectors, dim=1, dtype=_norm_type(vectors)))
-    return norms.reciprocal().masked_fill_(norms < LEAST_NORM, 0)
-
-
-def _norm_type(vectors: Tensor) -> torch.dtype:
-    return torch.promote_types(vectors.dtype, torch.float32)
 
 
 def _pairs_at_a_time(vectors: Tensor) -> int:
