@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.towers import TowerFeatures, image_features, text_features
+from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.losses.checks import integer
-from vl_plugins.modules import SetPrediction, SetPredictionOutput, sinusoidal_positions_2d
+from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.options import construct, format_options
 
-__all__ = ["HEADS", "CLIPWithHeads", "LinearHead", "SetHead", "head_settings"]
+__all__ = ["HEADS", "CLIPWithHeads", "LinearHead", "head_settings"]
 
 
 @dataclass(frozen=True)
@@ -88,35 +88,6 @@ class LinearHead(nn.Linear):
     def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
         pooled = features.pooled.to(self.weight.dtype)
         return {"features": super().forward(pooled)}
-
-
-class SetHead(nn.Module):
-    """A set prediction module on the tower's local features and its embedding."""
-
-    def __init__(self, prediction: SetPrediction):
-        super().__init__()
-        self.prediction = prediction
-
-    def predict(self, features: TowerFeatures) -> SetPredictionOutput:
-        """Return the sets with slots and attention; positions are added where the tower's features have none."""
-        positions = None
-        if not features.has_positions:
-            positions = sinusoidal_positions_2d(*features.grid, features.local.shape[-1]).to(features.local.device)
-        uses_global_feature = self.prediction.global_feature
-        output = self.prediction(
-            features.local,
-            features.pooled if uses_global_feature else None,
-            padding_mask=features.padding_mask,
-            positions=positions,
-        )
-        if uses_global_feature:
-            return output
-        # A parameter without a gradient makes DistributedDataParallel fail at the second step.
-        return output._replace(embeddings=output.embeddings + 0 * features.pooled.sum())
-
-    def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
-        output = self.predict(features)
-        return {"features": output.embeddings, "slots": output.slots}
 
 
 class CLIPWithHeads(nn.Module):

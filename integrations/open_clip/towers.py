@@ -1,7 +1,5 @@
 """Local and pooled features of the towers of any open_clip model, through what the towers offer publicly."""
 
-from typing import NamedTuple
-
 import torch
 from open_clip.hf_model import HFTextEncoder
 from open_clip.timm_model import TimmModel
@@ -9,28 +7,11 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vl_plugins.errors import UserError
+from vl_plugins.modules.tower_features import TowerFeatures
 
-__all__ = ["TowerFeatures", "image_features", "text_features"]
+__all__ = ["image_features", "text_features"]
 
 LAST = 1  # of the blocks, as ``forward_intermediates`` counts them
-
-
-class TowerFeatures(NamedTuple):
-    """What a tower knows of its inputs.
-
-    Attributes:
-        local: (B, N, W), of the last block: patches, places of a feature map, or tokens.
-        pooled: (B, D), the tower's own embedding, not normalised.
-        padding_mask: (B, N) bool, True for tokens behind the end of the text; None where there are none.
-        grid: (height, width) of the N places of an image, None for texts and where patches are dropped.
-        has_positions: whether the features themselves know where they are, as those of a transformer do.
-    """
-
-    local: Tensor
-    pooled: Tensor
-    padding_mask: Tensor | None
-    grid: tuple[int, int] | None
-    has_positions: bool
 
 
 def image_features(model: nn.Module, images: Tensor) -> TowerFeatures:
