@@ -14,7 +14,17 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
-EXTRAS += ("faiss", "safetensors", "clip_benchmark", "memeff", "inf_cl", "siglip_kernel", "triton")
+EXTRAS += (
+    "faiss",
+    "safetensors",
+    "clip_benchmark",
+    "memeff",
+    "inf_cl",
+    "siglip_kernel",
+    "triton",
+    "transformers",
+    "tensorboard",
+)
 
 
 def python(code, *arguments, path=None):
@@ -75,7 +85,7 @@ from vl_plugins import create_loss, list_losses
 from vl_plugins.cli import main
 for name in list_losses():
     create_loss(name)
-import vl_plugins.functional, vl_plugins.losses, vl_plugins.retrieval
+import vl_plugins.encoders, vl_plugins.functional, vl_plugins.losses, vl_plugins.retrieval
 assert main(["losses"]) == 0
 """
     assert "unified" in python(code)
@@ -111,22 +121,29 @@ assert main(sys.argv[2:]) == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_the_launcher_names_its_extra():
+@pytest.mark.parametrize(
+    ("host", "argv", "extra"),
+    [
+        ("open_clip.launcher", ["--loss", "unified"], "open-clip"),
+        ("pytorch_metric_learning", ["--config", "toy.yaml"], "pml"),
+    ],
+)
+def test_a_host_names_its_extra(host, argv, extra):
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({EXTRAS!r})
-from vl_plugins.integrations.open_clip.launcher import main
-assert main(["--loss", "unified"]) == 2
+from vl_plugins.integrations.{host} import main
+assert main({argv!r}) == 2
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
-    assert "pip install 'vl_plugins[open-clip]'" in finished.stderr
+    assert f"pip install 'vl_plugins[{extra}]'" in finished.stderr
 
 
 def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "data", "eval", "timm", "faiss", "bench", "all", "dev"}
+    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "faiss", "bench", "all", "dev"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}

@@ -1,4 +1,4 @@
-"""Distances, reducers, miners and regularizers by class name: those of pytorch-metric-learning and ours."""
+"""Losses, distances, reducers, miners and regularizers by class name: those of pytorch-metric-learning and ours."""
 
 import importlib
 import inspect
@@ -12,6 +12,7 @@ __all__ = ["create_component", "list_components", "resolve_components"]
 
 BASE_CLASSES = {
     "distance": "BaseDistance",
+    "loss": "BaseMetricLossFunction",
     "miner": "BaseMiner",
     "reducer": "BaseReducer",
     "regularizer": "BaseRegularizer",
@@ -19,10 +20,16 @@ BASE_CLASSES = {
 
 # By name, so that this module imports neither torch nor pytorch-metric-learning.
 OWN_PACKAGES = {
-    "distance": "vl_plugins.distances",
-    "miner": "vl_plugins.miners",
-    "regularizer": "vl_plugins.regularizers",
+    "distance": ("vl_plugins.distances",),
+    # The wrappers take the place of those of pytorch-metric-learning that they are derived from.
+    "loss": ("vl_plugins.losses", "vl_plugins.losses.wrappers"),
+    "miner": ("vl_plugins.miners",),
+    "regularizer": ("vl_plugins.regularizers",),
 }
+
+# Containers and wrappers of losses, and what losses are made from; class names in the package of the kind.
+MORE_CLASSES = {"loss": ("BaseLossWrapper", "MultipleLosses")}
+ABSTRACT_CLASSES = {"loss": ("BaseLossWrapper", "GenericPairLoss", "PairLoss")}
 
 # Names of similarities in papers and on command lines.
 SHORT_NAMES = {
@@ -45,7 +52,7 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
     """Return a new component for pytorch-metric-learning, one of its own or one of ours.
 
     Args:
-        kind: ``"distance"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
+        kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
         name: its class name, as in ``list_components(kind)``, or for a set similarity its short name: ``chamfer``,
             ``match_probability``, ``mil`` or ``smooth_chamfer``.
         options: what its constructor takes. A distance, reducer or embedding regularizer may be given by class name.
@@ -87,14 +94,18 @@ def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
 def _component_classes(kind: str) -> dict[str, type]:
     if kind not in BASE_CLASSES:
         raise unknown_name("kind of component", kind, BASE_CLASSES)
-    host = importlib.import_module(f"pytorch_metric_learning.{kind}s")
+    host = importlib.import_module(f"pytorch_metric_learning.{_plural(kind)}")
     base_class = getattr(host, BASE_CLASSES[kind])
-    packages = [host]
-    if kind in OWN_PACKAGES:
-        packages.append(importlib.import_module(OWN_PACKAGES[kind]))
+    classes = base_class, *(getattr(host, name) for name in MORE_CLASSES.get(kind, ()))
+    excluded = BASE_CLASSES[kind], *ABSTRACT_CLASSES.get(kind, ())
+    packages = [host, *map(importlib.import_module, OWN_PACKAGES.get(kind, ()))]
     return {
         name: value
         for package in packages
         for name, value in vars(package).items()
-        if inspect.isclass(value) and issubclass(value, base_class) and value is not base_class
+        if inspect.isclass(value) and issubclass(value, classes) and name not in excluded
     }
+
+
+def _plural(kind: str) -> str:
+    return "losses" if kind == "loss" else f"{kind}s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from vl_plugins.errors import UserError
 
-__all__ = ["KeyValues", "parse_key_values"]
+__all__ = ["KeyValues", "literal", "parse_key_values"]
 
 
 def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
         key, separator, value = token.partition("=")
         if not separator or not key.isidentifier():
             raise UserError(f"{flag}: expected key=value, got {token!r}")
-        parsed[key] = _literal(value)
+        parsed[key] = literal(value)
     return parsed
 
 
@@ -40,7 +40,8 @@ class KeyValues(argparse.Action):
         setattr(namespace, self.dest, {**getattr(namespace, self.dest), **parsed})
 
 
-def _literal(value: str) -> Any:
+def literal(value: str) -> Any:
+    """Return a Python literal, or one of true, false and null; anything else is a string."""
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import open_clip
 import torch
+from open_clip import get_input_dtype
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
@@ -17,6 +18,8 @@ from vl_plugins.components import create_component
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.models import check_model
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_model as load_towers
 
 __all__ = ["add_heads", "load_model"]
 
@@ -67,9 +70,10 @@ def load_model(
     device: str | torch.device = "cpu",
     precision: str = "fp32",
 ) -> tuple[nn.Module, Callable, Callable]:
-    """Load what open_clip's trainer or the launcher saved.
+    """Load what open_clip's trainer or the launcher saved, or what was trained by pytorch-metric-learning.
 
-    A checkpoint of a model with heads says itself which model it is, with which head and similarity.
+    A checkpoint of a model with heads says itself which model it is, with which head and similarity, and so does one of
+    :mod:`vl_plugins.integrations.pytorch_metric_learning`.
 
     Args:
         checkpoint: a file that the trainer wrote, a file of weights, or a pretrained tag of open_clip.
@@ -83,7 +87,13 @@ def load_model(
     Raises:
         UserError: an unknown model or tag, a file that is not there, cannot be read or does not fit the model.
     """
-    weights = _read_weights(checkpoint) if Path(checkpoint).is_file() else {}
+    saved = _read(checkpoint) if Path(checkpoint).is_file() else {}
+    if is_checkpoint(saved):
+        if model is not None:
+            raise UserError(f"checkpoint {checkpoint} says itself which model it is of: leave out {model}")
+        towers, *transforms = load_towers(checkpoint, device=device)
+        return towers.to(dtype=get_input_dtype(precision)), *transforms
+    weights = _weights(saved)
     description = weights.get(DESCRIPTION)
     try:
         if description is None:
@@ -140,13 +150,16 @@ def _no_logging() -> Iterator[None]:
         logging.disable(before)
 
 
-def _read_weights(checkpoint: str | Path) -> dict[str, Any]:
-    """Read the tensors' names and places; their contents stay in the file until they are used."""
+def _read(checkpoint: str | Path) -> Any:
+    """Read a file of torch; its tensors stay in the file until they are used."""
     try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     # Files of other formats, such as safetensors, are for open_clip to read; they hold no heads.
     except (RuntimeError, pickle.UnpicklingError, ValueError):
         return {}
+
+
+def _weights(saved: Any) -> dict[str, Any]:
     saved = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
     prefix = "module." if all(name.startswith("module.") for name in saved) else ""
     return {name.removeprefix(prefix): value for name, value in saved.items()}

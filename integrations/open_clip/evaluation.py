@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import torch
@@ -17,7 +16,7 @@ import vl_plugins
 from vl_plugins.data.collection import Collection
 from vl_plugins.data.reader import evaluation_pipeline, expand_shards
 from vl_plugins.integrations.open_clip.validation import encode_batches
-from vl_plugins.retrieval.features import Features
+from vl_plugins.retrieval.features import Features, describe_similarity
 
 __all__ = [
     "agree_to_begin",
@@ -109,6 +108,7 @@ def encode_shards(
         UserError: a shard does not exist or cannot be read.
     """
     model, transform, tokenizer = loaded
+    similarity = getattr(model, "similarity", None)
     rank, world_size = processes
     pipeline = evaluation_pipeline(
         expand_shards(shards),
@@ -118,6 +118,7 @@ def encode_shards(
         max_captions=max_captions,
         rank=rank,
         world_size=world_size,
+        inputs=getattr(model, "inputs", "images"),
     )
     batches = DataLoader(pipeline, batch_size=None, num_workers=workers)
     bar = tqdm(batches, desc=description, unit="batch", disable=not progress or rank > 0)
@@ -132,7 +133,7 @@ def encode_shards(
         image_of_caption=image_of_caption,
         image_ids=None if collection is None else collection.image_ids,
         caption_ids=None if collection is None else collection.caption_ids,
-        description=_similarity(model)
+        description=({} if similarity is None else describe_similarity(similarity))
         | {
             "precision": precision,
             "versions": f"vl_plugins {vl_plugins.__version__}, open_clip {open_clip.__version__}",
@@ -149,14 +150,6 @@ def checkpoint_digest(checkpoint: str | Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
         return digest.hexdigest()
-
-
-def _similarity(model: nn.Module) -> dict[str, Any]:
-    """Return what :meth:`vl_plugins.retrieval.features.Features.similarity` needs for sets."""
-    if getattr(model, "similarity", None) is None:
-        return {}
-    state = model.get_extra_state()
-    return {name: state[name] for name in ("similarity", "similarity_kwargs")}
 
 
 def _in_turn(parts: list[tuple[Tensor, ...]], rank: int, world_size: int) -> list[tuple[Tensor, ...]] | None:

@@ -1,7 +1,6 @@
 """Heads on both towers of any open_clip model: embedding sets, or a linear embedding layer for fine-tuning."""
 
 import copy
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from vl_plugins.integrations.open_clip.towers import image_features, text_featur
 from vl_plugins.losses.checks import integer
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.options import construct, format_options
+from vl_plugins.retrieval.features import describe_similarity
 
 __all__ = ["HEADS", "CLIPWithHeads", "LinearHead", "head_settings"]
 
@@ -59,6 +59,8 @@ class SetSettings:
 
 # A Hugging Face tower names the most it could take, which may be too much for a try.
 MOST_TOKENS = 77
+
+NO_SIMILARITY = MappingProxyType({"similarity": None, "similarity_kwargs": {}})
 
 HEADS = MappingProxyType({"linear": LinearSettings, "set": SetSettings})
 
@@ -180,8 +182,7 @@ class CLIPWithHeads(nn.Module):
             **self.description,
             "head": self.head,
             "head_kwargs": asdict(self.settings),
-            "similarity": None if self.similarity is None else type(self.similarity).__name__,
-            "similarity_kwargs": {} if self.similarity is None else _own_options(self.similarity),
+            **(NO_SIMILARITY if self.similarity is None else describe_similarity(self.similarity)),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -239,14 +240,6 @@ class CLIPWithHeads(nn.Module):
         finally:
             for module, training in modes.items():
                 module.training = training
-
-
-def _own_options(distance: BaseDistance) -> dict[str, Any]:
-    """Return the options that a distance's own constructor takes, with their values now."""
-    parameters = inspect.signature(type(distance).__init__).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    values = {name: getattr(distance, name) for name in names if name != "self"}
-    return {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
+import functools
 import logging
 
 import torch
@@ -14,6 +15,7 @@ from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.cross_modal import one_direction, pair_loss_of
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
@@ -64,7 +66,7 @@ class TwoTowerLoss(nn.Module):
         super().__init__()
         self.name = name
         self.loss = loss
-        self.pair_loss = loss.base if hasattr(loss, "regularization") else loss
+        self.pair_loss = pair_loss_of(loss)
         self.miner = miner
         self.learned_scale = learned_scale
         self.local_loss = local_loss and world_size > 1
@@ -137,9 +139,10 @@ class TwoTowerLoss(nn.Module):
             if self.one_call:
                 loss = self.pair_loss(images, image_labels, ref_emb=texts, ref_labels=text_labels)
             else:
-                loss = self._one_direction(images, image_labels, all_texts, all_text_labels)
+                compare = functools.partial(one_direction, self.pair_loss, self.miner)
+                loss = compare(images, image_labels, all_texts, all_text_labels)
                 if self.text_to_image:
-                    loss = loss + self._one_direction(texts, text_labels, all_images, all_image_labels)
+                    loss = loss + compare(texts, text_labels, all_images, all_image_labels)
         finally:
             if self.learned_scale:
                 self.pair_loss.scale = None  # hold no graph between steps
@@ -177,12 +180,6 @@ class TwoTowerLoss(nn.Module):
             world_size=self.world_size,
             use_horovod=self.use_horovod,
         )
-
-    def _one_direction(self, queries, query_labels, candidates, candidate_labels) -> torch.Tensor:
-        pairs = None
-        if self.miner is not None:
-            pairs = self.miner(queries, query_labels, candidates, candidate_labels)
-        return self.pair_loss(queries, query_labels, pairs, candidates, candidate_labels)
 
     @torch.no_grad()
     def _log_variance(self, images: torch.Tensor, texts: torch.Tensor) -> None:

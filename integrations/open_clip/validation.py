@@ -14,63 +14,30 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 from open_clip_train.train import unwrap_model
 
-from vl_plugins.functional import circular_variance
 from vl_plugins.integrations.open_clip.data import AllCaptions
-from vl_plugins.retrieval import format_metrics_table, retrieval_metrics, retrieval_ranks
+from vl_plugins.retrieval import encoding, format_metrics_table
 
 __all__ = ["encode_batches", "evaluate", "validation_metrics"]
 
 
-@torch.inference_mode()
 def encode_batches(
     model: torch.nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Encode every image and every caption once.
-
-    Args:
-        model: an open_clip model (``encode_image``, ``encode_text``), in evaluation mode.
-        batches: of :func:`vl_plugins.data.reader.evaluation_pipeline`.
-        device: where the model is.
-        precision: as open_clip's ``--precision``.
-
-    Yields:
-        For each batch, on the CPU and in float32: L2-normalised image embeddings (B, D), caption embeddings (C, D) and
-        the index of each caption's image (C,) among all images. Embedding sets are (B, K, D) and (C, K, D).
-    """
-    device = torch.device(device)
-    autocast = get_autocast(precision, device_type=device.type)
-    input_dtype = get_input_dtype(precision)
-    for images, captions, image_in_batch, positions in batches:
-        with autocast():
-            image_features = model.encode_image(
-                images.to(device=device, dtype=input_dtype, non_blocking=True), normalize=True
-            )
-            caption_features = model.encode_text(captions.to(device=device, non_blocking=True), normalize=True)
-        yield image_features.float().cpu(), caption_features.float().cpu(), positions[image_in_batch]
+) -> Iterator[encoding.Encoded]:
+    """Encode as :func:`vl_plugins.retrieval.encoding.encode_batches` does, with open_clip's ``--precision``."""
+    autocast = get_autocast(precision, device_type=torch.device(device).type)
+    return encoding.encode_batches(model, batches, device, get_input_dtype(precision), autocast)
 
 
 def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
-    """Return :func:`vl_plugins.retrieval.retrieval_metrics` of a model, recalls in percent.
+    """Return :func:`vl_plugins.retrieval.encoding.validation_metrics` of a model and a reader of shards.
 
-    Embedding sets are compared by the model's own similarity; for them there are besides, each a mean in [0, 1], the
-    circular variances ``image_circular_variance`` and ``caption_circular_variance`` (Kim et al. 2023, Table 3).
+    Embedding sets are compared by the model's own similarity.
     """
-    parts = zip(*encode_batches(model, batches, device, precision), strict=True)
-    image_embeddings, caption_embeddings, image_of_caption = (torch.cat(part) for part in parts)
     similarity = getattr(model, "similarity", None)
     if similarity is not None:
         similarity = copy.deepcopy(similarity).cpu().compute_mat
     # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
-    ranks = retrieval_ranks(image_embeddings, caption_embeddings, image_of_caption, similarity)
-    metrics = {
-        **retrieval_metrics(ranks),
-        "num_samples": len(image_embeddings),
-        "num_captions": len(caption_embeddings),
-    }
-    if similarity is not None:
-        metrics["image_circular_variance"] = circular_variance(image_embeddings).mean().item()
-        metrics["caption_circular_variance"] = circular_variance(caption_embeddings).mean().item()
-    return metrics
+    return encoding.validation_metrics(encoding.join(encode_batches(model, batches, device, precision)), similarity)
 
 
 def evaluate(

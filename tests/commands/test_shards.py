@@ -7,6 +7,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -337,6 +338,60 @@ def test_actions(capsys):
     assert names == ["coco", "flickr30k", "coco-captions", "table", "verify", "info"]
     for action in ("verify", "info"):
         assert build_parser().parse_args(["shards", action, "folder"]).folder == "folder"
+
+
+@pytest.mark.parametrize("source", ["coco", "flickr30k", "coco-captions", "table"])
+def test_features_in_place_of_images(toy_scenes, toy_captions, tmp_path, source):
+    features = tmp_path / "features"
+    features.mkdir()
+    if source == "coco-captions":
+        annotations = toy_captions("val")
+    elif source == "table":
+        annotations = tmp_path / "own.csv"
+        annotations.write_text("image,caption\nsub/toy_val_000065.jpg,one\nsub/toy_val_000066.jpg,two\n")
+    else:
+        annotations = tmp_path / "dataset.json"
+        document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+        annotations.write_text(json.dumps({"images": [item for item in document["images"] if item["split"] == "val"]}))
+    for index in range(65, 89):
+        # COCO's by image id, the others' by file name.
+        name = index if source.startswith("coco") else f"toy_val_{index:06d}"
+        np.save(features / f"{name}.npy", np.full((2, 3), index, dtype="float32"))
+    arguments = ["shards", source, "--annotations", annotations, "--features", features, "--out", tmp_path / "out"]
+    assert main([str(argument) for argument in [*arguments, "--workers", 1]]) == 0
+    (shard,) = (tmp_path / "out").glob("*.tar")
+    number = {"coco-captions": 3, "table": 2}.get(source, 24)
+    ((images, *_),) = evaluation_pipeline(str(shard), torch.from_numpy, to_zeros, 24, inputs="features")
+    assert images.shape == (number, 2, 3)
+    assert images[:, 0, 0].tolist() == list(range(65, 65 + number))
+    (entry,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].values()
+    assert entry["options"]["inputs"] == "features"
+
+
+def to_zeros(captions):
+    return torch.zeros(len(captions), 1)
+
+
+def test_images_or_features(toy_scenes, tmp_path, capsys):
+    arguments = [
+        "shards",
+        "coco",
+        "--annotations",
+        str(toy_scenes / "dataset_toy.json"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    for flags, reason in (
+        ((), "one of the arguments --images --features is required"),
+        (("--images", "a", "--features", "b"), "argument --features: not allowed with argument --images"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, *flags])
+        assert reason in capsys.readouterr().err
+    assert main([*arguments, "--features", str(tmp_path), "--resize", "20"]) == 2
+    assert "--resize is for images; array files of --features are written as they are" in capsys.readouterr().err
+    assert main([*arguments, "--features", str(tmp_path)]) == 2
+    assert "has no array file of the images; expected names such as 112.npy or toy_test" in capsys.readouterr().err
 
 
 def test_number_and_size_of_shards_exclude_each_other(tmp_path, capsys):

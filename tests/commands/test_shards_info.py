@@ -7,12 +7,15 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from vl_plugins.cli import main
 from vl_plugins.commands import shards_info
 from vl_plugins.commands.shards_info import format_statistics
+from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.shards import write_shards
 from vl_plugins.data.statistics import Range, Repeats, SplitStatistics, shard_statistics
 from vl_plugins.data.storage import Folder
 
@@ -48,6 +51,8 @@ def make_statistics(**changes):
         "widths": Range(59, 640.0, 1640),
         "heights": Range(51, 480.0, 640),
         "shorter_sides": {0: 12, 64: 0, 128: 275, 224: 13_000, 336: 100_000, 512: 0, 768: 0, 1024: 0},
+        "features": None,
+        "feature_dims": {},
         "repeated_pictures": repeats,
         "repeated_captions": repeats,
         "places": (),
@@ -194,7 +199,11 @@ def test_expected_pairs(pairs, expected):
 def test_split_without_images():
     lines = lines_of(images=0, unusable=3, rejected=None, captions_per_image={}, words=None, widths=None, source=None)
     assert lines[1].split() == ["x", "114", "0", "566,747", "-", "19,000.0", "MB"]
-    assert lines[3:6] == ["x", "  unusable            3 samples without a picture or a caption, not counted", ""]
+    assert lines[3:6] == [
+        "x",
+        "  unusable            3 samples without a picture, or features, or a caption, not counted",
+        "",
+    ]
 
 
 def test_images_of_unknown_size():
@@ -257,6 +266,46 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(contact_sheet, "draw_contact_sheet", note)
     return calls
+
+
+@pytest.fixture
+def feature_shards(tmp_path):
+    """Folder with one shard of two images, of 3 and 1 features."""
+    features = tmp_path / "features"
+    features.mkdir()
+    images = []
+    for index, number in enumerate((3, 1)):
+        np.save(features / f"{index}.npy", np.ones((number, 2048)))
+        images.append(CaptionedImage(index, f"{index}.jpg", ("a dog",), (index,), "train", "grid", f"{index}.jpg"))
+    write_shards(images, None, tmp_path / "grid", features=features)
+    return tmp_path / "grid"
+
+
+def test_features(feature_shards, drawn, capsys):
+    assert info(feature_shards) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("  features per image  min 1, median 2, max 3")
+    assert lines[start + 1] == "  values per feature  2,048"
+    assert not any(line.startswith(("  width", "  height", "  unusable")) for line in lines)
+    assert lines[-1] == "no contact sheet: the shards have features in place of pictures"
+    assert info(feature_shards, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    split = document["splits"]["grid-train"]
+    assert split["features"] == {"minimum": 1, "median": 2, "maximum": 3}
+    assert (split["feature_dims"], document["contact_sheet"], drawn) == ({"2048": 2}, None, [])
+
+
+def test_contact_sheet_of_the_splits_with_pictures(feature_shards, toy_shards, drawn, capsys):
+    manifest = json.loads((feature_shards / "manifest.json").read_text())
+    more = json.loads((toy_shards / "manifest.json").read_text())["splits"]["toy-val"]
+    manifest["splits"]["toy-val"] = more
+    (feature_shards / "manifest.json").write_text(json.dumps(manifest))
+    for shard in more["shards"]:
+        shutil.copy(toy_shards / shard, feature_shards)
+    assert info(feature_shards) == 0
+    ((samples, _, title),) = drawn
+    assert title == "toy-val: 12 of 24 samples"
+    assert all(sample.picture for sample in samples)
 
 
 def test_samples_of_the_contact_sheet(toy_shards, drawn, capsys):
@@ -324,7 +373,7 @@ def test_shards_of_other_programs_with_a_damaged_picture(tmp_path, capsys):
     assert info(folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:5] == ["shards", "1", "1", "1", "-"]
-    assert lines[4] == "  unusable            2 samples without a picture or a caption, not counted"
+    assert lines[4] == "  unusable            2 samples without a picture, or features, or a caption, not counted"
     assert lines[-1] == "contact sheet: other-contact-sheet.png"
     with Image.open("other-contact-sheet.png") as image:
         # Three samples, also those that cannot be used.

@@ -255,15 +255,15 @@ class TestMembers:
 
     def test_only_these_are_yielded(self, shard):
         assert list(read_samples(shard, members=("json", "txt"))) == [
-            {"__key__": "a", "json": b"{}", "txt": b"2"},
-            {"__key__": "b", "txt": b"4"},
-            {"__key__": "c"},
+            {"__key__": "a", "json": b"{}", "txt": b"2", "__others__": ["jpg"]},
+            {"__key__": "b", "txt": b"4", "__others__": ["png"]},
+            {"__key__": "c", "__others__": ["npy"]},
         ]
         assert list(read_samples(shard, 0, 2, EXTENSIONS)) == [
-            {"__key__": "a", "jpg": b"1"},
-            {"__key__": "b", "png": b"3"},
+            {"__key__": "a", "jpg": b"1", "__others__": ["json", "txt"]},
+            {"__key__": "b", "png": b"3", "__others__": ["txt"]},
         ]
-        assert list(read_samples(shard, 1, 2, members=())) == [{"__key__": "b"}]
+        assert list(read_samples(shard, 1, 2, members=())) == [{"__key__": "b", "__others__": ["png", "txt"]}]
 
     def test_pictures_are_not_read_for_their_texts(self, tmp_path, monkeypatch):
         picture = bytes(1_000_000)

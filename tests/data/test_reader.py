@@ -748,7 +748,7 @@ class TestDamage:
         [
             ("png", b"\x89PNG", "cannot identify image"),
             ("png", png_of_noise()[:2000], "image file is truncated"),
-            ("png", None, "it has no image; expected one of jpg, png, webp, jpeg"),
+            ("png", None, "has no image; expected one of jpg, png, webp, jpeg"),
             ("json", b"{", "JSONDecodeError"),
             ("json", b'{"captions": []}', "'captions' must be a list of strings, got"),
         ],

@@ -105,8 +105,8 @@ class TestReadSamples:
             ],
         )
         assert list(read_samples(shard)) == [
-            {"__key__": "folder/a", "jpg": b"image", "txt": b"text"},
-            {"__key__": "folder/b", "json": b"{}"},
+            {"__key__": "folder/a", "jpg": b"image", "txt": b"text", "__others__": ["npy"]},
+            {"__key__": "folder/b", "json": b"{}", "__others__": ["seg.png"]},
         ]
 
     @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ class TestReadSamples:
     )
     def test_a_range(self, shard, start, stop):
         expected = [
-            {"__key__": key, "jpg": f"{key}jpg".encode() * 200, "txt": f"{key}txt".encode() * 200} for key in "abcd"
+            {"__key__": key, "jpg": f"{key}jpg".encode() * 200, "txt": f"{key}txt".encode() * 200, "__others__": []}
+            for key in "abcd"
         ]
         for url in (shard, f"pipe:cat {shard}", f"file://{shard}"):
             assert list(read_samples(url, start, stop)) == expected[start:stop]

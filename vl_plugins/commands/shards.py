@@ -26,7 +26,8 @@ Write {what}, as shards: tar files
 with the image file (as it is, unless --resize is given), the first caption (.txt) and all captions
 with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
 the same bytes, and one that was stopped goes on where it was; shards of the same data set and split
-with other contents are an error unless --overwrite is given."""
+with other contents are an error unless --overwrite is given. With --features an array file (.npy) of
+region or grid features stands in place of each image file, for models that take these."""
 
 EXAMPLES = {
     "coco": """example:
@@ -78,6 +79,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shards, or with ``--dry-run`` only check everything, and print what they contain."""
+    if arguments.features is not None and arguments.resize is not None:
+        raise UserError("--resize is for images; array files of --features are written as they are")
     if arguments.quality is not None and arguments.resize is None:
         raise UserError("--quality needs --resize; without it the image files stay as they are")
     rejected: list[RejectedImage] = []
@@ -87,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         images,
         arguments.images,
         arguments.out,
+        features=arguments.features,
         samples_per_shard=arguments.samples_per_shard,
         shard_size_mb=arguments.shard_size_mb,
         resize=arguments.resize,
@@ -217,7 +221,15 @@ def _add_common_options(
         metavar="FILE",
         help=annotations,
     )
-    reading.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder that image paths start from")
+    files = reading.add_mutually_exclusive_group(required=True)
+    files.add_argument("--images", type=Path, metavar="DIR", help="folder that image paths start from")
+    files.add_argument(
+        "--features",
+        type=Path,
+        metavar="DIR",
+        help="folder of array files in place of images: <image id>.npy, or else <name of the image file>.npy, with N "
+        "features of W values as (N, W)",
+    )
     reading.add_argument("--split", nargs="+", metavar="SPLIT", help="only these splits (default: all there are)")
 
     writing = parser.add_argument_group("what to write")

@@ -28,7 +28,8 @@ Print what shards contain: numbers, captions per image, lengths of captions and 
 the pictures and captions that occur more than once, which a contrastive loss takes for negatives of
 each other. Draw a contact sheet of samples from all over the shards. Shards of other programs
 (img2dataset, webdataset: jpg and txt, perhaps json) will do; name-000.tar, name-001.tar, ... are
-then a split called name. Pixels are not decoded, except those of the contact sheet."""
+then a split called name. Pixels are not decoded, except those of the contact sheet. Of shards with
+features, the numbers of features stand in place of the sizes of images."""
 
 EPILOG = """\
 example:
@@ -91,32 +92,35 @@ def run(arguments: argparse.Namespace) -> int:
     # Before the shards are read, which may take minutes.
     if not 1 <= arguments.samples <= MOST_SAMPLES:
         raise UserError(f"--samples must be 1 to {MOST_SAMPLES}, got {arguments.samples}")
-    missing = None
+    reason = None
     if sheet is not None:
         if sheet.suffix.lower() != ".png":
             raise UserError(f"--contact-sheet must be a .png file, got {sheet}")
-        missing = _missing_extra()
-        if missing is not None:
+        reason = _missing_extra()
+        if reason is not None:
             if arguments.contact_sheet is not None:
-                raise missing
+                raise reason
             sheet = None
 
     folder = Folder(arguments.folder)
     statistics = shard_statistics(folder, splits=arguments.split, batch_size=arguments.batch_size)
-    if not any(split.places for split in statistics.values()):
+    pictured = {name: split for name, split in statistics.items() if split.places and split.features is None}
+    if sheet is not None and not pictured:
         sheet = None
+        if any(split.places for split in statistics.values()):
+            reason = "the shards have features in place of pictures"
     if not arguments.json:
         # Whatever becomes of the picture.
         print(format_statistics(statistics))
     if sheet is not None:
-        _draw(folder, statistics, arguments.samples, sheet)
+        _draw(folder, pictured, arguments.samples, sheet)
     if arguments.json:
         document = {"splits": {name: _as_json(split) for name, split in statistics.items()}}
         print(json.dumps(document | {"contact_sheet": None if sheet is None else str(sheet)}, indent=2))
     elif sheet is not None:
         print(f"\ncontact sheet: {sheet}")
-    elif missing is not None:
-        print(f"\nno contact sheet: {missing}")
+    elif reason is not None:
+        print(f"\nno contact sheet: {reason}")
     return 0
 
 
@@ -137,7 +141,9 @@ def _format_split(split: "SplitStatistics") -> Iterator[str]:
     for name, value in _describe_source(split.source or {}):
         yield from _entry(name, value)
     if split.unusable:
-        yield from _entry("unusable", f"{split.unusable:,} samples without a picture or a caption, not counted")
+        yield from _entry(
+            "unusable", f"{split.unusable:,} samples without a picture, or features, or a caption, not counted"
+        )
     if not split.images:
         return
     counts = split.captions_per_image
@@ -149,6 +155,9 @@ def _format_split(split: "SplitStatistics") -> Iterator[str]:
         yield from _entry("height", f"{_format_range(split.heights)} pixels")
         yield from _entry("shorter side", "")
         yield from _histogram(_bin_rows(split.shorter_sides), "images")
+    if split.features is not None:
+        yield from _entry("features per image", _format_range(split.features))
+        yield from _entry("values per feature", ", ".join(f"{dim:,}" for dim in split.feature_dims))
     pictures, captions = split.repeated_pictures, split.repeated_captions
     yield from _entry("repeated pictures", _format_repeats(pictures, "image", "with the same picture as others"))
     if pictures.example is not None:
@@ -242,7 +251,7 @@ def _percent(share: float) -> str:
 def _as_json(split: "SplitStatistics") -> dict[str, Any]:
     """Return statistics without the places of the samples, which are as many."""
     values = {key: value for key, value in vars(split).items() if key != "places"}
-    for key in ("words", "widths", "heights"):
+    for key in ("words", "widths", "heights", "features"):
         values[key] = None if values[key] is None else values[key]._asdict()
     for key in ("repeated_pictures", "repeated_captions"):
         values[key] = vars(values[key])

@@ -18,7 +18,7 @@ class Sample(NamedTuple):
         position: number that tells images apart; samples with the same one are the same image.
         captions: all captions of the image.
         shown: those that it shows in this epoch.
-        image: content of the image file.
+        image: content of the image file, or of the array file in its place.
         url: the shard it comes from.
     """
 

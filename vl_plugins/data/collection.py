@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data.reader import expand_shards, read_captions
-from vl_plugins.data.shard_files import EXTENSIONS, read_samples
+from vl_plugins.data.shard_files import EXTENSIONS, TEXTS, input_of, read_samples
 from vl_plugins.errors import UserError
 
 __all__ = ["Collection", "Id", "first_captions", "read_collection"]
-
-TEXTS = ("json", "txt")
 
 Id = int | str
 
@@ -63,7 +61,7 @@ class Collection:
             The bytes of each image's file by its index.
 
         Raises:
-            UserError: a shard cannot be read, or has changed since.
+            UserError: a shard cannot be read, has changed since, or has features in place of pictures.
         """
         wanted = sorted(set(images))
         found, first = {}, 0
@@ -77,10 +75,7 @@ class Collection:
                             key = sample["__key__"]
                             if key != self.keys[first + index]:
                                 raise ValueError(f"sample {index} is {key}, not {self.keys[first + index]}")
-                            picture = next((sample[name] for name in EXTENSIONS if name in sample), None)
-                            if picture is None:
-                                raise ValueError(f"sample {key} has no image; expected one of {', '.join(EXTENSIONS)}")
-                            found[first + index] = picture
+                            found[first + index] = input_of(sample)
                     if first + here[-1] not in found:
                         raise ValueError(f"it has no sample {here[-1]} any more")
                 # Damaged archives raise nearly anything.

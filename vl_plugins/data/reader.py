@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vl_plugins.data.batching import DistinctBatches, Sample
 from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.feature_arrays import decode_features
 from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest, read_sizes
-from vl_plugins.data.shard_files import EXTENSIONS, locate, missing_shards, read_samples
+from vl_plugins.data.shard_files import INPUTS, TEXTS, input_of, locate, missing_shards, read_samples
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
+from vl_plugins.errors import MissingExtraError, UserError, check_name
 from vl_plugins.optional import require
 
 __all__ = [
@@ -179,19 +181,28 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
     )
 
 
-def check_first_sample(shard: str) -> None:
+def check_first_sample(shard: str, *, inputs: str = "images") -> Any:
     """Read the first sample of a shard, to find before training that it holds no captioned images.
 
     A shard that webdataset opens with a program (``pipe:``, ``https://``) is left alone.
 
+    Args:
+        shard: path or URL.
+        inputs: as for :func:`training_pipeline`.
+
+    Returns:
+        What an image transform would get: an RGB ``PIL.Image`` or features (N, W); None of a shard that is left alone.
+
     Raises:
-        UserError: the shard cannot be read, is empty, or its first sample lacks an image or captions.
+        UserError: the shard cannot be read, is empty, or its first sample lacks an image, or features, or captions.
     """
-    if locate(shard) is not None:
-        sample = next(_parse(_read([_Slice(shard, 0, None, 0)], _stop), _stop), None)
-        if sample is None:
-            raise UserError(f"shard {shard} holds no samples")
-        _decode(sample, _stop)
+    check_name("inputs", inputs, INPUTS)
+    if locate(shard) is None:
+        return None
+    sample = next(_parse(_read([_Slice(shard, 0, None, 0)], inputs, _stop), inputs, _stop), None)
+    if sample is None:
+        raise UserError(f"shard {shard} holds no samples")
+    return _decode(sample, inputs, _stop)
 
 
 def training_pipeline(
@@ -200,6 +211,7 @@ def training_pipeline(
     tokenizer: Tokenizer,
     batch_size: int,
     *,
+    inputs: str = "images",
     captions_per_image: str | int = "random",
     num_captions: int | None = None,
     seed: int = 0,
@@ -213,6 +225,10 @@ def training_pipeline(
     world_size: int | None = None,
 ) -> "TrainingPipeline":
     """Return a reader of shuffled batches ``images (B, 3, H, W), texts (k*B, L)``.
+
+    With ``inputs="features"``, ``images`` is (B, N, W): W values for each of N regions, or cells of a grid. N is the
+    largest of the batch; an image with fewer has rows of zeros at the end, and a row of zeros is a region that is not
+    there.
 
     ``texts[k*i : k*i + k]`` are the k captions of ``images[i]``; with k = 1 the batches are what open_clip's own
     reader yields. An epoch has ``len(reader)`` batches in every process, which is the number of images divided by
@@ -235,11 +251,15 @@ def training_pipeline(
     before, so that all processes take the same number of steps.
 
     Args:
-        shards: shards, or a pattern for :func:`expand_shards`. Samples have ``jpg``, ``jpeg``, ``png`` or ``webp``, and
-            ``json`` with a list ``captions`` or otherwise ``txt``.
-        image_transform: from an RGB ``PIL.Image`` to a tensor (3, H, W).
-        tokenizer: from a list of n strings to a tensor (n, L), with the same L in every call.
+        shards: shards, or a pattern for :func:`expand_shards`. Samples have ``jpg``, ``jpeg``, ``png`` or ``webp`` (or
+            ``npy``, see ``inputs``), and ``json`` with a list ``captions`` or otherwise ``txt``.
+        image_transform: from an RGB ``PIL.Image`` to a tensor (3, H, W). With ``inputs="features"``, from a float32
+            array (N, W) to such a tensor, as ``torch.from_numpy`` is; N may change.
+        tokenizer: from a list of n strings to a tensor (n, L). It is called once for each batch, so L need only be the
+            same within a batch.
         batch_size: number B of images in a batch.
+        inputs: what is read of an image: ``"images"``, its picture, or ``"features"``, an array file ``npy`` of them
+            (:func:`vl_plugins.data.feature_arrays.decode_features`).
         captions_per_image: how to choose captions. ``"random"``: one at random. ``"first"``: the first. A number k:
             k different ones at random; an image that has fewer repeats them in turn. ``"all"``: all in source order,
             where k is ``num_captions`` and an image that has fewer repeats them in turn.
@@ -252,7 +272,8 @@ def training_pipeline(
             one worker of one process, so there must be one for each process; a worker whose shards end early repeats
             them, and one whose shards are larger leaves a part out.
         shuffle_buffer: number of samples held by each worker to draw the next one from. At most as many again, or
-            ``batch_size`` if that is more, wait for a batch without their captions. All of them are encoded images.
+            ``batch_size`` if that is more, wait for a batch without their captions. All of them are encoded images, or
+            array files, which take more: 36 regions of 2,048 float32 are 0.3 MB.
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
             itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
             the captions: ``labels.repeat_interleave(k)``.
@@ -263,11 +284,13 @@ def training_pipeline(
 
     Raises:
         UserError: a shard does not exist or is listed twice; their number of images is not known, or too small for one
-            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known. While
-            iterating: no batch can be made, because nothing can be read or too many images share their captions; with
+            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known; ``inputs`` is
+            none of the two. While iterating: no batch can be made, because nothing can be read or too many images share
+            their captions; the features of a batch are not of the same W; with
             ``on_error="raise"``, a sample or shard cannot be read, or a shard has fewer samples than ``sizes.json``
             says. From a worker of a ``DataLoader`` it arrives as a ``UserError`` too.
     """
+    check_name("inputs", inputs, INPUTS)
     if on_error not in ("skip", "raise"):
         raise UserError(f"on_error must be 'skip' or 'raise', got {on_error!r}")
     shards = expand_shards(shards)
@@ -315,6 +338,7 @@ def training_pipeline(
         image_transform=image_transform,
         tokenizer=tokenizer,
         batch_size=batch_size,
+        inputs=inputs,
         selection=selection,
         num_captions=num_captions,
         seed=seed,
@@ -334,6 +358,7 @@ def evaluation_pipeline(
     tokenizer: Tokenizer,
     batch_size: int,
     *,
+    inputs: str = "images",
     max_captions: int | None = None,
     rank: int = 0,
     world_size: int = 1,
@@ -342,24 +367,28 @@ def evaluation_pipeline(
 
     Batches are ``images (B, 3, H, W), texts (C, L), image_of_caption (C,), positions (B,)``: C is the number of
     captions of all B images, ``image_of_caption`` the int64 index in the batch of each caption's image, and
-    ``positions`` the int64 positions of the images in ``shards``. The last batch may be smaller.
+    ``positions`` the int64 positions of the images in ``shards``. The last batch may be smaller. With
+    ``inputs="features"``, ``images`` is (B, N, W) as for :func:`training_pipeline`.
 
     Worker w of n makes the batches w, w + n, w + 2n, ... of its process, and a ``DataLoader`` takes from its workers in
     turn, so batches arrive in source order with any number of workers.
 
     Args:
         shards: as for :func:`training_pipeline`, in the order of evaluation.
-        image_transform: from an RGB ``PIL.Image`` to a tensor (3, H, W).
-        tokenizer: from a list of n strings to a tensor (n, L), with the same L in every call.
+        image_transform: as for :func:`training_pipeline`.
+        tokenizer: likewise.
         batch_size: number B of images in a batch.
+        inputs: as for :func:`training_pipeline`.
         max_captions: only the first so many captions of each image; all by default.
         rank: number of this process, of those that share the batches.
         world_size: how many they are: process r makes the batches r, r + world_size, ...
 
     Raises:
-        UserError: a shard does not exist. While iterating: a sample or shard cannot be read, since results on the
-            remaining ones could not be compared with others.
+        UserError: a shard does not exist, or an argument is out of range. While iterating: a sample or shard cannot be
+            read, since results on the remaining ones could not be compared with others; or the features of a batch are
+            not of the same W.
     """
+    check_name("inputs", inputs, INPUTS)
     for name, value in (("batch_size", batch_size), ("max_captions", max_captions)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
@@ -370,6 +399,7 @@ def evaluation_pipeline(
         image_transform=image_transform,
         tokenizer=tokenizer,
         batch_size=batch_size,
+        inputs=inputs,
         max_captions=max_captions,
         rank=rank,
         world_size=world_size,
@@ -386,6 +416,7 @@ class TrainingPipeline(IterableDataset):
     image_transform: ImageTransform
     tokenizer: Tokenizer
     batch_size: int
+    inputs: str
     selection: str | int
     num_captions: int
     seed: int
@@ -466,7 +497,7 @@ class TrainingPipeline(IterableDataset):
         shuffle = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 5, rng=rng)
         slices = share.slices
         while True:
-            samples = _parse(shuffle(_read(slices, on_error)), on_error)
+            samples = _parse(shuffle(_read(slices, self.inputs, on_error)), self.inputs, on_error)
             yield (sample._replace(shown=self._choose(sample.key, sample.captions, epoch)) for sample in samples)
             slices = share.reserve
 
@@ -484,16 +515,18 @@ class TrainingPipeline(IterableDataset):
         captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
         return self._choose(sample.key, captions, epoch) if captions else None
 
-    def _prepare(self, sample: Sample, on_error: OnError) -> tuple[Tensor, list[str], int] | None:
-        image = _decode(sample, on_error)
-        return None if image is None else (self.image_transform(image), sample.shown, sample.position)
+    def _prepare(self, sample: Sample, on_error: OnError) -> tuple[Tensor, Sample] | None:
+        image = _decode(sample, self.inputs, on_error)
+        # What has been decoded need not be kept.
+        return None if image is None else (self.image_transform(image), sample._replace(image=b""))
 
-    def _collate(self, batch: list[tuple[Tensor, list[str], int]]) -> tuple[Tensor, ...]:
-        images, captions, positions = zip(*batch, strict=True)
-        texts = self.tokenizer([caption for shown in captions for caption in shown])
+    def _collate(self, batch: list[tuple[Tensor, Sample]]) -> tuple[Tensor, ...]:
+        images, samples = zip(*batch, strict=True)
+        images = _stack(images, samples, self.inputs)
+        texts = self.tokenizer([caption for sample in samples for caption in sample.shown])
         if not self.with_labels:
-            return torch.stack(images), texts
-        return torch.stack(images), texts, torch.tensor(positions)
+            return images, texts
+        return images, texts, torch.tensor([sample.position for sample in samples])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -505,6 +538,7 @@ class EvaluationPipeline(IterableDataset):
     image_transform: ImageTransform
     tokenizer: Tokenizer
     batch_size: int
+    inputs: str
     max_captions: int | None
     rank: int
     world_size: int
@@ -521,12 +555,13 @@ class EvaluationPipeline(IterableDataset):
         worker, num_workers = _worker()
         sizes = self.sizes or [None] * len(self.shards)
         slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
-        batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, _stop))
+        batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, self.inputs, _stop))
         first, step = self.rank + worker * self.world_size, num_workers * self.world_size
         for number, batch in islice(enumerate(batches), first, None, step):
-            samples = list(_parse(batch, _stop))
+            samples = list(_parse(batch, self.inputs, _stop))
             captions = [sample.captions[: self.max_captions] for sample in samples]
-            images = torch.stack([self.image_transform(_decode(sample, _stop)) for sample in samples])
+            images = [self.image_transform(_decode(sample, self.inputs, _stop)) for sample in samples]
+            images = _stack(images, samples, self.inputs)
             texts = self.tokenizer([caption for of_image in captions for caption in of_image])
             positions = torch.arange(len(samples))
             image_of_caption = positions.repeat_interleave(torch.tensor([len(of_image) for of_image in captions]))
@@ -577,12 +612,13 @@ def _section(ring: list[_Slice], start: int, stop: int) -> list[_Slice]:
     return section
 
 
-def _read(slices: Iterable[_Slice], on_error: OnError) -> Iterator[dict[str, Any]]:
+def _read(slices: Iterable[_Slice], inputs: str, on_error: OnError) -> Iterator[dict[str, Any]]:
     """Yield samples as bytes by extension."""
+    members = {*INPUTS[inputs], *TEXTS}
     for url, start, stop, offset in slices:
         position = start
         try:
-            for sample in read_samples(url, start, stop):
+            for sample in read_samples(url, start, stop, members):
                 sample["__url__"], sample["__position__"] = url, offset + position
                 yield sample
                 position += 1
@@ -592,13 +628,11 @@ def _read(slices: Iterable[_Slice], on_error: OnError) -> Iterator[dict[str, Any
             on_error(f"shard {url}" if position == start else f"the end of shard {url}", error)
 
 
-def _parse(samples: Iterable[dict[str, Any]], on_error: OnError) -> Iterator[Sample]:
+def _parse(samples: Iterable[dict[str, Any]], inputs: str, on_error: OnError) -> Iterator[Sample]:
     for sample in samples:
         key, url = sample["__key__"], sample["__url__"]
         try:
-            image = next((sample[extension] for extension in EXTENSIONS if extension in sample), None)
-            if image is None:
-                raise ValueError(f"it has no image; expected one of {', '.join(EXTENSIONS)}")
+            image = input_of(sample, inputs)
             captions = read_captions(sample)
         except Exception as error:
             on_error(f"sample {key} of {url}", error)
@@ -606,17 +640,36 @@ def _parse(samples: Iterable[dict[str, Any]], on_error: OnError) -> Iterator[Sam
             yield Sample(key, sample["__position__"], captions, captions, image, url)
 
 
-def _decode(sample: Sample, on_error: OnError) -> Any:
-    """Return an RGB image, or None after an error that is skipped."""
-    image_module = require("PIL.Image", extra="data")
+def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
+    """Return an RGB image, or an array (N, W), or None after an error that is skipped."""
     try:
-        image = image_module.open(io.BytesIO(sample.image))
-        image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return decode_features(sample.image) if inputs == "features" else _decode_picture(sample.image)
+    except MissingExtraError:
+        raise
     # Decoders of damaged files raise nearly anything.
     except Exception as error:
         on_error(f"sample {sample.key} of {sample.url}", error)
         return None
+
+
+def _decode_picture(data: bytes) -> Any:
+    image = require("PIL.Image", extra="data").open(io.BytesIO(data))
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _stack(images: Sequence[Tensor], samples: Sequence[Sample], inputs: str) -> Tensor:
+    """Return pictures (B, 3, H, W), or features (B, N, W) with rows of zeros where an image has fewer than N."""
+    if inputs == "images":
+        return torch.stack(images)
+    first = samples[0]
+    for features, sample in zip(images, samples, strict=True):
+        if features.shape[1:] != images[0].shape[1:]:
+            raise UserError(
+                f"features (N, W) must have the same W in all shards: those of sample {sample.key} of {sample.url} are "
+                f"{tuple(features.shape)}, those of {first.key} of {first.url} {tuple(images[0].shape)}"
+            )
+    return pad_sequence(images, batch_first=True)
 
 
 def read_captions(sample: dict[str, Any]) -> list[str]:

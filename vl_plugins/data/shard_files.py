@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 
+from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.storage import Folder
 from vl_plugins.optional import require
 
-__all__ = ["EXTENSIONS", "Place", "headers", "locate", "missing_shards", "read_samples"]
+__all__ = ["EXTENSIONS", "INPUTS", "TEXTS", "Place", "headers", "input_of", "locate", "missing_shards", "read_samples"]
 
 # Of images; where a sample has several, the first counts.
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
-MEMBERS = {*EXTENSIONS, "json", "txt"}
+TEXTS = ("json", "txt")
+MEMBERS = {*EXTENSIONS, *TEXTS}
+
+# What a model takes of an image -> extensions.
+INPUTS = {"images": EXTENSIONS, "features": (FEATURE_EXTENSION,)}
 
 
 class Place(NamedTuple):
@@ -78,8 +83,9 @@ def read_samples(
 ) -> Iterator[dict[str, Any]]:
     """Yield samples ``start`` to ``stop`` of a shard: ``__key__``, and bytes by extension of what readers need.
 
-    Consecutive files of the same name up to the first dot are a sample, as for webdataset. Of a file that is not
-    needed, or belongs to a sample before ``start``, nothing is read but its header where the shard is a file.
+    ``__others__`` lists the extensions of what else a sample has. Consecutive files of the same name up to the first
+    dot are a sample, as for webdataset. Of a file that is not needed, or belongs to a sample before ``start``, nothing
+    is read but its header where the shard is a file.
 
     Args:
         shard: path or URL.
@@ -93,7 +99,7 @@ def read_samples(
     split_name = require("webdataset.tariterators", extra="data").base_plus_ext
     with _open(shard) as stream:
         tar, is_plain = _open_tar(stream)
-        sample: dict[str, Any] = {"__key__": None}
+        sample: dict[str, Any] = {"__key__": None, "__others__": []}
         position, end = -1, 0
         for member in headers(tar):
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
@@ -106,9 +112,11 @@ def read_samples(
                 position += 1
                 if position == stop:
                     return
-                sample = {"__key__": key}
+                sample = {"__key__": key, "__others__": []}
             extension = extension.lower()
-            if position >= start and extension in members:
+            if extension not in members:
+                sample["__others__"].append(extension)
+            elif position >= start:
                 if extension in sample:
                     raise ValueError(f"{member.name} is in it twice")
                 sample[extension] = tar.extractfile(member).read()
@@ -119,6 +127,30 @@ def read_samples(
                 raise ValueError("it is cut off: an archive ends with zeros")
         if position >= start:
             yield sample
+
+
+def input_of(sample: dict[str, Any], inputs: str = "images") -> bytes:
+    """Return the file that a sample of :func:`read_samples` has for its image: a picture, or an array of features.
+
+    Args:
+        sample: read with ``INPUTS[inputs]`` among its members.
+        inputs: ``"images"`` or ``"features"``.
+
+    Raises:
+        ValueError: there is none; the message says what the sample has instead.
+    """
+    found = next((sample[extension] for extension in INPUTS[inputs] if extension in sample), None)
+    if found is not None:
+        return found
+    expected, others = ", ".join(INPUTS[inputs]), sample["__others__"]
+    if inputs == "features":
+        problem = f"no features; expected {expected}"
+        pictures = [extension for extension in others if extension in EXTENSIONS]
+        hint = f", but it has a picture ({pictures[0]}); were the shards written with --features?" if pictures else ""
+    else:
+        problem = f"no image; expected one of {expected}"
+        hint = f", but it has features ({FEATURE_EXTENSION}) in its place" if FEATURE_EXTENSION in others else ""
+    raise ValueError(f"sample {sample['__key__']} has {problem}{hint}")
 
 
 def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

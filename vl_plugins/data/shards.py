@@ -7,6 +7,7 @@ import random
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
-from vl_plugins.data.images import ImageInfo, inspect_image, resize_image
+from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, with_array_files
+from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.storage import Folder, error_text
@@ -30,15 +32,27 @@ MEASURED_TOGETHER = 256
 # Tar headers have room for 100 characters, and "-00000000.webp" follows.
 LONGEST_NAME = 86
 
+# Of pixels or features; a number has at most as many digits.
+MOST = 10**9
+
 
 @dataclass(frozen=True)
 class _Encoding:
-    """How an image becomes a sample."""
+    """How an image becomes a sample.
 
-    image_root: Path
+    Args:
+        root: folder of the image files, or of the array files in their place.
+        resize: see :func:`write_shards`.
+        quality: likewise.
+        on_error: likewise.
+        feature_dim: number of values of every feature, 0 where no array file can be used; None for image files.
+    """
+
+    root: Path
     resize: int | None
     quality: int
     on_error: str
+    feature_dim: int | None
 
 
 @dataclass(frozen=True)
@@ -66,9 +80,10 @@ class _Written:
 
 def write_shards(
     images: Sequence[CaptionedImage],
-    image_root: str | os.PathLike,
+    image_root: str | os.PathLike | None,
     out: str | os.PathLike,
     *,
+    features: str | os.PathLike | None = None,
     samples_per_shard: int = 1000,
     shard_size_mb: float | None = None,
     resize: int | None = None,
@@ -89,6 +104,10 @@ def write_shards(
     ``filename``, ``width``, ``height``). An image that turns out to be unusable leaves its key unused, so the keys and
     shards of all others do not depend on it.
 
+    With ``features`` the first member is ``.npy``, the bytes of an array file of region or grid features (N, W) as
+    :func:`~vl_plugins.data.feature_arrays.decode_features` takes it, and the ``.json`` has ``num_features`` (N) and
+    ``feature_dim`` (W) in place of width and height. W is the same for all images: that of the first usable one.
+
     The same input gives the same bytes with any number of workers. A shard gets its name when it is complete and on
     disk. A run that is repeated after it was stopped, in whatever way, keeps the complete shards and writes the others;
     the result is the same as without the interruption. Image files must not change in between: one that has changed is
@@ -100,8 +119,11 @@ def write_shards(
 
     Args:
         images: what to write, of one or several splits.
-        image_root: folder that ``CaptionedImage.file`` is relative to.
+        image_root: folder that ``CaptionedImage.file`` is relative to; None with ``features``.
         out: folder for the shards, a path or a URL of fsspec; made when missing.
+        features: folder of array files in place of the image files, found by
+            :func:`~vl_plugins.data.feature_arrays.with_array_files`: ``<image id>.npy``, or else
+            ``<name of the image file>.npy``.
         samples_per_shard: number of images per shard; not used when ``shard_size_mb`` is given.
         shard_size_mb: size in megabytes (10^6 bytes) that no shard exceeds, unless one image alone does.
         resize: number of pixels that the shorter side of larger images is reduced to; by default files stay untouched.
@@ -120,14 +142,21 @@ def write_shards(
         The manifest's entry of each split, by ``<dataset>-<split>``.
 
     Raises:
-        UserError: there is nothing to write; an image is missing, damaged, of an unsupported format, or too large
-            (with ``on_error="raise"``, or when all are); shards with other contents exist (without ``overwrite``);
-            the folder cannot be written; an argument is out of range, or ``seed`` is given and no split is for
+        UserError: there is nothing to write; an image is missing, damaged, of an unsupported format, or too large, or
+            an array file is none of these features (with ``on_error="raise"``, or when all are); it is not clear which
+            array file is whose; shards with other contents exist (without ``overwrite``); the folder cannot be written;
+            an argument is out of range, ``resize`` is given with ``features``, or ``seed`` and no split is for
             training. No partial shard is left behind.
     """
     _check_options(samples_per_shard, shard_size_mb, resize, quality, workers, on_error)
+    if (image_root is None) == (features is None):
+        raise UserError("give either image_root or features, the folder that files are read from")
+    if features is not None and resize is not None:
+        raise UserError("resize is for pictures; array files of features are written as they are")
     if not images:
         raise UserError("there are no images to write")
+    if features is not None:
+        images = with_array_files(images, features)
     splits: dict[str, list[CaptionedImage]] = {}
     for image in images:
         splits.setdefault(f"{image.dataset}-{image.split}", []).append(image)
@@ -136,14 +165,17 @@ def write_shards(
     if seed is not None:
         _shuffle_training_splits(splits, seed)
     # Now, because a missing module or a foreign manifest is nothing that `on_error` should skip.
-    require("PIL.Image", extra="data")
+    require("PIL.Image" if features is None else "numpy", extra="data")
     out = Folder(out)
     read_manifest(out)
     if not dry_run:
         out.make()
 
-    encoding = _Encoding(Path(image_root), resize, quality, on_error)
+    root = Path(image_root if features is None else features)
+    feature_dim = None if features is None else _first_feature_dim(images, root)
+    encoding = _Encoding(root, resize, quality, on_error, feature_dim)
     options = {
+        **({} if features is None else {"inputs": "features"}),
         **({"samples_per_shard": samples_per_shard} if shard_size_mb is None else {"shard_size_mb": shard_size_mb}),
         **({} if resize is None else {"resize": resize, "quality": quality}),
         "on_error": on_error,
@@ -191,6 +223,14 @@ def _check_options(
         raise UserError(f"quality must be 1 to 100, got {quality}")
 
 
+def _first_feature_dim(images: Iterable[CaptionedImage], root: Path) -> int:
+    """Return the number of values of each feature of the first image whose array file can be used, 0 without any."""
+    for image in images:
+        with suppress(UserError):  # said where it is written
+            return inspect_features(_read_file(image, root)).feature_dim
+    return 0
+
+
 def _shuffle_training_splits(splits: dict[str, list[CaptionedImage]], seed: int) -> None:
     training = [name for name, members in splits.items() if is_training_split(members[0].split)]
     if not training:
@@ -220,12 +260,14 @@ def _sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: _Encodi
 
 def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int:
     try:
-        size = (encoding.image_root / image.file).stat().st_size
+        size = (encoding.root / image.file).stat().st_size
     except (OSError, ValueError):
         return 0
-    # Nothing has more digits than this; a number of pixels has at most as many.
-    widest = ImageInfo("webp", 10**9, 10**9, "RGB")
-    return _size_in_tar(_members(key, image, b"", widest)) + _padded(size)
+    if encoding.feature_dim is None:
+        members = _members(key, image, "webp", b"", {"width": MOST, "height": MOST})
+    else:
+        members = _members(key, image, FEATURE_EXTENSION, b"", {"num_features": MOST, "feature_dim": MOST})
+    return _size_in_tar(members) + _padded(size)
 
 
 def _sizes_encoded(encoding: _Encoding, keyed: Sequence[tuple[str, CaptionedImage]]) -> list[int]:
@@ -330,7 +372,7 @@ def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Wri
             members = _encode(key, image, encoding)
         except UserError as error:
             if encoding.on_error == "raise":
-                place = encoding.image_root / image.file
+                place = encoding.root / image.file
                 raise UserError(f"{place} (image id {image.image_id}): {error}") from error
             rejected.append(RejectedImage(image.file, image.split, str(error)))
             continue
@@ -350,20 +392,31 @@ def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Wri
 
 def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, bytes]:
     """Return the members of one sample by name."""
-    try:
-        data = (encoding.image_root / image.file).read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read the file: {error_text(error)}") from error
-    except ValueError as error:  # a null character in the path
-        raise UserError(f"cannot read the file: {error}") from error
+    data = _read_file(image, encoding.root)
+    if encoding.feature_dim is not None:
+        info = inspect_features(data)
+        if info.feature_dim != encoding.feature_dim:
+            raise UserError(
+                f"its features have {info.feature_dim} values each, those of the first image {encoding.feature_dim}"
+            )
+        return _members(key, image, FEATURE_EXTENSION, data, info._asdict())
     if encoding.resize is None:
         info = inspect_image(data, decode=False)
     else:
         data, info = resize_image(data, encoding.resize, quality=encoding.quality)
-    return _members(key, image, data, info)
+    return _members(key, image, info.extension, data, {"width": info.width, "height": info.height})
 
 
-def _members(key: str, image: CaptionedImage, data: bytes, info: ImageInfo) -> dict[str, bytes]:
+def _read_file(image: CaptionedImage, root: Path) -> bytes:
+    try:
+        return (root / image.file).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error_text(error)}") from error
+    except ValueError as error:  # a null character in the path
+        raise UserError(f"cannot read the file: {error}") from error
+
+
+def _members(key: str, image: CaptionedImage, extension: str, data: bytes, size: Mapping[str, int]) -> dict[str, bytes]:
     metadata = {
         "image_id": image.image_id,
         "captions": image.captions,
@@ -371,11 +424,10 @@ def _members(key: str, image: CaptionedImage, data: bytes, info: ImageInfo) -> d
         "split": image.split,
         "dataset": image.dataset,
         "filename": image.filename,
-        "width": info.width,
-        "height": info.height,
+        **size,
     }
     return {
-        f"{key}.{info.extension}": data,
+        f"{key}.{extension}": data,
         f"{key}.txt": image.captions[0].encode(),
         f"{key}.json": to_json(metadata),
     }
@@ -414,12 +466,12 @@ def _fingerprint(shard: _Shard, encoding: _Encoding) -> str:
     images = []
     for key, image in shard.images.items():
         try:
-            status = (encoding.image_root / image.file).stat()
+            status = (encoding.root / image.file).stat()
             state = [status.st_size, status.st_mtime_ns]
         except (OSError, ValueError):
             state = None
         images.append([key, vars(image), state])
-    options = [encoding.resize, encoding.quality, encoding.on_error]
+    options = [encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
     return hashlib.sha256(to_json([images, options])).hexdigest()
 
 

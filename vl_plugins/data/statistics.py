@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest, select_splits
 from vl_plugins.data.shard_files import EXTENSIONS, headers
@@ -92,7 +93,7 @@ class SplitStatistics:
     Args:
         shards: number of shards.
         bytes: their size.
-        images: number of samples with a picture and a caption.
+        images: number of samples with a picture, or features, and a caption.
         captions: number of captions of these.
         unusable: number of samples without.
         rejected: number of images that conversion left out; None without a manifest, as is ``source``.
@@ -102,7 +103,9 @@ class SplitStatistics:
         widths: of images, in pixels.
         heights: of images, in pixels.
         shorter_sides: number of images by the first shorter side, in pixels, of a bin; the last bin has no end.
-        repeated_pictures: files of the same content under different image ids.
+        features: per image, where array files stand in place of pictures.
+        feature_dims: number of images by the number of values that each of their features has.
+        repeated_pictures: files, also of features, of the same content under different image ids.
         repeated_captions: captions of different images whose texts
             :func:`vl_plugins.data.captions.normalise_caption` makes equal.
         places: of all samples, unusable ones too.
@@ -120,6 +123,8 @@ class SplitStatistics:
     widths: Range | None
     heights: Range | None
     shorter_sides: Mapping[int, int]
+    features: Range | None
+    feature_dims: Mapping[int, int]
     repeated_pictures: Repeats
     repeated_captions: Repeats
     places: Sequence[Place]
@@ -146,7 +151,8 @@ def shard_statistics(
 
     Of pictures only the end is read, to find those that occur more than once; the whole is read where two have the
     same end. Width and height are those of the json. Without a ``manifest.json`` of ours every ``name-000.tar``,
-    ``name-001.tar``, ... is a split ``name``, and width and height come from the headers of the pictures.
+    ``name-001.tar``, ... is a split ``name``, and width and height come from the headers of the pictures. Number and
+    size of features are always those of the json.
 
     Args:
         folder: of the shards, a path or a URL of fsspec.
@@ -244,6 +250,8 @@ def _split_statistics(
     widths: Counter[int] = Counter()
     heights: Counter[int] = Counter()
     shorter_sides: Counter[int] = Counter()
+    features: Counter[int] = Counter()
+    feature_dims: Counter[int] = Counter()
     texts = _CaptionTexts()
     for file in files:
         before = len(places)
@@ -255,6 +263,9 @@ def _split_statistics(
             captions_per_image[len(sample.captions)] += 1
             words.update(len(caption.split()) for caption in sample.captions)
             texts.add(sample.captions)
+            if sample.features is not None:
+                features[sample.features[0]] += 1
+                feature_dims[sample.features[1]] += 1
             if sample.size is not None:
                 widths[sample.size[0]] += 1
                 heights[sample.size[1]] += 1
@@ -280,6 +291,8 @@ def _split_statistics(
         widths=_range(widths),
         heights=_range(heights),
         shorter_sides=_bins(shorter_sides),
+        features=_range(features),
+        feature_dims=dict(sorted(feature_dims.items())),
         repeated_pictures=_repeated_pictures(folder, pictures, batch_size),
         repeated_captions=texts.repeats(batch_size),
         places=places,
@@ -287,7 +300,7 @@ def _split_statistics(
 
 
 class _Picture(NamedTuple):
-    """An image file in a shard: ``tail`` is a hash of its end, or of all of it when that is not longer."""
+    """An image or array file in a shard: ``tail`` is a hash of its end, or of all of it when that is not longer."""
 
     shard: str
     offset: int
@@ -298,12 +311,13 @@ class _Picture(NamedTuple):
 
 
 class _Scanned(NamedTuple):
-    """What is read of a sample; ``size`` is width and height in pixels."""
+    """What is read of a sample: ``size`` is width and height in pixels, ``features`` their number and size."""
 
     offset: int
     picture: _Picture | None
     captions: list[str]
     size: tuple[int, int] | None
+    features: tuple[int, int] | None
 
 
 def _scan(folder: Folder, file: str, *, own: bool) -> Iterator[_Scanned]:
@@ -312,17 +326,19 @@ def _scan(folder: Folder, file: str, *, own: bool) -> Iterator[_Scanned]:
         for files in _files_of_samples(stream):
             texts = _text_files(stream, files)
             record = texts.get("json", {})
-            member, picture, size = _picture(files), None, None
+            member, picture, size, features = _picture(files), None, None, None
             if member is not None:
-                size = _recorded_size(record) if own else _header_size(stream, member)
+                size = _recorded(record, "width", "height") if own else _header_size(stream, member)
+            elif FEATURE_EXTENSION in files:
+                member, features = files[FEATURE_EXTENSION], _recorded(record, "num_features", "feature_dim")
+            # A picture that nothing can be said of is none.
+            if member is not None and (own or size is not None or features is not None):
                 key = _key(files)
                 image_id = record.get("image_id")
                 # Without an id, every sample is an image of its own.
                 image_id = image_id if type(image_id) in (int, str) else key
                 picture = _Picture(file, member.offset_data, member.size, _tail(stream, member), key, image_id)
-                # A picture that nothing can be said of is none.
-                picture = picture if own or size is not None else None
-            yield _Scanned(next(iter(files.values())).offset, picture, _captions(texts), size)
+            yield _Scanned(next(iter(files.values())).offset, picture, _captions(texts), size, features)
 
 
 def _files_of_samples(stream: BinaryIO) -> Iterator[dict[str, tarfile.TarInfo]]:
@@ -401,9 +417,10 @@ def _captions(texts: Mapping[str, Any]) -> list[str]:
     return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
 
 
-def _recorded_size(record: Mapping[str, Any]) -> tuple[int, int] | None:
-    size = record.get("width"), record.get("height")
-    return size if all(type(side) is int for side in size) else None
+def _recorded(record: Mapping[str, Any], *fields: str) -> tuple[int, int] | None:
+    """Return two fields of a json, None unless both are whole numbers."""
+    numbers = tuple(record.get(field) for field in fields)
+    return numbers if all(type(number) is int for number in numbers) else None
 
 
 def _header_size(stream: BinaryIO, member: tarfile.TarInfo) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.annotations import check_caption
+from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features
 from vl_plugins.data.images import IMAGE_EXTENSIONS, inspect_image
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.manifest import (
@@ -36,7 +37,15 @@ __all__ = ["Verification", "verify_shards"]
 LARGEST_MEMBER = 1 << 29  # bytes
 READ_TOGETHER = 1 << 20  # bytes
 
-KINDS = ("image", "txt", "json")  # of files of a sample
+# What a sample has of an image -> the fields of its size in the json.
+SIZE_FIELDS = {"image": ("width", "height"), "features": ("num_features", "feature_dim")}
+# Of files of a sample, by extension.
+KINDS = {
+    **dict.fromkeys(IMAGE_EXTENSIONS.values(), "image"),
+    FEATURE_EXTENSION: "features",
+    "txt": "txt",
+    "json": "json",
+}
 
 ID = (int, str)
 RECORD_FIELDS = {
@@ -46,8 +55,7 @@ RECORD_FIELDS = {
     "split": (str,),
     "dataset": (str,),
     "filename": (str,),
-    "width": (int,),
-    "height": (int,),
+    **{field: (int,) for fields in SIZE_FIELDS.values() for field in fields},
 }
 ELEMENTS = {"captions": (str,), "caption_ids": ID}
 TYPE_NAMES = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}
@@ -76,8 +84,9 @@ def verify_shards(
 ) -> Verification:
     """Read shards again and compare them, sample by sample, with ``manifest.json`` and the files beside it.
 
-    Every shard is read once from beginning to end, its images are decoded, and nothing is written. What does not
-    follow from another problem is a problem of its own; the order of problems does not depend on ``workers``.
+    Every shard is read once from beginning to end, its images, or arrays of features, are decoded, and nothing is
+    written. What does not follow from another problem is a problem of its own; the order of problems does not depend on
+    ``workers``.
 
     Args:
         folder: of the shards, a path or a URL of fsspec.
@@ -108,7 +117,7 @@ def verify_shards(
             elif file not in present:
                 problems.append(f"{file}: does not exist")
             else:
-                tasks.append(_Task(name, file, entry["shards"][file]))
+                tasks.append(_Task(name, file, entry["shards"][file], _kind_of_input(entry)))
 
     reports: dict[str, list[_Report]] = {name: [] for name in selected}
     read_again = map_in_processes(partial(_verify_shard, folder), tasks, workers)
@@ -137,6 +146,7 @@ class _Task(NamedTuple):
     split: str
     file: str
     facts: dict[str, Any]
+    input_kind: str  # "image" or "features"
 
 
 class _Ids(NamedTuple):
@@ -203,6 +213,11 @@ def _is_facts(facts: Any) -> bool:
     if not isinstance(facts, dict) or not isinstance(facts.get("sha256"), str):
         return False
     return all(type(facts.get(key)) is int for key in ("samples", "captions", "bytes"))
+
+
+def _kind_of_input(entry: Mapping[str, Any]) -> str:
+    options = entry.get("options")
+    return "features" if isinstance(options, dict) and options.get("inputs") == "features" else "image"
 
 
 def _left_over_of(name: str) -> str | None:
@@ -345,7 +360,7 @@ class _BrokenArchive(Exception):
 
 def _verify_shard(folder: Folder, task: _Task) -> _Report:
     """Read a shard from beginning to end. A function of the module, because it runs in other processes."""
-    contents = _Contents(task.split)
+    contents = _Contents(task.split, task.input_kind)
     problems = []
     facts = task.facts
     ended = False
@@ -466,8 +481,8 @@ class _Sample:
 
     Args:
         key: name up to the first dot.
-        content: of the ``image`` (its :class:`ImageInfo`), ``txt`` (str) and ``json`` (anything); None where there is
-            one that cannot be used.
+        content: of the ``image`` or the ``features`` (width and height, or number and size of them), ``txt`` (str) and
+            ``json`` (anything); None where there is one that cannot be used.
         problems: lines, without the key.
     """
 
@@ -481,10 +496,13 @@ class _Contents:
 
     Args:
         split: ``<dataset>-<split>``.
+        input_kind: what a sample has of an image, ``"image"`` or ``"features"``.
     """
 
-    def __init__(self, split: str):
+    def __init__(self, split: str, input_kind: str):
         self._split = split
+        self._input_kind = input_kind
+        self._expected = (input_kind, "txt", "json")
         self._ids: dict[str, _Ids] = {}  # by key
         self._kinds: dict[str, set[str]] = {}  # likewise
         self._last_key = ""
@@ -518,14 +536,14 @@ class _Contents:
                     sample = self._begin(key)
                 self._add(sample, extension, member, reader)
         except _BrokenArchive:
-            if sample is not None and not set(KINDS) <= sample.content.keys():
+            if sample is not None and not set(self._expected) <= sample.content.keys():
                 sample = None
             raise
         finally:
             if sample is not None:
                 self._end(sample)
             for key, kinds in self._kinds.items():
-                missing = [kind for kind in KINDS if kind not in kinds]
+                missing = [kind for kind in self._expected if kind not in kinds]
                 if missing:
                     self.problems.append(f"{key}: has no {', no '.join(missing)}")
 
@@ -542,8 +560,8 @@ class _Contents:
         return sample
 
     def _add(self, sample: _Sample, extension: str, member: tarfile.TarInfo, reader: _HashedReader) -> None:
-        kind = "image" if extension in IMAGE_EXTENSIONS.values() else extension
-        if kind not in KINDS:
+        kind = KINDS.get(extension)
+        if kind not in self._expected:
             sample.problems.append(f"has an unknown file {member.name}")
             return
         if kind in sample.content:
@@ -561,20 +579,25 @@ class _Contents:
         if len(data) < member.size:
             raise _BrokenArchive(f"became shorter while it was read, in {member.name}")
         try:
-            sample.content[kind] = _parse(kind, data)
+            if kind == "image":
+                info = inspect_image(data)
+                sample.content[kind] = info.width, info.height
+                if info.extension != extension:
+                    sample.problems.append(f"its image is {info.extension}, its name says {extension}")
+            elif kind == "features":
+                sample.content[kind] = tuple(inspect_features(data))
+            else:
+                sample.content[kind] = _parse(kind, data)
         except UserError as error:
             sample.problems.append(str(error))
-            return
-        if kind == "image" and sample.content[kind].extension != extension:
-            sample.problems.append(f"its image is {sample.content[kind].extension}, its name says {extension}")
 
     def _end(self, sample: _Sample) -> None:
         record = sample.content.get("json")
         ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], []))
         kinds = self._kinds.setdefault(sample.key, set())
         if record is not None:
-            sample.problems += _check_record(record, self._split)
-            sample.problems += _compare(record, sample.content)
+            sample.problems += _check_record(record, self._split, self._input_kind)
+            sample.problems += _compare(record, sample.content, self._input_kind)
             # What occurs again has been counted.
             if "json" not in kinds:
                 ids.image.extend([record["image_id"]] if _has(record, "image_id") else [])
@@ -589,13 +612,11 @@ def _is_key(split: str, key: str) -> bool:
 
 
 def _parse(kind: str, data: bytes) -> Any:
-    """Return what a file of a sample contains.
+    """Return what the ``json`` or the ``txt`` of a sample contains.
 
     Raises:
         UserError: it cannot be used; the message says why.
     """
-    if kind == "image":
-        return inspect_image(data)
     if kind == "json":
         record = parse_json(data, "its json")
         if not isinstance(record, dict):
@@ -607,9 +628,11 @@ def _parse(kind: str, data: bytes) -> Any:
         raise UserError(f"its txt is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _check_record(record: Mapping[str, Any], split: str) -> Iterator[str]:
+def _check_record(record: Mapping[str, Any], split: str, input_kind: str) -> Iterator[str]:
     """Yield what is wrong with the content of a json."""
-    for key, types in RECORD_FIELDS.items():
+    (others,) = (fields for kind, fields in SIZE_FIELDS.items() if kind != input_kind)
+    expected_fields = {key: types for key, types in RECORD_FIELDS.items() if key not in others}
+    for key, types in expected_fields.items():
         if key not in record:
             yield f"its json has no {key!r}"
         elif type(record[key]) not in types:
@@ -619,7 +642,7 @@ def _check_record(record: Mapping[str, Any], split: str) -> Iterator[str]:
             wrong = next(element for element in record[key] if type(element) not in ELEMENTS[key])
             expected = " or ".join(TYPE_NAMES[of] for of in ELEMENTS[key])
             yield f"each of {key!r} of its json must be {expected}, one is {_kind_of(wrong)}"
-    unknown = record.keys() - RECORD_FIELDS.keys()
+    unknown = record.keys() - expected_fields.keys()
     if unknown:
         yield f"its json has unknown keys: {', '.join(sorted(unknown))}"
 
@@ -639,17 +662,18 @@ def _check_record(record: Mapping[str, Any], split: str) -> Iterator[str]:
         yield f"its json says data set {record['dataset']!r} and split {record['split']!r}, but it is in {split}"
 
 
-def _compare(record: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where json, txt and image of a sample contradict each other."""
+def _compare(record: Mapping[str, Any], content: Mapping[str, Any], input_kind: str) -> Iterator[str]:
+    """Yield where json, txt and image, or features, of a sample contradict each other."""
     # Without any caption there is no first one, which is a problem already.
     captions = record["captions"] if _has(record, "captions") else []
     if content.get("txt") is not None and captions and content["txt"] != captions[0]:
         yield "its txt is not the first caption of its json"
-    image = content.get("image")
-    if image is not None and _has(record, "width") and _has(record, "height"):
-        width, height = record["width"], record["height"]
-        if (width, height) != (image.width, image.height):
-            yield f"its json says {width} x {height} pixels, its image has {image.width} x {image.height}"
+    size, fields = content.get(input_kind), SIZE_FIELDS[input_kind]
+    if size is not None and all(_has(record, field) for field in fields):
+        said = tuple(record[field] for field in fields)
+        if said != size:
+            what = "pixels, its image has" if input_kind == "image" else "values, its array has"
+            yield f"its json says {said[0]} x {said[1]} {what} {size[0]} x {size[1]}"
 
 
 def _has(record: Mapping[str, Any], key: str) -> bool:

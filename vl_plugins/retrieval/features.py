@@ -1,5 +1,6 @@
 """Embeddings of images and captions in a file, with the names of what they embed."""
 
+import inspect
 import io
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from vl_plugins.components import create_component
@@ -19,7 +21,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
 
-__all__ = ["Features", "features_file", "id_difference", "load_features", "save_features"]
+__all__ = ["Features", "describe_similarity", "features_file", "id_difference", "load_features", "save_features"]
 
 SUFFIXES = (".npz", ".safetensors")
 TENSORS = ("image_features", "caption_features", "image_of_caption")
@@ -217,6 +219,23 @@ def id_difference(kind: str, ids: Sequence[Id], expected: Sequence[Id], where: s
 def _missing(names: Sequence[Id], others: Sequence[Id]) -> list[Id]:
     others = set(others)
     return [name for name in names if name not in others]
+
+
+def describe_similarity(similarity: BaseDistance) -> dict[str, Any]:
+    """Return what :meth:`Features.similarity` makes the same similarity of: its class, and its options as they are now.
+
+    >>> describe_similarity(create_component("distance", "SmoothChamferSimilarity", alpha=8.0))["similarity_kwargs"]
+    {'alpha': 8.0, 'set_size': 1, 'backend': None}
+    """
+    parameters = inspect.signature(type(similarity).__init__).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    values = {name: getattr(similarity, name) for name in names if name != "self"}
+    return {
+        "similarity": type(similarity).__name__,
+        "similarity_kwargs": {
+            name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
+        },
+    }
 
 
 def features_file(file: str | os.PathLike) -> Path:

@@ -1,0 +1,43 @@
+"""Two-tower training by pytorch-metric-learning: ``python -m vl_plugins.integrations.pytorch_metric_learning``.
+
+As a library: :func:`build_loss`, :func:`build_miner`, :func:`build_reducer` and :func:`build_trainer` make the parts
+from plain dicts; :class:`CrossModalTrainer` trains models and data of your own; :func:`load_model` loads a checkpoint.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+__all__ = [
+    "CrossModalTrainer",
+    "build_loss",
+    "build_miner",
+    "build_reducer",
+    "build_trainer",
+    "load_model",
+    "main",
+    "read_config",
+]
+
+# Late, so that the command line can say itself what is not installed.
+MODULES = {
+    "CrossModalTrainer": "trainers",
+    "build_loss": "builders",
+    "build_miner": "builders",
+    "build_reducer": "builders",
+    "build_trainer": "runs",
+    "load_model": "checkpoints",
+    "read_config": "config",
+}
+
+
+def __getattr__(name: str):
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the command line ``argv`` says; return 0, or 2 after one line on standard error."""
+    from vl_plugins.integrations.pytorch_metric_learning.command_line import main
+
+    return main(argv)

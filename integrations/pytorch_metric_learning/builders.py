@@ -1,0 +1,112 @@
+"""Losses, miners, reducers and distances from plain data, as it stands in a YAML file."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vl_plugins.components import create_component, list_components
+from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.registry import create_loss, list_losses
+
+__all__ = ["Specification", "build_component", "build_loss", "build_miner", "build_reducer", "split_specification"]
+
+Specification = str | Mapping[str, Any]
+"""A name, or ``{"name": NAME, OPTION: VALUE, ...}``."""
+
+# What an option of a loss, miner or reducer is, where it is itself given by a specification.
+KIND_OF_OPTION = {
+    "base": "loss",
+    "distance": "distance",
+    "embedding_regularizer": "regularizer",
+    "loss": "loss",
+    "miner": "miner",
+    "reducer": "reducer",
+    "weight_regularizer": "regularizer",
+}
+KIND_OF_OPTIONS = {"losses": "loss", "miners": "miner", "reducers": "reducer"}
+
+# `smooth_chamfer` takes the name of its base as it is, and the options of the base beside it.
+NAMES_AS_THEY_ARE = ("base",)
+
+
+def build_loss(specification: Specification, **options: Any) -> Any:
+    """Return a new loss.
+
+    Args:
+        specification: the name of one of :func:`vl_plugins.list_losses`, those of installed packages included, or the
+            class name of any loss of pytorch-metric-learning or of :mod:`vl_plugins.losses`; or a mapping of ``name``
+            and options. Options that are themselves a loss, distance, reducer, miner or regularizer, such as ``loss``
+            of ``CrossBatchMemory`` or ``losses`` of ``MultipleLosses``, are given by specifications.
+        options: more options, such as a ``reducer``; one that the specification has too is an error.
+
+    Raises:
+        UserError: an unknown name or option, or options that do not fit.
+        ValueError: an option out of its range.
+
+    Example:
+        ``build_loss({"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}})``
+    """
+    return build_component("loss", specification, **options)
+
+
+def build_miner(specification: Specification, **options: Any) -> Any:
+    """Return a new miner of pytorch-metric-learning or of :mod:`vl_plugins.miners`; see :func:`build_loss`."""
+    return build_component("miner", specification, **options)
+
+
+def build_reducer(specification: Specification, **options: Any) -> Any:
+    """Return a new reducer of pytorch-metric-learning; see :func:`build_loss`."""
+    return build_component("reducer", specification, **options)
+
+
+def build_component(kind: str, specification: Specification, **options: Any) -> Any:
+    """Return a new loss, distance, miner, reducer or regularizer, whatever ``kind`` says; see :func:`build_loss`."""
+    name, own = split_specification(kind, specification)
+    twice = sorted(own.keys() & options.keys())
+    if twice:
+        raise UserError(f"{twice[0]} of {kind} {name!r} is given twice: among its options and by itself")
+    own = {option: _resolve(option, value) for option, value in own.items()} | options
+    if kind != "loss":
+        return create_component(kind, name, **own)
+    if name in list_losses():
+        return create_loss(name, **own)
+    if name not in list_components("loss"):
+        raise unknown_name("loss", name, [*list_losses(), *list_components("loss")])
+    return create_component("loss", name, **own)
+
+
+def split_specification(kind: str, specification: Specification) -> tuple[str, dict[str, Any]]:
+    """Return name and options.
+
+    Raises:
+        UserError: it is neither a name nor a mapping with one.
+
+    >>> split_specification("miner", {"name": "BatchHardMiner", "distance": "LpDistance"})
+    ('BatchHardMiner', {'distance': 'LpDistance'})
+    """
+    if isinstance(specification, str):
+        return specification, {}
+    if not isinstance(specification, Mapping) or not isinstance(specification.get("name"), str):
+        raise UserError(
+            f"{kind} must be a name or a mapping such as {{name: NAME, option: value}}, got {specification!r}"
+        )
+    return specification["name"], {key: value for key, value in specification.items() if key != "name"}
+
+
+def _resolve(option: str, value: Any) -> Any:
+    if option in KIND_OF_OPTION and _is_specification(value) and not _stays_a_name(option, value):
+        return build_component(KIND_OF_OPTION[option], value)
+    if option in KIND_OF_OPTIONS:
+        kind = KIND_OF_OPTIONS[option]
+        if isinstance(value, Mapping):
+            return {name: build_component(kind, of_name) for name, of_name in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [build_component(kind, item) for item in value]
+    return value
+
+
+def _is_specification(value: Any) -> bool:
+    return isinstance(value, (str, Mapping))
+
+
+def _stays_a_name(option: str, value: Any) -> bool:
+    return option in NAMES_AS_THEY_ARE and isinstance(value, str)

@@ -1,0 +1,163 @@
+"""Checkpoints: the whole state of a training at the end of an epoch, or a model alone."""
+
+import os
+import pickle
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vl_plugins.data.storage import Folder
+from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
+
+__all__ = [
+    "is_checkpoint",
+    "load_model",
+    "load_states",
+    "random_states",
+    "read_checkpoint",
+    "seed_everything",
+    "set_random_states",
+    "states_of",
+    "write_checkpoint",
+]
+
+FORMAT = "vl_plugins.pytorch_metric_learning"
+VERSION = 1
+
+
+def write_checkpoint(
+    file: str | os.PathLike, config: Config, vocabulary: Vocabulary | None, states: Mapping[str, Any]
+) -> None:
+    """Write a file that appears complete or not at all.
+
+    Args:
+        file: where to.
+        config: of the training.
+        vocabulary: of the text tower, if it has one.
+        states: what to keep; tensors, numbers, strings and containers of them.
+
+    Raises:
+        UserError: the file cannot be written; one that was there before stays.
+    """
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": as_plain(config),
+        "vocabulary": None if vocabulary is None else list(vocabulary.words),
+        **states,
+    }
+    file = Path(file)
+    with Folder(file.parent).write(file.name) as stream:
+        torch.save(content, stream)
+
+
+def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
+    """Read what :func:`write_checkpoint` wrote; ``config`` and ``vocabulary`` are objects again.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or something else.
+    """
+    if not Path(file).is_file():
+        raise UserError(f"checkpoint {file}: no such file")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    # Of a file that is cut off, too.
+    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError) as error:
+        raise UserError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not is_checkpoint(content):
+        raise UserError(f"{file} is no checkpoint of {FORMAT}")
+    if content["version"] > VERSION:
+        raise UserError(f"checkpoint {file} is of a later version of vl_plugins")
+    content["config"] = parse_config(content["config"])
+    if content["vocabulary"] is not None:
+        content["vocabulary"] = Vocabulary(tuple(content["vocabulary"]))
+    return content
+
+
+def is_checkpoint(content: Any) -> bool:
+    """Return whether what ``torch.load`` gave is of :func:`write_checkpoint`."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def load_model(
+    checkpoint: str | os.PathLike, *, device: str | torch.device = "cpu"
+) -> tuple[TwoTowers, Callable, Callable]:
+    """Load a model that was trained from a configuration.
+
+    Args:
+        checkpoint: ``best.pt`` or ``latest.pt`` of a run.
+        device: where to put the model.
+
+    Returns:
+        The model in evaluation mode, the transform of images, or of features, for evaluation, and the tokenizer.
+
+    Raises:
+        UserError: a file that is not there, cannot be read, or does not fit what its configuration builds.
+    """
+    from vl_plugins.integrations.pytorch_metric_learning.runs import build_loss_of
+
+    content = read_checkpoint(checkpoint)
+    towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
+    loss = build_loss_of(content["config"])
+    try:
+        load_states(towers.parts, content["models"])
+        loss.load_state_dict(content["loss_funcs"]["metric_loss"])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {error}") from error
+    if content["config"].head is not None:
+        towers.compare_sets_by(loss.distance)
+    return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer
+
+
+def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``state_dict`` of each part."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_states(parts: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
+    """Put back what :func:`states_of` took.
+
+    Raises:
+        KeyError: a part has no state.
+        RuntimeError: a state is of another part.
+    """
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+
+
+def seed_everything(seed: int) -> None:
+    """Begin all random numbers anew: those of torch, and of transforms that draw from Python or NumPy."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all generators of random numbers."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
+    version, internal, gauss = random.getstate()
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [numpy_name, numpy_keys.tolist(), *numpy_rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Go on with the random numbers where :func:`random_states` was."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

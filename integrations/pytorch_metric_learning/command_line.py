@@ -1,0 +1,172 @@
+"""``python -m vl_plugins.integrations.pytorch_metric_learning``: a training from a configuration file."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vl_plugins.errors import UserError, message
+from vl_plugins.key_values import KeyValues, literal
+from vl_plugins.optional import require
+
+__all__ = ["build_parser", "changed", "main"]
+
+DESCRIPTION = """\
+Train two towers, of images and of texts, with pytorch-metric-learning: data, encoders, loss, miner, reducer,
+optimizer and stages are named in a YAML file. After each epoch come retrieval metrics over all captions, TensorBoard
+and a checkpoint."""
+
+EPILOG = """\
+examples:
+  VSE++ on Flickr30K as published, and with another objective:
+  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml
+  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
+      --loss goal --loss-kwargs triplet_weight=cir pair_weight=sig_ms --out runs/goal
+
+  any value of the file by its path, and only a try:
+  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
+      --set data.batch_size=64 stages.0.epochs=10 --dry-run"""
+
+KINDS = ("loss", "miner", "reducer", "distance")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UserError`."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+
+class _Settings(argparse.Action):
+    """``key.path=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        settings = dict(getattr(namespace, self.dest))
+        for token in values:
+            path, separator, value = token.partition("=")
+            if not separator or not all(part.replace("_", "").isalnum() for part in path.split(".")):
+                raise UserError(f"{option_string}: expected key.path=value, got {token!r}")
+            settings[path] = literal(value)
+        setattr(namespace, self.dest, settings)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = _Parser(
+        prog="python -m vl_plugins.integrations.pytorch_metric_learning",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE.yaml",
+        help="the configuration, or the name of one that is shipped in configs/pytorch_metric_learning",
+    )
+    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on, in place of data.train")
+    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on, in place of data.val")
+    helps = {
+        "loss": "a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
+        "miner": "a miner of pytorch-metric-learning, or HardestNegativeMiner of vl_plugins",
+        "reducer": "a reducer of pytorch-metric-learning",
+        "distance": "a distance of pytorch-metric-learning, or smooth_chamfer, chamfer, mil, match_probability of sets",
+    }
+    for kind in KINDS:
+        what.add_argument(f"--{kind}", metavar="NAME", help=helps[kind])
+        what.add_argument(
+            f"--{kind}-kwargs",
+            nargs="+",
+            action=KeyValues,
+            default={},
+            metavar="KEY=VALUE",
+            help=f"options of the {kind}; added to those in the file, unless --{kind} names another one",
+        )
+    what.add_argument(
+        "--set",
+        nargs="+",
+        action=_Settings,
+        default={},
+        metavar="KEY.PATH=VALUE",
+        help="any other value of the file, such as data.batch_size=64 or stages.0.optimizer.lr=1e-4",
+    )
+    how = parser.add_argument_group("how to run")
+    how.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for all that is written (default: runs/<name of the file>)"
+    )
+    how.add_argument("--resume", action="store_true", help="go on with the run in --out after its last whole epoch")
+    how.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only try it out: build the model with random weights and do a step of each stage on made-up inputs; "
+        "nothing is read, downloaded or written",
+    )
+    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; return 0, 2 after one line on standard error when the input is wrong, or 130 after Ctrl-C."""
+    try:
+        return _run(build_parser().parse_args(argv))
+    except UserError as error:
+        print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("vl_plugins: interrupted; --resume goes on after the last whole epoch", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    require("yaml", extra="pml")
+    import torch
+
+    from vl_plugins.integrations.pytorch_metric_learning.config import read_config
+
+    config = read_config(arguments.config, lambda content: changed(content, arguments))
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _log_to_standard_error()
+    from vl_plugins.integrations.pytorch_metric_learning.runs import Run, dry_run
+
+    if arguments.dry_run:
+        dry_run(config, device)
+        print(
+            f"dry run of {arguments.config}: a step of {len(config.stages)} stage(s) with random weights and made-up "
+            "inputs; nothing was read or written"
+        )
+        return 0
+    out = arguments.out or Path("runs") / Path(arguments.config).stem
+    Run(config, out, device=device, resume=arguments.resume).train()
+    return 0
+
+
+def _log_to_standard_error() -> None:
+    # Not the root: other packages have things to say that concern nobody here.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
+    ours, host = logging.getLogger("vl_plugins"), logging.getLogger("PML")
+    ours.setLevel(logging.INFO)
+    host.setLevel(logging.WARNING)  # it announces each epoch, which the progress bar does too
+    for logger in (ours, host):
+        logger.handlers = [handler]
+
+
+def changed(content: Any, arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Return what the command line says in place of the file."""
+    changes: dict[str, Any] = {}
+    for path, value in (("data.train", arguments.train_data), ("data.val", arguments.val_data)):
+        if value is not None:
+            changes[path] = value
+    for kind in KINDS:
+        name, options = getattr(arguments, kind), getattr(arguments, f"{kind}_kwargs")
+        in_file = content.get(kind) if isinstance(content, Mapping) else None
+        if name is not None and name != (in_file.get("name") if isinstance(in_file, Mapping) else in_file):
+            changes[kind] = {"name": name}
+        elif options and not in_file:
+            raise UserError(f"--{kind}-kwargs needs --{kind}, since the file names none")
+        changes |= {f"{kind}.{option}": value for option, value in options.items()}
+    return changes | arguments.set

@@ -1,0 +1,228 @@
+"""Two towers from a configuration."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from pytorch_metric_learning.distances import BaseDistance
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
+from vl_plugins.encoders import Embedder
+from vl_plugins.errors import UserError, check_name
+from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
+from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
+from vl_plugins.options import construct, constructor_options
+
+__all__ = ["TRUNKS", "TwoInputs", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
+
+# As strings: timm, open_clip and transformers are imported where they are used.
+TRUNKS = MappingProxyType(
+    {
+        "image": {
+            "features": "vl_plugins.encoders.feature_trunk:FeatureTrunk",
+            "timm": "vl_plugins.encoders.timm_trunk:TimmTrunk",
+        },
+        "text": {
+            "gru": "vl_plugins.encoders.gru_trunk:GRUTrunk",
+            "hugging_face": "vl_plugins.encoders.hugging_face_trunk:HuggingFaceTrunk",
+            "open_clip": ("vl_plugins.integrations.pytorch_metric_learning.open_clip_text_trunk:OpenCLIPTextTrunk"),
+        },
+    }
+)
+INPUTS_OF_TRUNK = {"features": "features", "timm": "images"}
+
+
+class TwoInputs(NamedTuple):
+    """A batch of images and one of texts, for a module that takes one argument."""
+
+    images: Tensor
+    texts: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.images.dtype
+
+    def to(self, device: torch.device) -> "TwoInputs":
+        return TwoInputs(self.images.to(device), self.texts.to(device))
+
+    def type(self, dtype: torch.dtype) -> "TwoInputs":
+        return TwoInputs(self.images.type(dtype), self.texts)
+
+
+class TwoTowers(nn.Module):
+    """Images and texts to embeddings, with the methods of an open_clip model that evaluation uses.
+
+    Args:
+        parts: modules by the names of ``MODEL_PARTS``; heads may be missing.
+        tokenizer: from a list of n strings to (n, L) token ids.
+        image_transform: called with whether it is for training; from a picture, or an array of features, to a tensor.
+        inputs: ``"images"`` or ``"features"``, what the image tower takes.
+
+    Attributes:
+        similarity: by which sets are compared, that of the loss; None for vectors, compared by cosine.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, nn.Module],
+        tokenizer: Callable[[list[str]], Tensor] | None = None,
+        image_transform: Callable[[bool], Callable[[Any], Tensor]] | None = None,
+        inputs: str = "images",
+    ):
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+        self.tokenizer = tokenizer
+        self.image_transform = image_transform
+        self.inputs = inputs
+        self._of_loss: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
+        self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @property
+    def similarity(self) -> BaseDistance | None:
+        return self._of_loss[0] if self._of_loss else None
+
+    def compare_sets_by(self, distance: BaseDistance) -> None:
+        """Set ``similarity``."""
+        self._of_loss = [distance]
+
+    def unfreeze(self) -> None:
+        """Let all parameters be trained that were to be trained at first."""
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
+
+    @property
+    def head(self) -> str | None:
+        """``"set"`` where embeddings are sets."""
+        return "set" if "image_head" in self.parts else None
+
+    @property
+    @torch.no_grad()
+    def grid(self) -> tuple[int, int] | None:
+        """(height, width) of the local features of an image, None where they have no such order."""
+        trunk = self.parts["image_trunk"]
+        return trunk(trunk.example_inputs(1).to(next(self.parameters()))).grid
+
+    def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
+        """Return the embeddings of images (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
+        return self._encode("image", images, normalize)
+
+    def encode_text(self, texts: Tensor, normalize: bool = False) -> Tensor:
+        """Return the embeddings of texts (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
+        return self._encode("text", texts, normalize)
+
+    def forward(self, inputs: Tensor | TwoInputs) -> Tensor:
+        """Return embeddings of images, which are floating-point numbers, of texts, which are integers, or of both."""
+        if isinstance(inputs, TwoInputs):
+            return torch.cat([self.encode_image(inputs.images), self.encode_text(inputs.texts)])
+        return self.encode_image(inputs) if inputs.is_floating_point() else self.encode_text(inputs)
+
+    def predict_image_sets(self, images: Tensor) -> SetPredictionOutput:
+        """Return the sets of images with slots and attention maps.
+
+        Raises:
+            UserError: there is no head that makes sets.
+        """
+        if "image_head" not in self.parts:
+            raise UserError("the model has no set head, so it makes no sets")
+        return self.parts["image_head"].predict(self._features("image", images))
+
+    def _features(self, tower: str, inputs: Tensor) -> TowerFeatures:
+        return self.parts[f"{tower}_embedder"](self.parts[f"{tower}_trunk"](inputs))
+
+    def _encode(self, tower: str, inputs: Tensor, normalize: bool) -> Tensor:
+        output = self._features(tower, inputs)
+        if f"{tower}_head" in self.parts:
+            output = self.parts[f"{tower}_head"](output)
+        embeddings, _ = embeddings_and_slots(output)
+        return functional.normalize(embeddings.float(), dim=-1) if normalize else embeddings
+
+
+def embeddings_and_slots(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the embeddings in what a tower makes, and the slots of sets if there are any."""
+    if isinstance(output, TowerFeatures):
+        return output.pooled, None
+    if isinstance(output, Mapping):
+        return output["features"], output.get("slots")
+    return output, None
+
+
+def needs_vocabulary(config: Config) -> bool:
+    """Return whether the text tower takes the words of the training captions."""
+    name, _ = split_specification("text.trunk", config.text.trunk)
+    return name == "gru"
+
+
+def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> TwoTowers:
+    """Return the towers of a configuration, on the CPU, with weights by its seed.
+
+    Args:
+        config: what to build.
+        vocabulary: words of the text tower, where :func:`needs_vocabulary` says that it has some.
+        pretrained: whether weights are loaded where the configuration says so; otherwise all are random.
+
+    Raises:
+        UserError: an unknown name or option, or weights that cannot be loaded.
+    """
+    torch.manual_seed(config.seed)
+    name, _ = split_specification("image.trunk", config.image.trunk)
+    expected = INPUTS_OF_TRUNK.get(name)
+    if expected not in (None, config.data.inputs):
+        raise UserError(f"image.trunk {name!r} takes {expected}, but data.inputs is {config.data.inputs!r}")
+    image_trunk = _trunk("image", config.image, {}, pretrained)
+    text_trunk = _trunk("text", config.text, _words(config, vocabulary, pretrained), pretrained)
+    parts: dict[str, nn.Module] = {}
+    for tower, trunk, settings in (("image", image_trunk, config.image), ("text", text_trunk, config.text)):
+        try:
+            embedder = Embedder(
+                trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection
+            )
+        except ValueError as error:
+            raise UserError(f"{tower}: {error}") from error
+        parts |= {f"{tower}_trunk": trunk, f"{tower}_embedder": embedder}
+        if config.head is not None:
+            parts[f"{tower}_head"] = _set_head(config, embedder)
+    return TwoTowers(
+        {name: parts[name] for name in MODEL_PARTS if name in parts},
+        vocabulary if needs_vocabulary(config) else text_trunk.tokenizer,
+        image_trunk.image_transform,
+        inputs=config.data.inputs,
+    )
+
+
+def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrained: bool) -> nn.Module:
+    name, options = split_specification(f"{tower}.trunk", settings.trunk)
+    module, _, class_name = TRUNKS[tower][check_name(f"trunk of {tower}s", name, TRUNKS[tower])].partition(":")
+    factory = getattr(importlib.import_module(module), class_name)
+    if not pretrained:
+        random = {"pretrained": False, "weights": None}
+        options |= {option: random[option] for option in random if option in constructor_options(factory)}
+    return construct(f"trunk of {tower}s", name, factory, {**options, **words})
+
+
+def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> dict[str, Any]:
+    """Return the options of a text trunk that follow from its vocabulary."""
+    if not needs_vocabulary(config):
+        return {}
+    if vocabulary is None:
+        raise UserError("the text trunk needs a vocabulary: data.train names the shards whose captions it is made of")
+    _, options = split_specification("text.trunk", config.text.trunk)
+    words: dict[str, Any] = {"vocabulary_size": len(vocabulary)}
+    if "word_vectors" in options:
+        path = options["word_vectors"]
+        words["word_vectors"] = read_word_vectors(path, vocabulary)[0] if path and pretrained else None
+    return words
+
+
+def _set_head(config: Config, embedder: Embedder) -> SetHead:
+    _, options = split_specification("head", config.head)
+    options = {"dim": config.dim, "local_dim": embedder.local_width, **options}
+    return SetHead(construct("head", "set", SetPrediction, options))

@@ -1,0 +1,92 @@
+"""Optimizers and learning rate schedulers of a stage, by the names that pytorch-metric-learning's trainers know."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from vl_plugins.errors import UserError, check_name, unknown_name
+from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
+from vl_plugins.options import REQUIRED, construct, constructor_options
+
+__all__ = ["build_optimizers", "build_schedulers"]
+
+STEPS_BY = ("epoch", "iteration", "plateau")
+
+
+def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
+    """Return ``<part>_optimizer`` for each part of the model, and each loss, that has parameters to train.
+
+    Args:
+        stage: names the class and its options; ``lr_scale`` multiplies the learning rate of a part.
+        parts: models and losses by name.
+
+    Raises:
+        UserError: an unknown class or option, an option that the class refuses, or a part with a factor of its learning
+            rate that is not trained.
+    """
+    name, options = split_specification("optimizer", stage.optimizer)
+    factory = _class("optimizer", name, torch.optim, Optimizer)
+    optimizers = {}
+    for part, module in parts.items():
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if trained and part not in stage.freeze:
+            lr = options.get("lr", constructor_options(factory).get("lr", REQUIRED))
+            scaled = {} if lr is REQUIRED else {"lr": lr * stage.lr_scale.get(part, 1)}
+            optimizers[f"{part}_optimizer"] = _construct("optimizer", name, factory, {**options, **scaled}, trained)
+    idle = [part for part in stage.lr_scale if f"{part}_optimizer" not in optimizers and part not in stage.freeze]
+    if idle:
+        raise UserError(f"lr_scale has {idle[0]}, which has no parameters to train")
+    if not optimizers:
+        raise UserError("there is nothing to train: all parts of the model are frozen or have no parameters")
+    return optimizers
+
+
+def build_schedulers(stage: StageConfig, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return ``<part>_scheduler_by_<epoch, iteration or plateau>`` for each optimizer.
+
+    ``ReduceLROnPlateau`` steps by plateau, and expects RSUM to grow, unless it is told otherwise.
+
+    Raises:
+        UserError: an unknown class or option, or an option that the class refuses.
+    """
+    if stage.lr_scheduler is None:
+        return {}
+    name, options = split_specification("lr_scheduler", stage.lr_scheduler)
+    factory = _class("lr_scheduler", name, lr_scheduler, (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau))
+    of_plateau = factory is lr_scheduler.ReduceLROnPlateau
+    by = check_name("value of lr_scheduler.by", options.pop("by", "plateau" if of_plateau else "epoch"), STEPS_BY)
+    if of_plateau:
+        options = {"mode": "max", **options}
+    return {
+        f"{key.removesuffix('_optimizer')}_scheduler_by_{by}": _construct(
+            "lr_scheduler", name, factory, options, optimizer
+        )
+        for key, optimizer in optimizers.items()
+    }
+
+
+def _class(kind: str, name: str, module: Any, base: type | tuple[type, ...]) -> type:
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, base) and not key.startswith("_")
+    }
+    if name not in classes:
+        raise unknown_name(kind, name, classes)
+    return classes[name]
+
+
+def _construct(kind: str, name: str, factory: type, options: Mapping[str, Any], subject: Any) -> Any:
+    """Make an optimizer of parameters, or a scheduler of an optimizer."""
+    try:
+        return construct(kind, name, functools.partial(factory, subject), options)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{kind} {name!r}: {error}") from error

@@ -1,0 +1,192 @@
+"""Trainers of pytorch-metric-learning for images and texts."""
+
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from typing import Any
+
+import torch
+from pytorch_metric_learning.trainers import BaseTrainer, MetricLossOnly, TwoStreamMetricLoss
+from pytorch_metric_learning.utils import common_functions
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from vl_plugins.data.reader import TrainingPipeline
+from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
+from vl_plugins.integrations.pytorch_metric_learning.models import TwoInputs, embeddings_and_slots
+from vl_plugins.losses.cross_modal import check_takes_references, cross_modal_loss
+
+__all__ = ["CrossModalTrainer", "ShardedMetricLossOnly", "ShardedTwoStreamMetricLoss", "TakesShards"]
+
+CLIPPER_OF_ALL = "model_grad_clipper"
+
+
+class TakesShards(BaseTrainer):
+    """Mixin for trainers whose ``dataset`` may be a :class:`vl_plugins.data.reader.TrainingPipeline`.
+
+    That yields batches, so ``batch_size``, ``sampler`` and ``collate_fn`` are not used with it. An epoch reads what the
+    reader has for its number: training that starts at a later epoch sees the same batches as training that never
+    stopped, also where ``iterations_per_epoch`` is not the length of the reader.
+
+    ``gradient_clippers`` may hold a ``"model_grad_clipper"``, for what concerns all parts of the model.
+    """
+
+    def train(self, start_epoch: int = 1, num_epochs: int = 1) -> None:
+        """Train the epochs ``start_epoch`` to ``num_epochs``."""
+        self._start_epoch = start_epoch
+        super().train(start_epoch, num_epochs)
+
+    def initialize_dataloader(self) -> None:
+        if not isinstance(self.dataset, TrainingPipeline):
+            super().initialize_dataloader()
+            return
+        # Workers are new in each epoch: those that persist would have random numbers that no later start can repeat.
+        self.dataloader = DataLoader(self.dataset, batch_size=None, num_workers=self.dataloader_num_workers)
+        self.iterations_per_epoch = self.iterations_per_epoch or len(self.dataset)
+        self.dataloader_iter = self._batches((self._start_epoch - 1) * self.iterations_per_epoch)
+
+    def _batches(self, steps_before: int) -> Iterator[tuple[Tensor, ...]]:
+        passes, steps = divmod(steps_before, len(self.dataset))
+        for number in count(passes):
+            self.dataset.set_epoch(number)
+            yield from islice(self.dataloader, steps, None)
+            steps = 0
+
+    def forward_and_backward(self) -> None:
+        super().forward_and_backward()
+        # For hooks and the progress bar, which would keep the graph, and at which torch warns.
+        for name, value in self.losses.items():
+            if isinstance(value, Tensor):
+                self.losses[name] = value.detach()
+
+    def modify_schema(self) -> None:
+        super().modify_schema()
+        of_parts = self.schema["gradient_clippers"].keys
+        self.schema["gradient_clippers"].keys = lambda s, d: [*of_parts(s, d), CLIPPER_OF_ALL]
+
+
+class CrossModalTrainer(TakesShards):
+    """Two towers: images are compared with texts, both ways, by a loss that takes ``ref_emb``.
+
+    Hooks, the loss tracker, learning rate schedulers, gradient clippers and ``freeze_these`` are those of
+    pytorch-metric-learning's ``BaseTrainer``, by these names:
+
+    - ``models``: ``image_trunk`` and ``text_trunk``; ``image_embedder``, ``text_embedder``, ``image_head`` and
+      ``text_head`` pass on what they get if left out. What comes out last is a tensor (B, D), sets (B, K, D), or what
+      our own modules make: :class:`vl_plugins.modules.TowerFeatures`, whose ``pooled`` counts, or the dict of a
+      :class:`vl_plugins.modules.SetHead`.
+    - ``loss_funcs``: any names. Each gets all embeddings, see :func:`vl_plugins.losses.cross_modal.cross_modal_loss`;
+      ``loss_weights`` are their factors.
+    - ``mining_funcs``: ``tuple_miner``, which mines texts for images and images for texts.
+    - ``dataset``: a reader of shards, made by :func:`vl_plugins.data.reader.training_pipeline` with
+      ``with_labels=True``; or one whose items are ``image, text, label``, as for ``TwoStreamMetricLoss``.
+      ``data_and_label_getter`` makes these three of a batch otherwise. There may be k texts for each image, side by
+      side: ``texts[k * i : k * i + k]`` are those of ``images[i]`` and have its label.
+
+    ``dtype`` is for images; texts are token ids. ``freeze_trunk_batchnorm`` is for both trunks.
+
+    Raises:
+        UserError: a loss takes no ``ref_emb``.
+        AssertionError: unknown or missing names, as in pytorch-metric-learning.
+    """
+
+    def custom_setup(self) -> None:
+        for loss in self.loss_funcs.values():
+            check_takes_references(loss)
+
+    def modify_schema(self) -> None:
+        super().modify_schema()
+        self.schema["models"].keys = list(MODEL_PARTS)
+        self.schema["models"].essential = ["image_trunk", "text_trunk"]
+        self.schema["models"].important = []
+        self.schema["loss_funcs"].keys = list(self.loss_funcs)
+        self.schema["mining_funcs"].keys = ["tuple_miner"]
+
+    def initialize_models(self) -> None:
+        for part in MODEL_PARTS:
+            self.models.setdefault(part, torch.nn.Identity())
+
+    def get_batch(self) -> tuple[tuple[Any, Any], Tensor]:
+        self.dataloader_iter, batch = common_functions.try_next_on_generator(self.dataloader_iter, self.dataloader)
+        images, texts, labels = self.data_and_label_getter(batch)
+        labels = common_functions.process_label(labels, self.label_hierarchy_level, self.label_mapper)
+        return (images, texts), labels
+
+    def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:
+        data, labels = curr_batch
+        images, texts = self.compute_embeddings(data)
+        (image_embeddings, image_slots), (text_embeddings, text_slots) = map(embeddings_and_slots, (images, texts))
+        labels = labels.to(image_embeddings.device)
+        text_labels = labels.repeat_interleave(captions_per_image(len(image_embeddings), len(text_embeddings)))
+        for name, loss in self.loss_funcs.items():
+            if self.loss_weights.get(name, 0) > 0:
+                self.losses[name] = cross_modal_loss(
+                    loss,
+                    image_embeddings,
+                    labels,
+                    text_embeddings,
+                    text_labels,
+                    miner=self.mining_funcs.get("tuple_miner"),
+                    image_slots=image_slots,
+                    text_slots=text_slots,
+                )
+
+    def compute_embeddings(self, data: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return what the towers make of images and of texts."""
+        images, texts = data
+        return self._tower("image", images, self.dtype), self._tower("text", texts, None)
+
+    def _tower(self, name: str, inputs: Any, dtype: torch.dtype | None) -> Any:
+        output = common_functions.to_device(inputs, device=self.data_device, dtype=dtype)
+        for part in ("trunk", "embedder", "head"):
+            output = self.models[f"{name}_{part}"](output)
+        return output
+
+    def maybe_freeze_trunk_batchnorm(self) -> None:
+        if self.freeze_trunk_batchnorm:
+            for name in ("image_trunk", "text_trunk"):
+                self.models[name].apply(common_functions.set_layers_to_eval("BatchNorm"))
+
+
+class ShardedMetricLossOnly(TakesShards, MetricLossOnly):
+    """pytorch-metric-learning's ``MetricLossOnly`` on images and texts as one set of embeddings.
+
+    Everything of one label is positive, two captions of one image too. ``models["trunk"]`` takes
+    :class:`vl_plugins.integrations.pytorch_metric_learning.models.TwoInputs`.
+    """
+
+    def initialize_data_and_label_getter(self) -> None:
+        if self.data_and_label_getter is None:
+            self.data_and_label_getter = _one_set
+        super().initialize_data_and_label_getter()
+
+
+class ShardedTwoStreamMetricLoss(TakesShards, TwoStreamMetricLoss):
+    """pytorch-metric-learning's ``TwoStreamMetricLoss``: images are one stream, texts the other, one for each image.
+
+    ``models["trunk"]`` takes batches of either.
+    """
+
+
+def captions_per_image(images: int, texts: int) -> int:
+    """Return how many texts each image has.
+
+    Raises:
+        ValueError: not all have the same number.
+    """
+    number, rest = divmod(texts, max(images, 1))
+    if rest:
+        raise ValueError(f"a batch must have the same number of texts for each image, got {texts} for {images} images")
+    return number
+
+
+def clipper_of_all(models: Mapping[str, torch.nn.Module], max_norm: float) -> dict[str, Any]:
+    """Return ``gradient_clippers`` that keep the norm of the gradient of all models together below ``max_norm``."""
+    parameters = [parameter for model in models.values() for parameter in model.parameters()]
+    return {CLIPPER_OF_ALL: lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm)}
+
+
+def _one_set(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[TwoInputs, Tensor]:
+    images, texts, labels = batch
+    return TwoInputs(images, texts), torch.cat(
+        [labels, labels.repeat_interleave(captions_per_image(len(images), len(texts)))]
+    )

@@ -1,0 +1,129 @@
+import pytest
+import torch
+
+from vl_plugins.encoders import Embedder
+from vl_plugins.modules import POOLINGS, TowerFeatures
+
+WIDTH, POOLED_WIDTH, DIM = 6, 7, 4
+PADDING = torch.tensor([[False, False, True], [False, False, False], [False, True, True]])
+EACH_POOLING = pytest.mark.parametrize("pooling", ["avg", "gpo", "max"])
+EACH_PROJECTION = pytest.mark.parametrize("projection", ["linear", "residual_mlp", "none"])
+
+
+def features_of(width=WIDTH, padding=PADDING, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    local = torch.randn(3, 3, width, dtype=torch.float64, generator=generator)
+    pooled = torch.randn(3, POOLED_WIDTH, dtype=torch.float64, generator=generator)
+    return TowerFeatures(local, pooled, padding, None, has_positions=True)
+
+
+def make(pooling="avg", projection="linear", **options):
+    torch.manual_seed(0)
+    dim = options.pop("dim", WIDTH if projection == "none" else DIM)
+    return Embedder(WIDTH, POOLED_WIDTH, dim, pooling, projection, **options).double()
+
+
+def linear(layer, rows):
+    return rows @ layer.weight.T + layer.bias
+
+
+def projected(embedder, rows):
+    """Of rows (R, W) by the formulas; with the statistics of these rows in training."""
+    projection = embedder.projection
+    if isinstance(projection, torch.nn.Identity):
+        return rows
+    if isinstance(projection, torch.nn.Linear):
+        return linear(projection, rows)
+    first, norm, _, last = projection.mlp
+    hidden = linear(first, rows)
+    if embedder.training:
+        mean, variance = hidden.mean(dim=0), hidden.var(dim=0, correction=0)
+    else:
+        mean, variance = norm.running_mean, norm.running_var
+    hidden = (hidden - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias
+    return linear(projection.linear, rows) + linear(last, hidden.clamp(min=0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@EACH_PROJECTION
+@EACH_POOLING
+def test_projects_what_exists_and_pools_it(pooling, projection, training):
+    features = features_of()
+    embedder = make(pooling, projection).train(training)
+    expected = torch.zeros(3, 3, embedder.dim, dtype=torch.float64)
+    expected[~PADDING] = projected(embedder, features.local[~PADDING])
+    features.local[PADDING] = float("nan")
+    output = embedder(features)
+    assert output.local.shape[-1] == embedder.local_width == embedder.dim
+    torch.testing.assert_close(output.local, expected)
+    torch.testing.assert_close(output.pooled, embedder.pool(expected, PADDING))
+    assert output[2:] == features[2:]
+    if pooling != "gpo":
+        torch.testing.assert_close(output.pooled, POOLINGS[pooling](expected, PADDING))
+
+    if output.pooled.requires_grad:
+        output.pooled.square().sum().backward()
+    for name, parameter in embedder.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+@EACH_PROJECTION
+@EACH_POOLING
+def test_without_padding(pooling, projection):
+    embedder = make(pooling, projection)
+    features = features_of(padding=None)
+    output = embedder(features)
+    torch.testing.assert_close(output.local.flatten(0, 1), projected(embedder, features.local.flatten(0, 1)))
+    torch.testing.assert_close(output.pooled, embedder.pool(output.local, None))
+    with_mask = make(pooling, projection)(features._replace(padding_mask=torch.zeros_like(PADDING)))
+    torch.testing.assert_close(with_mask.pooled, output.pooled)
+
+
+@EACH_PROJECTION
+def test_own_pooling_of_the_trunk(projection):
+    embedder = make("own", projection, dim=POOLED_WIDTH)
+    features = features_of()
+    output = embedder(features)
+    assert output.local is features.local
+    assert embedder.local_width == WIDTH
+    torch.testing.assert_close(output.pooled, projected(embedder, features.pooled))
+
+
+def test_linear_maps_start_as_those_of_vse_plus_plus():
+    bound = (6 / (300 + 200)) ** 0.5
+    for embedder in (Embedder(300, None, 200), Embedder(300, None, 200, projection="residual_mlp")):
+        layer = getattr(embedder.projection, "linear", embedder.projection)
+        assert 0.95 * bound < layer.weight.abs().max() <= bound
+        assert (layer.bias == 0).all()
+    assert embedder.projection.mlp[0].out_features == 100
+
+
+@EACH_PROJECTION
+def test_autocast(projection):
+    embedder, features = make("gpo", projection).float().eval(), features_of()
+    features = features._replace(local=features.local.float())
+    expected = embedder(features).pooled
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = embedder(features._replace(local=features.local.bfloat16()))
+    torch.testing.assert_close(output.pooled.float(), expected, atol=0.05, rtol=0.05)
+    output.pooled.float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"pooling": "mean"}, r"^unknown pooling 'mean'.*known: avg, gpo, max, own$"),
+        ({"projection": "mlp"}, r"^unknown projection 'mlp'.*known: linear, none, residual_mlp$"),
+        (
+            {"pooling": "own", "pooled_width": None},
+            r"^pooling 'own' needs a trunk that pools; use one of avg, gpo, max$",
+        ),
+        ({"projection": "none"}, r"^projection 'none' needs features of width dim=4, got 6; use 'linear'$"),
+        ({"projection": "none", "pooling": "own"}, r"^projection 'none' needs features of width dim=4, got 7;"),
+        ({"dim": 0}, r"^dim must be an integer >= 1, got 0$"),
+        ({"local_width": 0}, r"^local_width must be"),
+    ],
+)
+def test_wrong_options(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        Embedder(**{"local_width": WIDTH, "pooled_width": POOLED_WIDTH, "dim": DIM, **options})

@@ -1,0 +1,107 @@
+"""The command line: what it changes in a file, and how it ends."""
+
+import json
+import logging
+
+import pytest
+import yaml
+
+from tests.integrations.pytorch_metric_learning.settings import settings
+from vl_plugins.integrations.pytorch_metric_learning import command_line, main
+from vl_plugins.integrations.pytorch_metric_learning.config import read_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(loss={"name": "triplet_hn", "margin": 0.3}, reducer="SumReducer")))
+    return path
+
+
+def read(config, *argv):
+    arguments = command_line.build_parser().parse_args(["--config", str(config), *argv])
+    return read_config(config, lambda content: command_line.changed(content, arguments))
+
+
+def test_another_loss_has_options_of_its_own(config):
+    assert read(config).loss == {"name": "triplet_hn", "margin": 0.3}
+    assert read(config, "--loss", "goal", "--loss-kwargs", "triplet_weight=nca", "offset=1").loss == {
+        "name": "goal",
+        "triplet_weight": "nca",
+        "offset": 1,
+    }
+    assert read(config, "--loss-kwargs", "warmup_steps=5").loss["margin"] == 0.3
+    assert read(config, "--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=5").loss == {
+        "name": "triplet_hn",
+        "margin": 0.3,
+        "warmup_steps": 5,
+    }
+    assert read(config, "--reducer", "MeanReducer").reducer == {"name": "MeanReducer"}
+    assert read(config, "--reducer-kwargs", "collect_stats=true").reducer == {
+        "name": "SumReducer",
+        "collect_stats": True,
+    }
+    assert read(config, "--miner", "BatchHardMiner").miner == {"name": "BatchHardMiner"}
+
+
+def test_data_and_any_other_value(config):
+    changed = read(
+        *(config, "--train-data", "a-{0..1}.tar", "--val-data", "b.tar"),
+        *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "--set", "dim=8"),
+    )
+    assert (changed.data.train, changed.data.val, changed.dim) == ("a-{0..1}.tar", "b.tar", 8)
+    assert changed.training.optimizer == {"name": "Adam", "lr": 1e-5}
+    assert changed.training.freeze == ("text_trunk",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
+        (["--los", "unified"], "unrecognized arguments: --los unified"),
+        (["--miner-kwargs", "epsilon=1"], "--miner-kwargs needs --miner, since the file names none"),
+        (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
+        (["--set", "data..x=1"], "--set: expected key.path=value"),
+        ([], "data.train is missing: the shards to train on; --train-data names them too"),
+    ],
+)
+def test_errors_are_one_line(config, tmp_path, capsys, argv, message):
+    assert main(["--config", str(config), "--device", "cpu", "--out", str(tmp_path / "run"), *argv]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("vl_plugins: error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_and_going_on(toy_shards, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vl_plugins"), "handlers", [])
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(settings(toy_shards, training={"epochs": 1}, accuracy=False)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", "tiny.yaml", "--device", "cpu"]) == 0
+    rows = (tmp_path / "runs" / "tiny" / "results.jsonl").read_text()
+    assert json.loads(rows)["epoch"] == 1
+    assert main(["--config", "tiny.yaml", "--device", "cpu", "--resume"]) == 0
+    assert (tmp_path / "runs" / "tiny" / "results.jsonl").read_text() == rows
+    error = capsys.readouterr().err
+    assert "epoch 1: 24 images, 120 captions" in error
+    assert "going on after epoch 1 of 1" in error
+    assert "RSUM" in error
+    assert "faiss" not in error.lower()
+
+
+def test_a_dry_run_reads_and_writes_nothing(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", str(config), "--train-data", "none.tar", "--device", "cpu", "--dry-run"]) == 0
+    assert "a step of 1 stage" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--config", "--loss-kwargs", "--set", "--resume", "--dry-run"))
+    assert max(map(len, text.splitlines())) <= 120

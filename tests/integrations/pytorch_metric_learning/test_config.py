@@ -1,0 +1,132 @@
+"""Configurations: what a file says, what the command line changes, and what is refused."""
+
+import pytest
+import yaml
+
+from tests.integrations.pytorch_metric_learning.settings import settings
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.pytorch_metric_learning.config import (
+    StageConfig,
+    as_plain,
+    find_config,
+    parse_config,
+    read_config,
+)
+
+
+def test_stages_change_what_they_name():
+    config = parse_config(
+        settings(
+            training={"epochs": 30, "freeze": ["image_trunk"], "lr_scheduler": {"name": "StepLR", "step_size": 15}},
+            stages=[
+                {},
+                {"epochs": 15, "freeze": [], "lr_scheduler": None, "optimizer": {"name": "Adam", "lr": "2e-5"}},
+            ],
+        )
+    )
+    first, second = config.stages
+    assert first == config.training
+    assert (first.epochs, first.freeze, first.optimizer["lr"]) == (30, ("image_trunk",), 0.01)
+    assert second == StageConfig(epochs=15, optimizer={"name": "Adam", "lr": 2e-5})
+    assert config.epochs == 45
+    assert parse_config(settings()).stages == (parse_config(settings()).training,)
+
+
+def test_a_configuration_survives_being_written():
+    config = parse_config(settings(head="set", miner={"name": "BatchHardMiner", "distance": "smooth_chamfer"}))
+    written = yaml.safe_dump(as_plain(config))
+    assert parse_config(yaml.safe_load(written)) == config
+
+
+def test_numbers_that_yaml_takes_for_text():
+    content = yaml.safe_load("{name: Adam, lr: 1e-4, eps: 1.5E-08, foreach: 'no'}")
+    assert content["lr"] == "1e-4"
+    config = parse_config(settings(training={"optimizer": content}))
+    assert config.training.optimizer == {"name": "Adam", "lr": 1e-4, "eps": 1.5e-8, "foreach": "no"}
+
+
+def test_values_by_their_path():
+    changes = {
+        "data.batch_size": 7,
+        "loss.scale": 60,
+        "loss.distance.name": "LpDistance",
+        "stages.1.optimizer.lr": 5.0,
+        "image.trunk.drop_rate": 0.1,
+        "reducer": "SumReducer",
+        "seed": 4,
+    }
+    plain = settings(stages=[{}, {"optimizer": {"name": "SGD"}}])
+    config = parse_config(plain, changes)
+    assert config.data.batch_size == 7
+    assert config.loss == {"name": "unified", "scale": 60, "distance": {"name": "LpDistance"}}
+    assert config.stages[1].optimizer == {"name": "SGD", "lr": 5.0}
+    assert config.stages[0].optimizer == {"name": "Adam", "lr": 1e-2}
+    assert config.image.trunk["drop_rate"] == 0.1
+    assert config.reducer == "SumReducer"
+    assert config.seed == 4
+    for path, message in {
+        "stages.2.epochs": "expected a number below 2 in the place of '2'",
+        "seed.value": "seed has no parts",
+        "data.batchsize": "data: unknown option 'batchsize' of section 'data' .did you mean 'batch_size'",
+        "seed.a.b": "a is not part of a mapping",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            parse_config(settings(stages=[{}, {}]), {path: 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 3}, "unknown option 'epochs' of section 'the configuration'"),
+        ({"data": {"batch_size": 0}}, "data: data.batch_size must be an integer of at least 1, got 0"),
+        ({"data": {"batch_size": True}}, "batch_size must be an integer"),
+        ({"data": {"workers": 1.5}}, "workers must be an integer"),
+        ({"data": {"inputs": "regions"}}, "unknown inputs 'regions'; known: features, images"),
+        ({"data": {"captions_per_image": "some"}}, "captions per image must be"),
+        ({"image": {"pooling": "avg"}}, "image: .*trunk"),
+        ({"text": "gru"}, "text must be a mapping"),
+        ({"head": "linear"}, "unknown head 'linear'; known: set"),
+        ({"training": {"freeze": ["cnn"]}}, "training: unknown part of the model to freeze 'cnn'"),
+        ({"training": {"lr_scale": {"head": 0.1}}}, "unknown part of the model in lr_scale 'head'"),
+        ({"training": {"lr_scale": {"image_head": "x"}}}, "lr_scale.image_head must be a number"),
+        ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be a number of at least 0, got -1"),
+        ({"training": {"epochs": 0}}, "epochs must be an integer of at least 1"),
+        ({"stages": []}, "stages must be a list of mappings"),
+        ({"stages": [{"epoch": 1}]}, "stages.0: unknown option 'epoch'"),
+        ({"trainer": "CascadedEmbeddings"}, "unknown trainer 'CascadedEmbeddings'; known: CrossModalTrainer"),
+        (
+            {"trainer": "TwoStreamMetricLoss", "data": {"captions_per_image": "all"}},
+            "TwoStreamMetricLoss takes one text for each image",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        parse_config(settings(**changes))
+
+
+def test_a_missing_tower_is_named():
+    plain = settings()
+    del plain["text"]
+    with pytest.raises(UserError, match="the section 'text' is missing: it says what makes embeddings of texts"):
+        parse_config(plain)
+
+
+def test_files(tmp_path, monkeypatch):
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(settings()))
+    assert read_config(path) == parse_config(settings())
+    assert read_config(path, lambda content: {"dim": content["dim"] // 2}).dim == 8
+    path.write_text("a: [")
+    with pytest.raises(UserError, match=f"{path}: not valid YAML: "):
+        read_config(path)
+    path.write_text("!!python/object/apply:os.system [echo]")
+    with pytest.raises(UserError, match="not valid YAML: could not determine a constructor"):
+        read_config(path)
+    path.write_text("- a")
+    with pytest.raises(UserError, match=f"{path}: the configuration must be a mapping"):
+        read_config(path)
+    monkeypatch.chdir("/")
+    assert find_config("toy.yaml").name == "toy.yaml"
+    with pytest.raises(UserError, match=r"--config: no such file: no\.yaml"):
+        find_config("no.yaml")

@@ -1,0 +1,326 @@
+"""Trainings from a configuration on the toy shards: numbers, stages, resuming, and what the folder holds."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from pytorch_metric_learning.trainers import MetricLossOnly, TwoStreamMetricLoss
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from tests.integrations.pytorch_metric_learning.settings import IMAGE_TRUNK, settings
+from tests.reference import retrieval as reference
+from vl_plugins import list_losses
+from vl_plugins.data.reader import evaluation_pipeline
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import load_model as load_any_model
+from vl_plugins.integrations.pytorch_metric_learning import build_trainer, load_model
+from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
+from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run, dry_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def results(folder):
+    return [json.loads(row) for row in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def train(plain, folder, **options):
+    return Run(parse_config(plain), folder, **options).train()
+
+
+@pytest.fixture(scope="module")
+def trained(toy_shards, tmp_path_factory):
+    """A run of three epochs in two stages, the second with the image trunk unfrozen."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    stages = [{"epochs": 2, "freeze": ["image_trunk"]}, {"epochs": 1, "optimizer": {"name": "SGD", "lr": 0.1}}]
+    plain = settings(toy_shards, stages=stages)
+    train(plain, folder)
+    return plain, folder
+
+
+def test_what_the_folder_holds(trained):
+    plain, folder = trained
+    rows = results(folder)
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == parse_config(plain)
+    best = torch.load(folder / "best.pt", weights_only=True)
+    assert best["metrics"]["rsum"] == max(row["rsum"] for row in rows)
+    assert best["epoch"] == max(rows, key=lambda row: (row["rsum"], -row["epoch"]))["epoch"]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
+    assert [event.step for event in events.Scalars("val/rsum")] == [3, 7, 11]
+    assert [event.step for event in events.Scalars("train/total_loss")] == [0, 2, 4, 6, 8, 10]
+    assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([0.01] * 4 + [0.1] * 2)
+    assert [event.step for event in events.Scalars("lr/image_trunk")] == [8, 10]
+
+
+def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
+    _, folder = trained
+    model, transform, tokenizer = load_model(folder / LATEST)
+    batches = evaluation_pipeline(f"{toy_shards}/toy-val-{{000000..000002}}.tar", transform, tokenizer, 16)
+    images, captions, image_of_caption = [], [], []
+    with torch.no_grad():
+        for pictures, texts, image_in_batch, positions in batches:
+            images.append(model.encode_image(pictures))
+            captions.append(model.encode_text(texts))
+            image_of_caption += positions[image_in_batch].tolist()
+    images, captions = (torch.nn.functional.normalize(torch.cat(parts)) for parts in (images, captions))
+    scores = (images @ captions.T).tolist()
+    by_image, by_caption = reference.by_image_and_by_caption(image_of_caption)
+    row, rsum = results(folder)[-1], 0
+    columns = [list(column) for column in zip(*scores, strict=True)]
+    for way, rows, answers in (("image_to_text", scores, by_image), ("text_to_image", columns, by_caption)):
+        ranks = reference.direction(rows, answers)["rank"]
+        assert row[f"{way}_median_rank"] == reference.median(ranks)
+        for k in (1, 5, 10):
+            recall = sum(rank <= k for rank in ranks) / len(ranks)
+            assert row[f"{way}_R@{k}"] == pytest.approx(recall)
+            rsum += 100 * recall
+    assert row["rsum"] == pytest.approx(rsum)
+    # A hit among ties is one for AccuracyCalculator; random vectors have none.
+    assert row["accuracy_calculator/image_to_text_precision_at_1"] == pytest.approx(row["image_to_text_R@1"])
+    assert row["accuracy_calculator/text_to_image_precision_at_1"] == pytest.approx(row["text_to_image_R@1"])
+    same, _, _ = load_any_model(folder / LATEST)
+    torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_stages_freeze_and_unfreeze(trained, toy_shards, tmp_path):
+    plain, folder = trained
+    first = {**plain, "stages": plain["stages"][:1]}
+    train(first, tmp_path / "first")
+    states = [torch.load(path / LATEST, weights_only=True)["models"] for path in (folder, tmp_path / "first")]
+    untrained = build_trainer(parse_config(first)).models["image_trunk"].state_dict()
+    torch.testing.assert_close(states[1]["image_trunk"], untrained, rtol=0, atol=0)
+    changed = [name for name, value in states[0]["image_trunk"].items() if not torch.equal(value, untrained[name])]
+    assert len(changed) > 5
+    assert results(tmp_path / "first") == results(folder)[:2]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [1, 6, 8])
+def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(trained, tmp_path, monkeypatch, step):
+    plain, folder = trained
+    end_of_iteration = Run._end_of_iteration
+
+    def kill(self, trainer):
+        end_of_iteration(self, trainer)
+        if trainer.get_global_iteration() == step:
+            raise Killed
+
+    monkeypatch.setattr(Run, "_end_of_iteration", kill)
+    with pytest.raises(Killed):
+        train(plain, tmp_path / "run")
+    monkeypatch.undo()
+    torch.manual_seed(step)  # whatever else has happened since
+    if step < 4:
+        with pytest.raises(UserError, match=r"latest\.pt: no such file"):
+            train(plain, tmp_path / "run", resume=True)
+        return
+    with pytest.raises(UserError, match="holds an earlier run; give another folder with --out, or --resume"):
+        train(plain, tmp_path / "run")
+    metrics = train(plain, tmp_path / "run", resume=True)
+    assert results(tmp_path / "run") == results(folder)
+    assert metrics["rsum"] == results(folder)[-1]["rsum"]
+    of_both = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path / "run")]
+    for part, state in of_both[0]["models"].items():
+        torch.testing.assert_close(of_both[1]["models"][part], state, rtol=0, atol=0)
+    assert of_both[0]["random"]["python"] == of_both[1]["random"]["python"]
+    assert torch.equal(of_both[0]["random"]["torch"], of_both[1]["random"]["torch"])
+    rsum = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("val/rsum")
+    assert [event.step for event in rsum] == [3, 7, 11]
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on(toy_shards, tmp_path):
+    """With loader processes and a scheduler by iteration, killed without a chance to say goodbye."""
+    plain = settings(
+        toy_shards,
+        data={"workers": 2, "captions_per_image": 2},
+        training={"epochs": 6, "lr_scheduler": {"name": "CosineAnnealingLR", "T_max": 24, "by": "iteration"}},
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    command = [sys.executable, "-m", "vl_plugins.integrations.pytorch_metric_learning"]
+    command += ["--config", str(tmp_path / "config.yaml"), "--device", "cpu", "--out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, env=environment, timeout=280, capture_output=True)
+    process = subprocess.Popen([*command, str(tmp_path / "killed")], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 250
+    while not (tmp_path / "killed" / "results.jsonl").is_file() or len(results(tmp_path / "killed")) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    subprocess.run(
+        [*command, str(tmp_path / "killed"), "--resume"], check=True, env=environment, timeout=280, capture_output=True
+    )
+    assert len(results(tmp_path / "killed")) == 6
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+
+
+def test_only_the_same_training_is_resumed(trained, tmp_path):
+    plain, folder = trained
+    with pytest.raises(UserError, match=r"--resume: loss is 'vlc', but was 'unified' in .*whole"):
+        train({**plain, "loss": "vlc"}, folder, resume=True)
+    (tmp_path / LATEST).write_bytes((folder / LATEST).read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"checkpoint .* cannot be read"):
+        train(plain, tmp_path, resume=True)
+    torch.save({"weights": 1}, tmp_path / LATEST)
+    with pytest.raises(UserError, match="is no checkpoint of"):
+        load_model(tmp_path / LATEST)
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_any_loss_by_its_name(toy_shards, tmp_path, name):
+    plain = settings(toy_shards, loss=name, training={"epochs": 1}, accuracy=False)
+    if name == "smooth_chamfer":
+        plain["head"] = {"name": "set", "num_slots": 2, "num_iters": 2, "hidden_dim": 16}
+        plain["loss"] = {"name": name, "base": "unified"}
+    metrics = train(plain, tmp_path / "run")
+    assert 0 <= metrics["rsum"] <= 600
+    assert ("image_circular_variance" in metrics) == (name == "smooth_chamfer")
+
+
+def test_a_learned_similarity_is_trained_and_loaded(toy_shards, tmp_path):
+    plain = settings(
+        toy_shards,
+        head={"name": "set", "num_slots": 2, "num_iters": 1, "hidden_dim": 16},
+        distance="match_probability",
+        training={"epochs": 1},
+        accuracy=False,
+    )
+    train(plain, tmp_path / "run")
+    model, *_ = load_model(tmp_path / "run" / LATEST)
+    state = torch.load(tmp_path / "run" / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]
+    assert {name.rpartition(".")[2]: value.item() for name, value in state.items() if value.ndim == 0} == {
+        name: parameter.item() for name, parameter in model.similarity.named_parameters()
+    }
+    assert model.similarity.scale.item() != type(model.similarity)().scale.item()
+    assert model.encode_image(torch.zeros(1, 3, 32, 32), normalize=True).shape == (1, 2, 16)
+    assert model.head == "set"
+    assert model.grid == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "host", "captions"),
+    [("TwoStreamMetricLoss", TwoStreamMetricLoss, 1), ("MetricLossOnly", MetricLossOnly, 2)],
+)
+def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
+    plain = settings(
+        toy_shards,
+        trainer=trainer,
+        data={"captions_per_image": captions},
+        training={"epochs": 1, "clip_grad_norm": 2.0},
+        accuracy=False,
+    )
+    config = parse_config(plain)
+    made = build_trainer(config)
+    assert isinstance(made, host)
+    _, _, labels = next(iter(DataLoader(made.dataset, batch_size=None)))
+    inputs, calls = {}, []
+    for side in ("image", "text"):
+        trunk = made.models["trunk"].parts[f"{side}_trunk"]
+        trunk.register_forward_pre_hook(lambda module, given, side=side: inputs.update({side: given[0]}))
+    made.loss_funcs["metric_loss"].register_forward_pre_hook(lambda module, given: calls.append(given))
+    made.iterations_per_epoch = 1
+    made.train()
+    ((embeddings, all_labels, *_),) = calls
+    assert all_labels.tolist() == labels.tolist() + labels.repeat_interleave(captions).tolist()
+    towers = build_trainer(config).models["trunk"].train()
+    assert len(inputs["text"]) == captions * len(inputs["image"]) == captions * 16
+    torch.testing.assert_close(embeddings, torch.cat([towers(inputs["image"]), towers(inputs["text"])]))
+    train(plain, tmp_path / "run")
+    with pytest.raises(UserError, match="trains one model, so it has no parts to freeze"):
+        build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
+
+
+def test_accuracy_and_validation_can_be_left_out(toy_shards, tmp_path):
+    plain = settings(toy_shards, training={"epochs": 1})
+    plain["data"]["val"] = None
+    assert train(plain, tmp_path / "a") == {}
+    assert not (tmp_path / "a" / "results.jsonl").exists()
+    plain = settings(toy_shards, training={"epochs": 1}, accuracy={"include": ["mean_average_precision"], "k": 3})
+    metrics = train(plain, tmp_path / "b")
+    named = {name for name in metrics if name.startswith("accuracy_calculator/")}
+    assert named == {f"accuracy_calculator/{way}_mean_average_precision" for way in ("image_to_text", "text_to_image")}
+    with pytest.raises(UserError, match=r"accuracy: .*mean_reciprocal_rank"):
+        train({**plain, "accuracy": {"include": ["recall"]}}, tmp_path / "c")
+
+
+def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
+    scheduler = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 1e9, "threshold_mode": "abs", "factor": 0.5}
+    plain = settings(
+        toy_shards,
+        training={"epochs": 3, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}},
+        accuracy=False,
+    )
+    train(plain, tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    # The first epoch is the best so far, and each later one no better.
+    rates = [event.value for event in events.Scalars("lr/image_trunk")]
+    assert rates == pytest.approx([1e-3] * 4 + [5e-4] * 2)
+    assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([1e-2] * 4 + [5e-3] * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": {"trunk": "features"}}, "image.trunk 'features' takes features, but data.inputs is 'images'"),
+        ({"image": {"trunk": {**IMAGE_TRUNK, "model": "resnet151"}}}, "resnet15"),
+        ({"image": {"trunk": "tim"}}, "unknown trunk of images 'tim'"),
+        ({"text": {"trunk": "gru", "projection": "none"}}, "text: projection 'none' needs features of width"),
+        ({"text": {"trunk": {"name": "gru", "size": 3}}}, "unknown option 'size' of trunk of texts 'gru'"),
+        ({"training": {"freeze": ["image_head"]}}, "freeze has image_head, which the model does not have"),
+        ({"training": {"lr_scale": {"text_head": 0.1}}}, "lr_scale has text_head, which has no parameters"),
+        ({"training": {"optimizer": "Adan"}}, "unknown optimizer 'Adan'"),
+        ({"training": {"optimizer": {"name": "Adam", "lr": -1}}}, "optimizer 'Adam': Invalid learning rate"),
+        (
+            {"training": {"lr_scheduler": "StepLR"}},
+            r"'StepLR' refuses to be made without options: .*step_size",
+        ),
+        ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by"),
+        ({"head": {"name": "set", "slots": 4}}, "slots must be"),
+        (
+            {"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}},
+            "makes sets, which UnifiedLoss does not compare",
+        ),
+        ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb"),
+    ],
+)
+def test_what_is_wrong_is_found_by_a_dry_run(changes, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        dry_run(parse_config(settings(**changes)))
+
+
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_missing_shards_are_found_before_anything_is_written(toy_shards, tmp_path, which):
+    plain = settings(toy_shards)
+    plain["data"][which] = str(tmp_path / "none-000000.tar")
+    with pytest.raises(UserError, match="do not exist"):
+        train(plain, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(toy_shards, tmp_path):
+    plain = settings(toy_shards, training={"epochs": 1, "optimizer": {"name": "SGD", "lr": 1e30}})
+    with pytest.raises(UserError, match="the loss is nan at step 2 of epoch 1"):
+        train(plain, tmp_path / "run")
+
+
+def test_progress_is_logged(toy_shards, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="vl_plugins"):
+        train(settings(toy_shards, training={"epochs": 1, "freeze": ["image_trunk"]}, accuracy=False), tmp_path / "run")
+    assert "words of the training captions" in caplog.text
+    assert "stage 1 of 1: epochs 1 to 1, frozen: image_trunk" in caplog.text
+    assert "epoch 1: 24 images, 120 captions" in caplog.text

@@ -1,0 +1,128 @@
+"""From what a trunk knows of its inputs to one embedding each."""
+
+from torch import Tensor, nn
+
+from vl_plugins.errors import check_name
+from vl_plugins.losses.checks import integer
+from vl_plugins.modules import POOLINGS, TowerFeatures
+
+__all__ = ["PROJECTIONS", "Embedder", "ResidualMLP"]
+
+OWN = "own"
+PROJECTIONS = ("linear", "none", "residual_mlp")
+
+
+class Embedder(nn.Module):
+    """Project the features of a trunk to the width of the embeddings, and pool them.
+
+    With the poolings of :data:`vl_plugins.modules.POOLINGS`, ``avg``, ``max`` and ``gpo``, every local feature is
+    projected first, and the embedding is pooled from the results, (B, N, dim), which are the local features of the
+    output; of features that do not exist they are 0. With ``own``, the trunk's own embedding is projected, and its
+    local features stay as they are.
+
+    Args:
+        local_width: width of the trunk's local features, >= 1.
+        pooled_width: width of the trunk's own embedding; None where it has none.
+        dim: D >= 1, width of the embeddings.
+        pooling: ``"avg"``, ``"gpo"``, ``"max"`` or ``"own"``.
+        projection: ``"linear"`` as in VSE++, ``"residual_mlp"`` for :class:`ResidualMLP`, or ``"none"``, for features
+            that have the width of the embeddings.
+
+    Attributes:
+        local_width: width of the local features of the output.
+        dim: D.
+
+    Raises:
+        ValueError: an argument out of its range, ``own`` pooling for a trunk that does not pool, or no projection
+            between different widths.
+
+    Reference:
+        Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, Section 3.1.
+
+    >>> import torch
+    >>> features = TowerFeatures(torch.rand(2, 9, 24), None, None, (3, 3), has_positions=False)
+    >>> output = Embedder(24, None, 16, pooling="max")(features)
+    >>> output.local.shape, output.pooled.shape
+    (torch.Size([2, 9, 16]), torch.Size([2, 16]))
+    """
+
+    def __init__(
+        self,
+        local_width: int,
+        pooled_width: int | None,
+        dim: int,
+        pooling: str = "avg",
+        projection: str = "linear",
+    ):
+        super().__init__()
+        integer("local_width", local_width, least=1)
+        self.dim = integer("dim", dim, least=1)
+        self.pooling = check_name("pooling", pooling, (*POOLINGS, OWN))
+        check_name("projection", projection, PROJECTIONS)
+        if pooling == OWN:
+            if pooled_width is None:
+                raise ValueError(f"pooling 'own' needs a trunk that pools; use one of {', '.join(POOLINGS)}")
+            width = integer("pooled_width", pooled_width, least=1)
+            self.local_width = local_width
+            self.pool = None
+        else:
+            width = local_width
+            self.local_width = dim
+            pool = POOLINGS[pooling]
+            self.pool = pool() if isinstance(pool, type) else pool
+        if projection == "none":
+            if width != dim:
+                raise ValueError(f"projection 'none' needs features of width dim={dim}, got {width}; use 'linear'")
+            self.projection = nn.Identity()
+        else:
+            self.projection = _linear(width, dim) if projection == "linear" else ResidualMLP(width, dim)
+
+    def forward(self, features: TowerFeatures) -> TowerFeatures:
+        """Return the features with the embeddings as ``pooled`` (B, D)."""
+        if self.pool is None:
+            return features._replace(pooled=self.projection(features.pooled))
+        local = self._project(features.local, features.padding_mask)
+        return features._replace(local=local, pooled=self.pool(local, features.padding_mask))
+
+    def _project(self, local: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Return (B, N, D). Padding is left out and not masked: batch statistics are of what exists."""
+        if padding_mask is None:
+            return self.projection(local.flatten(0, 1)).unflatten(0, local.shape[:2])
+        rows = self.projection(local[~padding_mask])
+        projected = rows.new_zeros(*padding_mask.shape, self.dim)
+        projected[~padding_mask] = rows
+        return projected
+
+
+class ResidualMLP(nn.Module):
+    """A linear map plus a multi-layer perceptron with one hidden layer, as VSE infinity has them on region features.
+
+    The perceptron has a hidden layer of half the output's width, with batch normalisation and ReLU. Unlike in the
+    authors' code, :class:`Embedder` shows it no padding, so batch statistics are those of features that exist.
+
+    Args:
+        width: W, of the inputs.
+        dim: D, of the outputs.
+
+    Reference:
+        Chen et al. 2021, Learning the Best Pooling Strategy for Visual Semantic Embedding.
+    """
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        hidden_dim = max(dim // 2, 1)
+        self.linear = _linear(width, dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, hidden_dim), nn.BatchNorm1d(hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, dim)
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return (R, D) of rows (R, W)."""
+        return self.linear(rows) + self.mlp(rows)
+
+
+def _linear(width: int, dim: int) -> nn.Linear:
+    linear = nn.Linear(width, dim)
+    nn.init.xavier_uniform_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
