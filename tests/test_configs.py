@@ -1,6 +1,8 @@
-"""Every file under configs/ is read by what it is for."""
+"""Every file under configs/ is read by what it is for, tried without data, and listed as it is."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import open_clip
@@ -8,14 +10,31 @@ import PIL.Image
 import pytest
 import torch
 
+from vl_plugins.cli import build_parser
+from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import check_model, register_models
 from vl_plugins.integrations.open_clip.options import parse_arguments
+from vl_plugins.integrations.pytorch_metric_learning import main as pml_main
+from vl_plugins.integrations.pytorch_metric_learning.config import as_plain, read_config
+from vl_plugins.integrations.pytorch_metric_learning.runs import build_loss_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+OF_OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))
+OF_PML = sorted(CONFIGS.glob("pytorch_metric_learning/*.yaml"))
+OF_COCO = [path for path in OF_PML if "coco" in path.stem]
+
+# What the models of these take is small; the others have encoders with millions of parameters.
+LIGHT = re.compile("toy|vsepp_butd_flickr30k|dive_faster_rcnn_flickr30k")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("open_clip/*.yaml")), ids=lambda path: path.stem)
+def in_turn(paths):
+    return [
+        pytest.param(path, id=path.stem, marks=() if LIGHT.match(path.stem) else pytest.mark.slow) for path in paths
+    ]
+
+
+@pytest.mark.parametrize("path", OF_OPEN_CLIP, ids=lambda path: path.stem)
 def test_open_clip_configurations(path, monkeypatch):
     options, host_options, _ = parse_arguments(["--config", str(path)])
     check_model(host_options.model)
@@ -25,6 +44,158 @@ def test_open_clip_configurations(path, monkeypatch):
         assert host_options.pretrained in open_clip.list_pretrained_tags_by_model(host_options.model)
     monkeypatch.chdir("/")
     assert parse_arguments(["--config", path.name])[:2] == (options, host_options), "found by its name from anywhere"
+
+
+@pytest.mark.parametrize("path", [path for path in OF_OPEN_CLIP if "toy" not in path.stem], ids=lambda path: path.stem)
+def test_weights_meet_the_activation_that_they_were_trained_with(path):
+    _, host_options, _ = parse_arguments(["--config", str(path)])
+    of_weights = open_clip.get_pretrained_cfg(host_options.model, host_options.pretrained)["quick_gelu"]
+    of_model = open_clip.get_model_config(host_options.model).get("quick_gelu", False)
+    assert of_weights == (of_model or host_options.force_quick_gelu)
+
+
+@pytest.mark.parametrize("path", OF_PML, ids=lambda path: path.stem)
+def test_pytorch_metric_learning_configurations(path, monkeypatch):
+    config = read_config(path)
+    build_loss_of(config)
+    assert config.epochs >= 12
+    for stage in config.stages:
+        milestones = (stage.lr_scheduler or {}).get("milestones", [0])
+        assert sorted(milestones) == list(milestones)
+        assert milestones[-1] < stage.epochs
+    warmup_steps = config.loss.get("warmup_steps")
+    if warmup_steps is not None:
+        images, passes = len_of(config.data.train), {"random": 5, "all": 1}[config.data.captions_per_image]
+        assert warmup_steps == images // config.data.batch_size * passes, "one epoch of the paper"
+    monkeypatch.chdir("/")
+    assert read_config(path.name) == config, "found by its name from anywhere"
+
+
+def len_of(shards):
+    """Number of training images; a shard holds a thousand."""
+    images = {"coco": 113_287, "flickr30k": 29_000}[re.search(r"/(\w+)-train-", shards)[1]]
+    assert f"{{000000..{(images - 1) // 1000:06}}}" in shards
+    return images
+
+
+@pytest.mark.parametrize("path", OF_COCO, ids=lambda path: path.stem.replace("coco", "pair"))
+def test_the_two_data_sets_have_the_same_settings(path):
+    of_coco, of_flickr30k = (
+        dict(flat(as_plain(read_config(CONFIGS / path.parent / path.name.replace("coco", name)))))
+        for name in ("coco", "flickr30k")
+    )
+    assert of_coco.keys() == of_flickr30k.keys()
+    different = {key for key in of_coco if of_coco[key] != of_flickr30k[key]}
+    expected = {("data", "train"), ("data", "val")}
+    if "warmup_steps" in read_config(path).loss:
+        expected.add(("loss", "warmup_steps"))
+    if "dive_re" in path.stem and "resnet" in path.stem:
+        expected.add(("stages", 0, "optimizer", "lr"))
+    if "dive_resnet" in path.stem or "dive_faster" in path.stem:
+        heads = [(*where, "lr_scale", f"{side}_head") for where in stages(of_coco) for side in ("image", "text")]
+        expected |= set(heads)
+    assert different == expected
+
+
+def flat(value, path=()):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from flat(item, (*path, key))
+
+
+def stages(config):
+    return {key[:1] if key[0] == "training" else key[:2] for key in config if key[0] in ("training", "stages")}
+
+
+@pytest.mark.parametrize("path", in_turn(OF_PML))
+def test_dry_run_with_pytorch_metric_learning(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert pml_main(["--config", str(path), "--dry-run", "--device", "cpu"]) == 0
+    assert path.name in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", in_turn(OF_OPEN_CLIP))
+def test_dry_run_with_open_clip(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, host_options, _ = parse_arguments(["--config", str(path)])
+    assert launcher.main(["--config", str(path), "--dry-run", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(f"dry run: one step of {host_options.model} with ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", OF_PML + [path for path in OF_OPEN_CLIP if "336" in path.stem], ids=lambda path: path.stem
+)
+def test_comments_say_how_to_make_the_shards_and_how_to_train(path):
+    comments = " ".join(
+        line.removeprefix("#").rstrip("\\").strip() for line in path.read_text().splitlines() if line[:1] == "#"
+    )
+    assert f"# Run: python -m vl_plugins.integrations.{path.parent.name} --config {path.name}\n" in path.read_text()
+    (command,) = re.findall(r"vl-plugins (shards .*?--out \S+)", comments)
+    arguments = build_parser().parse_args(shlex.split(command))
+    (name,) = {name for name in ("coco", "flickr30k", "toy") if name in path.stem}
+    patterns = re.findall(r"(?:train|val|train-data|val-data): (\S+\.tar)", path.read_text())
+    assert len(patterns) == 2
+    assert all(pattern.startswith(f"{arguments.out}/{name}-") for pattern in patterns)
+    assert (getattr(arguments, "features", None) is not None) == ("inputs: features" in path.read_text())
+
+
+def rows_of_readme():
+    rows = [line.strip("|").split("|") for line in (CONFIGS / "README.md").read_text().splitlines() if line[:1] == "|"]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_the_readme_lists_every_file_with_the_numbers_that_are_in_it():
+    links = {}
+    for file, *_, numbers in rows_of_readme():
+        link = re.fullmatch(r"\[(\S+)\]\((\S+)\)", file)
+        if link:
+            assert link[1] == Path(link[2]).name
+            assert link[2] not in links
+            links[link[2]] = re.findall(r"\d+\.\d", numbers)
+    assert links.keys() == {str(path.relative_to(CONFIGS)) for path in (*OF_OPEN_CLIP, *OF_PML)}
+    assert sum(map(len, links.values())) > 40
+    for file, numbers in links.items():
+        in_file = re.findall(r"^#.*", (CONFIGS / file).read_text(), flags=re.MULTILINE)
+        missing = set(numbers).difference(re.findall(r"\d+\.\d", " ".join(in_file)))
+        assert not missing, file
+
+
+def test_sums_of_recalls_are_sums():
+    """Up to the papers' rounding."""
+    found = []
+    for path in (*OF_OPEN_CLIP, *OF_PML):
+        for i2t, t2i, rsum in re.findall(
+            r"i2t ([\d. ]+) t2i ([\d. ]+) RSUM ([\d.]+)", re.sub(" +", " ", path.read_text())
+        ):
+            recalls = [float(recall) for recall in (i2t + " " + t2i).split()]
+            assert len(recalls) == 6
+            assert sum(recalls) == pytest.approx(float(rsum), abs=0.35), path.stem
+            found.append(rsum)
+    assert len(found) > 30
+
+
+@pytest.mark.parametrize(
+    "command",
+    re.findall(r"^python -m (?:.*\\\n)*.*$", (CONFIGS / "README.md").read_text(), flags=re.MULTILINE),
+    ids=lambda command: " ".join(command.split()[4:])[:60],
+)
+def test_commands_of_the_readme(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, module, *arguments = shlex.split(command.replace("\\\n", " "))
+    if module.endswith("open_clip"):
+        parse_arguments(arguments)
+        return
+    small = (
+        ["--set", "image.trunk.model=test_resnet", "image.trunk.image_size=64"]
+        if "vsepp_flickr30k.yaml" in arguments
+        else []
+    )
+    assert pml_main([*arguments, *small, "--dry-run", "--device", "cpu"]) == 0
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("models/*.json")), ids=lambda path: path.stem)
@@ -46,5 +217,6 @@ def test_models(path):
 
 def test_every_file_is_covered():
     files = {path for path in CONFIGS.rglob("*") if path.suffix in (".yaml", ".json")}
-    assert files == {*CONFIGS.glob("open_clip/*.yaml"), *CONFIGS.glob("models/*.json")}
-    assert len(files) >= 3
+    assert files == {*OF_OPEN_CLIP, *OF_PML, *CONFIGS.glob("models/*.json")}
+    assert len(OF_PML) == 19
+    assert len(OF_OPEN_CLIP) == 7

@@ -101,8 +101,8 @@ def load_model(
         if model not in (None, description["model"]):
             raise UserError(f"checkpoint {checkpoint} is of model {description['model']}, not {model}")
         return _load_with_heads(weights, description, device, precision)
-    # open_clip asserts that the widths of position embeddings agree.
-    except (AssertionError, RuntimeError, pickle.UnpicklingError) as error:
+    # open_clip asserts that the widths of position embeddings agree, and looks into whatever a file holds.
+    except (AssertionError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(
             f"checkpoint {checkpoint} does not fit model {model or description['model']}: {str(error).splitlines()[0]}"
         ) from error

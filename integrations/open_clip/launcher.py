@@ -52,29 +52,53 @@ def _processes_have_joined() -> bool:
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:
-    from vl_plugins.integrations.open_clip import data, validation
+    from vl_plugins.integrations.open_clip import data
 
     loss = check(options, host_options)
+    if options.dry_run:
+        return _dry_run(options, loss, host_options, host_argv)
     reader = data.choose_reader(options, host_options)
     if options.head == "set" and host_options.val_data and not reader.validation:
         raise UserError(
             f"--val-data {host_options.val_data}: open_clip's validation compares single vectors; "
             "with --head set give shards of `vl-plugins shards`"
         )
+    return _train(options, loss, reader, host.trainer(), host_argv)
+
+
+def _dry_run(options: PluginOptions, loss, host_options: Namespace, host_argv: Sequence[str]) -> int:
+    from vl_plugins.integrations.open_clip import data, dry_run
+    from vl_plugins.integrations.open_clip.loss import describe
+
+    dry_run.check_pretrained(host_options)
+    with dry_run.trainer_without_data(host.trainer(), options.captions_per_image) as without_data:
+        status = _train(options, loss, data.Reader(), without_data, host_argv)
+    if status == 0 and os.environ.get("RANK", "0") == "0":
+        tried = f"{host_options.model} with {'the loss of open_clip' if options.loss is None else describe(options)}"
+        if options.head is not None:
+            tried += f" and the head {options.head}({format_options(options.head_kwargs)})"
+        print(f"dry run: one step of {tried} in {host_options.precision}, on made-up data; nothing was read or kept")
+    return status
+
+
+def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[str]) -> int:
+    """Run open_clip's ``main`` with our functions in front of those of ``of_host``, its own or a dry run's."""
+    from vl_plugins.integrations.open_clip import data, validation
+
     recorded = {**asdict(options), "captions_per_image": reader.captions_per_image}
-    trainer = host.trainer()
     replacements = {
-        "parse_args": functools.partial(_parse_args, recorded=recorded, host_parse_args=trainer.parse_args),
-        "get_data": functools.partial(data.get_data, reader=reader, host_get_data=trainer.get_data),
-        "evaluate": functools.partial(validation.evaluate, host_evaluate=trainer.evaluate),
+        "parse_args": functools.partial(_parse_args, recorded=recorded, host_parse_args=of_host.parse_args),
+        "get_data": functools.partial(data.get_data, reader=reader, host_get_data=of_host.get_data),
+        "evaluate": functools.partial(validation.evaluate, host_evaluate=of_host.evaluate),
+        "create_model_and_transforms": of_host.create_model_and_transforms,
     }
     if loss is not None:
         replacements["create_loss"] = functools.partial(_create_loss, options=options, loss=loss)
     if options.head is not None:
         replacements["create_model_and_transforms"] = functools.partial(
-            _create_model, options=options, loss=loss, host_create=trainer.create_model_and_transforms
+            _create_model, options=options, loss=loss, host_create=of_host.create_model_and_transforms
         )
-    with host.patched(replacements), host.data_parallel_on_cpu():
+    with host.patched(replacements) as trainer, host.data_parallel_on_cpu():
         status = trainer.main(list(host_argv))
     return 2 if status else 0
 
@@ -91,7 +115,7 @@ def check(options: PluginOptions, host_options: Namespace):
     from vl_plugins.integrations.open_clip.models import check_model
 
     sources = (host_options.train_data, host_options.val_data, host_options.imagenet_val, host_options.imagenet_v2)
-    if not any(sources) and host_options.dataset_type != "synthetic":
+    if not any(sources) and host_options.dataset_type != "synthetic" and not options.dry_run:
         raise UserError("there is nothing to do: give --train-data or --val-data, or --help for all options")
     model = host_options.model
     check_model(model)

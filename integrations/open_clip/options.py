@@ -22,7 +22,7 @@ exactly as open_clip does."""
 EPILOG = """\
 example:
   torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip -- \\
-      --model ViT-B-32 --pretrained openai --train-data 'shards/coco-train-{000000..000113}.tar' \\
+      --model ViT-B-32-quickgelu --pretrained openai --train-data 'shards/coco-train-{000000..000113}.tar' \\
       --loss unified --loss-kwargs margin=0.2 scale=50 --warmup 500 --lr 1e-5 --epochs 10"""
 
 
@@ -43,6 +43,7 @@ class PluginOptions:
     captions_per_image: str | int | None = None
     allow_duplicate_captions: bool = False
     on_read_error: str = "skip"
+    dry_run: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,6 +132,12 @@ def _plugin_parser() -> _Parser:
         default="skip",
         help="what to do with a training sample or shard that cannot be read: leave it out with a warning, or stop "
         "(default: skip)",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only try it out: one training step of the model, with random weights, on made-up data; no shards are "
+        "read, and nothing is kept",
     )
     return parser
 

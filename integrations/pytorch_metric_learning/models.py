@@ -63,7 +63,7 @@ class TwoTowers(nn.Module):
 
     Args:
         parts: modules by the names of ``MODEL_PARTS``; heads may be missing.
-        tokenizer: from a list of n strings to (n, L) token ids.
+        tokenizer: from a list of n strings to (n, L) token ids; that of the text trunk if left out.
         image_transform: called with whether it is for training; from a picture, or an array of features, to a tensor.
         inputs: ``"images"`` or ``"features"``, what the image tower takes.
 
@@ -80,11 +80,16 @@ class TwoTowers(nn.Module):
     ):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.image_transform = image_transform
         self.inputs = inputs
         self._of_loss: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @property
+    def tokenizer(self) -> Callable[[list[str]], Tensor]:
+        # Not before it is needed: it may be a file to be downloaded.
+        return self._tokenizer or self.parts["text_trunk"].tokenizer
 
     @property
     def similarity(self) -> BaseDistance | None:
@@ -192,7 +197,7 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
             parts[f"{tower}_head"] = _set_head(config, embedder)
     return TwoTowers(
         {name: parts[name] for name in MODEL_PARTS if name in parts},
-        vocabulary if needs_vocabulary(config) else text_trunk.tokenizer,
+        vocabulary if needs_vocabulary(config) else None,
         image_trunk.image_transform,
         inputs=config.data.inputs,
     )

@@ -39,7 +39,7 @@ Embedding sets are compared by the similarity that the model was trained with.""
 
 EPILOG = """\
 example:
-  vl-plugins search --checkpoint logs/run/checkpoints/epoch_10.pt --model ViT-B-32 \\
+  vl-plugins search --checkpoint logs/run/checkpoints/epoch_10.pt --model ViT-B-32-quickgelu \\
       --shards 'shards/coco-test-{000000..000004}.tar' --index coco-test.safetensors \\
       --text "two dogs on a beach"
   ... --image dog.jpg --target captions --out captions-of-dog.png
