@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import importlib
 import io
 import json
@@ -15,6 +16,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import open_clip
 import PIL.Image
 import pytest
@@ -22,8 +24,13 @@ import torch
 from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import build_parser
+from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.open_clip.options import format_help
+from vl_plugins.integrations.pytorch_metric_learning import config as config_module
+from vl_plugins.integrations.pytorch_metric_learning import main as train_towers
+from vl_plugins.integrations.pytorch_metric_learning import read_config
+from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,11 +47,26 @@ def run(command, cwd):
     return finished.stdout + finished.stderr
 
 
+def run_own(command, cwd):
+    """Run a line ``vl-plugins ...`` in this process, which has imported torch already; return what it prints."""
+    assert command[0] == "vl-plugins"
+    output, before = io.StringIO(), Path.cwd()
+    os.chdir(cwd)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = own_main(command[1:])
+    finally:
+        os.chdir(before)
+    assert status == 0, output.getvalue()
+    return output.getvalue()
+
+
 SNIPPETS = blocks("python")
 (OF_LOADING,) = (snippet for snippet in SNIPPETS if "load_model" in snippet)
 (OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
 (OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
-OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS)]
+(OF_TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
+OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER)]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +153,90 @@ def test_reader_snippet(toy_shards, tmp_path, monkeypatch):
         assert sorted(label for *_, labels in epoch for label in labels.tolist()) == list(range(64))
 
 
+def test_trainer_snippet(capsys, monkeypatch):
+    """With encoders of a layer each, and a data set of two batches."""
+    monkeypatch.setattr(torch.optim, "Adam", functools.partial(torch.optim.Adam, lr=0.1))
+    torch.manual_seed(0)
+    images = torch.randn(256, 5)
+    variables = {
+        "image_encoder": torch.nn.Linear(5, 8),
+        "text_encoder": torch.nn.EmbeddingBag(256, 8),
+        "dataset": [(image, torch.tensor([label]), label) for label, image in enumerate(images)],
+    }
+    before = {name: variables[name].weight.clone() for name in ("image_encoder", "text_encoder")}
+    exec(compile(OF_TRAINER, "README.md", "exec"), variables)
+    assert re.findall(r"epoch (\d+)", capsys.readouterr().out) == [str(epoch) for epoch in range(1, 11)]
+    assert not any(torch.equal(variables[name].weight, weight) for name, weight in before.items())
+    assert len(variables["trainer"].dataloader) == 2
+
+
+def test_configuration(tmp_path):
+    """It is read as it stands, and tried with smaller encoders."""
+    (content,) = blocks("yaml")
+    path = tmp_path / "own.yaml"
+    path.write_text(content)
+    config = read_config(path)
+    assert [(stage.epochs, stage.freeze) for stage in config.stages] == [(30, ("image_trunk",)), (15, ())]
+    assert config.stages[1].optimizer["lr"] == 2e-5
+    small = ["image.trunk.model=test_vit", "text.trunk.hidden_dim=32", "dim=32", "text.trunk.word_dim=16"]
+    assert train_towers(["--config", str(path), "--device", "cpu", "--dry-run", "--set", *small]) == 0
+
+
+def host_commands(module):
+    """Return the lines ``python -m MODULE ...``, split, without the first three words."""
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line)[3:] for line in lines if line.startswith(f"python -m {module}")]
+
+
+def test_commands_of_two_towers(tmp_path, toy_shards, monkeypatch):
+    """They train an epoch on toy shards under the names they give, with a small CNN; the second is then evaluated."""
+    monkeypatch.chdir(tmp_path)
+    Path("shards").mkdir()
+    for number in range(29):
+        Path(f"shards/flickr30k-train-{number:06d}.tar").symlink_to(toy_shards / f"toy-train-{number % 8:06d}.tar")
+    Path("shards/flickr30k-val-000000.tar").symlink_to(toy_shards / "toy-val-000000.tar")
+    commands = host_commands("vl_plugins.integrations.pytorch_metric_learning")
+    assert len(commands) == 2
+    small = ["image.trunk.model=test_resnet", "image.trunk.pretrained=False", "image.trunk.image_size=32", "dim=16"]
+    small += ["text.trunk.hidden_dim=16", "data.workers=0", "data.batch_size=4", "data.num_samples=8"]
+    small += ["data.allow_duplicate_captions=True"]
+    for arguments in commands:
+        with small_stages():
+            assert train_towers([*arguments, "--device", "cpu", "--set", *small]) == 0
+    for folder in ("runs/vsepp_flickr30k", "runs/goal"):
+        assert len(Path(folder, "results.jsonl").read_text().splitlines()) == 2
+    (checkpoint,) = re.findall(r"`vl-plugins evaluate --checkpoint (\S+)`", README)
+    evaluate = ["evaluate", "--checkpoint", checkpoint, "--shards", "shards/flickr30k-val-000000.tar", "--workers", "0"]
+    assert own_main([*evaluate, "--device", "cpu"]) == 0
+
+
+@contextlib.contextmanager
+def small_stages():
+    """Let each stage take one epoch; on the command line it would be a number for each."""
+    read = config_module.parse_config
+
+    def parse_config(content, overrides=None):
+        stages = range(len(content["stages"]))
+        return read(content, {**(overrides or {}), **{f"stages.{number}.epochs": 1 for number in stages}})
+
+    config_module.parse_config = parse_config
+    try:
+        yield
+    finally:
+        config_module.parse_config = read
+
+
+def test_example_commands(capsys):
+    """With fewer steps; that they learn is tested beside them."""
+    commands = host_commands("vl_plugins.integrations.examples")
+    lines = [line for block in blocks("bash") for line in block.splitlines() if ".examples." in line]
+    assert len(commands) == len(lines) == 2
+    for line, arguments in zip(lines, commands, strict=True):
+        module = importlib.import_module(line.split()[2])
+        assert module.main([*arguments, "--steps", "2"]).keys() == {"before", "after"}
+    assert capsys.readouterr().out.count("R@1") >= 2
+
+
 def own_commands(*names):
     """Return the lines ``vl-plugins NAME ...``, split."""
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
@@ -142,7 +248,7 @@ def test_plot_commands(tmp_path):
     commands = [command for command in own_commands("plot") if command[2] != "attention"]
     assert len(commands) == 2
     for command in commands:
-        run(command, tmp_path)
+        run_own(command, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
@@ -159,7 +265,7 @@ def test_bench_command(tmp_path):
 @pytest.mark.slow
 def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch):
     """The lines about embedding sets in their order, with a small model, on toy shards under their names."""
-    (training,) = (line for block in blocks("bash") for line in block.splitlines() if "smooth_chamfer" in line)
+    (training,) = (line for block in blocks("bash") for line in block.splitlines() if "smooth_chamfer.yaml" in line)
     (tmp_path / "shards").mkdir()
     for shard in toy_shards.glob("toy-val-*.tar"):
         (tmp_path / "shards" / shard.name.replace("toy", "coco")).symlink_to(shard)
@@ -201,23 +307,28 @@ def test_shards_commands(tmp_path, toy_scenes):
     with open(tmp_path / "captions.csv", "w", newline="") as stream:
         csv.writer(stream).writerows([("image", "caption"), *rows])
 
+    (tmp_path / "bottom-up-36").mkdir()
+    for item in document["images"]:
+        np.save(tmp_path / "bottom-up-36" / f"{item['cocoid']}.npy", np.ones((36, 8), np.float32))
+
     outputs = {}
     try:
         for command in own_commands("shards"):
             small = [] if command[2] in ("verify", "info") else ["--samples-per-shard", "5"]
-            outputs[command[2]] = run([*command, *small], tmp_path)
+            outputs["features" if "--features" in command else command[2]] = run_own([*command, *small], tmp_path)
     finally:
         for split in ("train2017", "val2017"):
             (toy_scenes / split).unlink()
-    assert list(outputs) == ["coco", "flickr30k", "coco-captions", "table", "verify", "info"]
+    assert list(outputs) == ["coco", "flickr30k", "coco-captions", "table", "verify", "info", "features"]
     sizes = {
         folder: Counter(shard.name.rpartition("-")[0] for shard in (tmp_path / folder).glob("*.tar"))
-        for folder in ("shards", "shards-2017", "shards-own")
+        for folder in ("shards", "shards-2017", "shards-own", "shards-features")
     }
     assert sizes == {
         "shards": {"coco-train": 13, "coco-val": 5, "coco-test": 5, "flickr30k-train": 13},
         "shards-2017": {"coco-train2017": 13, "coco-val2017": 5},
         "shards-own": {"captions-train": 13},
+        "shards-features": {"coco-train": 13, "coco-val": 5, "coco-test": 5},
     }
     assert "176 samples, 880 captions: everything is as manifest.json says" in outputs["verify"]
     assert (tmp_path / "shards-contact-sheet.png").is_file()
@@ -235,10 +346,10 @@ def run_evaluate_commands(folder, change=lambda command: command):
     """Run the lines, with a small model; the second file of features is the first one."""
     save_checkpoint(folder)
     encoding, comparing = map(change, own_commands("evaluate"))
-    outputs = [run([*encoding, "--model", "vl-tiny", "--device", "cpu"], folder)]
+    outputs = [run_own([*encoding, "--model", "vl-tiny", "--device", "cpu"], folder)]
     shutil.copy(folder / "vit.safetensors", folder / "other.safetensors")
     comparing = [argument.replace("other.npz", "other.safetensors") for argument in comparing]
-    outputs.append(run(comparing, folder))
+    outputs.append(run_own(comparing, folder))
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     return outputs
 
@@ -261,7 +372,7 @@ def test_evaluate_commands(tmp_path, toy_shards):
     assert "ensemble" in second
 
     (search,) = own_commands("search")
-    found = run([*search, "--model", "vl-tiny", "--device", "cpu", "--top", "3"], tmp_path)
+    found = run_own([*search, "--model", "vl-tiny", "--device", "cpu", "--top", "3"], tmp_path)
     assert len(re.findall(r"coco-|toy-", found)) >= 3
     assert {path.name for path in tmp_path.iterdir()} >= {"coco-test.safetensors", "search.png"}
 
@@ -307,6 +418,7 @@ def official(items, split):
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
     help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention"), help_of("bench")]
+    help_texts.append(build_towers_parser().format_help())
     help_texts += [(ROOT / benchmark).read_text() for benchmark in re.findall(r"`python (tests/\S+)`", README)]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     named = set(re.findall(r"`(--[a-z-]+)", README))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -60,3 +61,35 @@ def test_shards_training_and_evaluation(stamps, tmp_path, epochs, rsum_on_traini
     assert (evaluation["num_samples"], evaluation["num_captions"]) == (575, 2875)
     (result,) = evaluation["results"]
     assert result["metrics"]["plain"]["rsum"] > rsum_on_training_images
+
+
+def test_two_towers_from_a_file(stamps, tmp_path):
+    """From pictures to numbers, in one go and with a break after the second epoch."""
+    source = ["--annotations", stamps / "dataset_stamps.json", "--images", stamps]
+    run(tmp_path, "vl_plugins.cli", "shards", "coco", *source, "--out", "shards", "--samples-per-shard", "200")
+    command = ["vl_plugins.integrations.pytorch_metric_learning", "--config", "toy.yaml", "--device", "cpu"]
+    command += ["--train-data", "shards/stamps-train-{000000..000002}.tar", "--out"]
+    of_val = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32", "accuracy=False"]
+    run(tmp_path, *command, "whole", *of_val, "training.epochs=3")
+    rows = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(row)["num_captions"] for row in rows] == [300] * 3
+    code = f"""
+import sys
+from vl_plugins.integrations.pytorch_metric_learning import main
+from vl_plugins.integrations.pytorch_metric_learning.runs import Run
+end_of_iteration = Run._end_of_iteration
+def kill(self, trainer):
+    end_of_iteration(self, trainer)
+    if trainer.epoch == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+import os, signal
+Run._end_of_iteration = kill
+main({list(map(str, [*command[1:], "killed", *of_val, "training.epochs=3"]))!r})
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=290
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows[:2]
+    run(tmp_path, *command, "killed", *of_val, "training.epochs=3", "--resume")
+    assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows

@@ -1,13 +1,22 @@
 """Losses, miners, reducers and distances from plain data, as it stands in a YAML file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vl_plugins.components import create_component, list_components
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.registry import create_loss, list_losses
 
-__all__ = ["Specification", "build_component", "build_loss", "build_miner", "build_reducer", "split_specification"]
+__all__ = [
+    "Specification",
+    "build_component",
+    "build_loss",
+    "build_miner",
+    "build_reducer",
+    "naming",
+    "split_specification",
+]
 
 Specification = str | Mapping[str, Any]
 """A name, or ``{"name": NAME, OPTION: VALUE, ...}``."""
@@ -72,6 +81,21 @@ def build_component(kind: str, specification: Specification, **options: Any) -> 
     if name not in list_components("loss"):
         raise unknown_name("loss", name, [*list_losses(), *list_components("loss")])
     return create_component("loss", name, **own)
+
+
+@contextmanager
+def naming(part: str) -> Iterator[None]:
+    """Let a ``ValueError``, of an option out of its range, be one of the user's that names the part.
+
+    Raises:
+        UserError: in place of a ``ValueError``.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{part}: {error}") from error
 
 
 def split_specification(kind: str, specification: Specification) -> tuple[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,6 +124,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     require("yaml", extra="pml")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "pytorch-metric-learning's trainers run in one process: start it without torchrun, or train with "
+            "python -m vl_plugins.integrations.open_clip, which takes several"
+        )
     import torch
 
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config

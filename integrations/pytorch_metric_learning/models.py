@@ -13,7 +13,7 @@ from torch.nn import functional
 from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
 from vl_plugins.errors import UserError, check_name
-from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.options import construct, constructor_options
@@ -186,12 +186,10 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
     text_trunk = _trunk("text", config.text, _words(config, vocabulary, pretrained), pretrained)
     parts: dict[str, nn.Module] = {}
     for tower, trunk, settings in (("image", image_trunk, config.image), ("text", text_trunk, config.text)):
-        try:
+        with naming(tower):
             embedder = Embedder(
                 trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection
             )
-        except ValueError as error:
-            raise UserError(f"{tower}: {error}") from error
         parts |= {f"{tower}_trunk": trunk, f"{tower}_embedder": embedder}
         if config.head is not None:
             parts[f"{tower}_head"] = _set_head(config, embedder)
@@ -210,7 +208,8 @@ def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrain
     if not pretrained:
         random = {"pretrained": False, "weights": None}
         options |= {option: random[option] for option in random if option in constructor_options(factory)}
-    return construct(f"trunk of {tower}s", name, factory, {**options, **words})
+    with naming(f"{tower}.trunk"):
+        return construct(f"trunk of {tower}s", name, factory, {**options, **words})
 
 
 def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> dict[str, Any]:
@@ -230,4 +229,5 @@ def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> d
 def _set_head(config: Config, embedder: Embedder) -> SetHead:
     _, options = split_specification("head", config.head)
     options = {"dim": config.dim, "local_dim": embedder.local_width, **options}
-    return SetHead(construct("head", "set", SetPrediction, options))
+    with naming("head"):
+        return SetHead(construct("head", "set", SetPrediction, options))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.errors import UserError, check_name, unknown_name
-from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
 from vl_plugins.options import REQUIRED, construct, constructor_options
 
@@ -84,9 +84,5 @@ def _class(kind: str, name: str, module: Any, base: type | tuple[type, ...]) -> 
 
 def _construct(kind: str, name: str, factory: type, options: Mapping[str, Any], subject: Any) -> Any:
     """Make an optimizer of parameters, or a scheduler of an optimizer."""
-    try:
+    with naming(f"{kind} {name!r}"):
         return construct(kind, name, functools.partial(factory, subject), options)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{kind} {name!r}: {error}") from error

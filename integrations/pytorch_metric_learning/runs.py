@@ -23,7 +23,12 @@ from vl_plugins.data.storage import write_file
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.distances.base import SetDistance
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.pytorch_metric_learning.builders import build_component, build_loss, split_specification
+from vl_plugins.integrations.pytorch_metric_learning.builders import (
+    build_component,
+    build_loss,
+    naming,
+    split_specification,
+)
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_states,
     random_states,
@@ -61,19 +66,21 @@ def build_loss_of(config: Config) -> nn.Module:
     """Return the loss of a configuration, with its reducer and distance; of sets by smooth-Chamfer unless it says else.
 
     Raises:
-        UserError: an unknown name or option, or a distance that does not compare sets where the model makes them.
-        ValueError: an option out of its range.
+        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
+            the model makes them.
     """
-    kinds = ("reducer", "distance")
-    options = {
-        kind: build_component(kind, getattr(config, kind)) for kind in kinds if getattr(config, kind) is not None
-    }
-    loss = build_loss(config.loss, **options)
-    if config.head is None:
-        return loss
-    named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
-    if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
-        loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
+    options = {}
+    for kind in ("reducer", "distance"):
+        if getattr(config, kind) is not None:
+            with naming(kind):
+                options[kind] = build_component(kind, getattr(config, kind))
+    with naming("loss"):
+        loss = build_loss(config.loss, **options)
+        if config.head is None:
+            return loss
+        named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
+        if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
+            loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
     if not _compares_sets(loss):
         raise UserError(
             f"head {config.head!r} makes sets, which {type(loss).__name__} does not compare; "
@@ -88,7 +95,8 @@ def build_miner_of(config: Config, loss: nn.Module) -> nn.Module | None:
         return None
     _, own = split_specification("miner", config.miner)
     of_loss = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
-    return build_component("miner", config.miner, **of_loss)
+    with naming("miner"):
+        return build_component("miner", config.miner, **of_loss)
 
 
 def _compares_sets(loss: nn.Module) -> bool:

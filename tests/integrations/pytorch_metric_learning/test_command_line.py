@@ -74,6 +74,12 @@ def test_errors_are_one_line(config, tmp_path, capsys, argv, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_several_processes_are_refused(config, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--config", str(config), "--dry-run"]) == 2
+    assert "run in one process: start it without torchrun" in capsys.readouterr().err
+
+
 def test_a_training_and_going_on(toy_shards, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vl_plugins"), "handlers", [])
     path = tmp_path / "tiny.yaml"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from tests.integrations.pytorch_metric_learning.settings import IMAGE_TRUNK, settings
 from tests.reference import retrieval as reference
 from vl_plugins import list_losses
+from vl_plugins.cli import main as vl_plugins_main
 from vl_plugins.data.reader import evaluation_pipeline
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import load_model as load_any_model
@@ -102,6 +104,57 @@ def test_stages_freeze_and_unfreeze(trained, toy_shards, tmp_path):
     changed = [name for name, value in states[0]["image_trunk"].items() if not torch.equal(value, untrained[name])]
     assert len(changed) > 5
     assert results(tmp_path / "first") == results(folder)[:2]
+
+
+def test_the_command_line_evaluates_its_checkpoint(trained, toy_shards, capsys):
+    _, folder = trained
+    arguments = ["evaluate", "--checkpoint", folder / LATEST, "--device", "cpu", "--workers", "0", "--batch-size", "16"]
+    arguments += ["--shards", f"{toy_shards}/toy-val-{{000000..000002}}.tar", "--json"]
+    assert vl_plugins_main([*map(str, arguments)]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    row = results(folder)[-1]
+    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum"])
+    assert result["metrics"]["plain"]["image_to_text_R@5"] == pytest.approx(100 * row["image_to_text_R@5"])
+    assert vl_plugins_main([*map(str, arguments), "--model", "vl-tiny"]) == 2
+    assert "says itself which model it is of: leave out vl-tiny" in capsys.readouterr().err
+
+
+def test_pictures_of_a_run_and_of_its_sets(toy_shards, tmp_path):
+    head = {"name": "set", "num_slots": 2, "num_iters": 2, "hidden_dim": 16}
+    train(settings(toy_shards, head=head, training={"epochs": 1}, accuracy=False), tmp_path / "run")
+    shards = f"{toy_shards}/toy-val-000000.tar"
+    attention = ["plot", "attention", "--checkpoint", tmp_path / "run" / LATEST, "--shards", shards, "--images", "1"]
+    assert vl_plugins_main([*map(str, attention), "--out", str(tmp_path / "a.png"), "--device", "cpu"]) == 0
+    assert vl_plugins_main(["plot", "training", str(tmp_path / "run"), "--out", str(tmp_path / "b.png")]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"a.png", "b.png"}
+
+
+def test_region_features(toy_scenes, tmp_path):
+    """From arrays to numbers: each image has as many regions as objects, in colours and places that captions name."""
+    (tmp_path / "arrays").mkdir()
+    annotations = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    words = {word: number for number, word in enumerate(("red", "green", "blue", "yellow", "purple", "cyan"))}
+    for item in annotations["images"]:
+        text = " ".join(sentence["raw"] for sentence in item["sentences"])
+        present = [number for word, number in words.items() if word in text]
+        array = np.eye(len(words), dtype=np.float32)[present]
+        np.save(tmp_path / "arrays" / f"{item['cocoid']}.npy", array)
+    source = ["shards", "coco", "--annotations", toy_scenes / "dataset_toy.json", "--features", tmp_path / "arrays"]
+    assert vl_plugins_main([*map(str, source), "--out", str(tmp_path / "shards"), "--samples-per-shard", "8"]) == 0
+    plain = settings(
+        tmp_path / "shards",
+        image={"trunk": {"name": "features", "width": len(words), "dropout": 0.2}, "pooling": "gpo"},
+        training={"epochs": 8},
+        accuracy=False,
+    )
+    plain["data"]["inputs"] = "features"
+    metrics = train(plain, tmp_path / "run")
+    # A model that knows nothing finds 41.7 and 20.8 percent among the first ten of 24 images with 120 captions.
+    assert metrics["image_to_text_R@10"] > 50
+    arguments = ["evaluate", "--checkpoint", tmp_path / "run" / LATEST, "--device", "cpu", "--workers", "0"]
+    assert vl_plugins_main([*map(str, arguments), "--shards", plain["data"]["val"]]) == 0
+    with pytest.raises(UserError, match="features"):
+        train({**plain, "data": plain["data"] | {"inputs": "images"}}, tmp_path / "other")
 
 
 class Killed(Exception):
@@ -273,6 +326,41 @@ def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
     assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([1e-2] * 4 + [5e-3] * 2)
 
 
+BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text": {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "own"}},
+        {"text": {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "gpo", "projection": "residual_mlp"}},
+        {"text": {"trunk": {"name": "hugging_face", "model": "none", "config": BERT}, "pooling": "avg"}},
+        {
+            "text": {"trunk": {"name": "gru", "bidirectional": True, "word_dropout": 0.2, "local": "words"}},
+            "head": {"name": "set", "num_slots": 2, "hidden_dim": 8},
+            "image": {"trunk": {"name": "timm", "model": "test_resnet", "image_size": 32}, "pooling": "max"},
+        },
+        {
+            "image": {"trunk": {"name": "features", "width": 9}, "pooling": "gpo", "projection": "residual_mlp"},
+            "data": {"inputs": "features"},
+        },
+    ],
+    ids=["open_clip", "open_clip, gpo", "hugging_face", "bi-gru and sets", "features"],
+)
+def test_encoders_by_name(changes):
+    dry_run(parse_config(settings(**changes)))
+
+
+def test_a_text_tower_of_open_clip(toy_shards, tmp_path):
+    """With its tokenizer, in loader processes too."""
+    text = {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "own"}
+    train(
+        settings(toy_shards, text=text, data={"workers": 1}, training={"epochs": 1}, accuracy=False), tmp_path / "run"
+    )
+    model, _, tokenizer = load_model(tmp_path / "run" / LATEST)
+    assert model.encode_text(tokenizer(["a red circle", "a blue square"])).shape == (2, 16)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -290,7 +378,10 @@ def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
             r"'StepLR' refuses to be made without options: .*step_size",
         ),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by"),
-        ({"head": {"name": "set", "slots": 4}}, "slots must be"),
+        ({"head": {"name": "set", "slots": 4}}, "head: slots must be"),
+        ({"loss": {"name": "unified", "scale": "learned"}}, "loss: scale must be a finite number"),
+        ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "miner: k must be"),
+        ({"image": {"trunk": {**IMAGE_TRUNK, "crop_pct": 2}}}, "image.trunk: crop_pct must be in"),
         (
             {"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}},
             "makes sets, which UnifiedLoss does not compare",
@@ -299,7 +390,7 @@ def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
     ],
 )
 def test_what_is_wrong_is_found_by_a_dry_run(changes, message):
-    with pytest.raises((UserError, ValueError), match=message):
+    with pytest.raises(UserError, match=message):
         dry_run(parse_config(settings(**changes)))
 
 
