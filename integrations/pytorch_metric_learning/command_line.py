@@ -99,7 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder for all that is written (default: runs/<name of the file>)"
     )
-    how.add_argument("--resume", action="store_true", help="go on with the run in --out after its last whole epoch")
+    how.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"
+    )
     how.add_argument(
         "--dry-run",
         action="store_true",

@@ -241,11 +241,10 @@ class Run:
         config: what to train.
         folder: where to; new unless ``resume`` is set.
         device: where to train.
-        resume: go on from ``latest.pt``. Epochs that were not finished begin anew.
+        resume: go on from ``latest.pt``, or begin where there is none yet. An epoch that was not finished begins anew.
 
     Raises:
-        UserError: something in the configuration or the data is not right, the folder holds another run, or there is
-            nothing to go on from.
+        UserError: something in the configuration or the data is not right, or the folder holds another run.
     """
 
     def __init__(
@@ -259,8 +258,9 @@ class Run:
         self.config = config
         self.folder = Path(folder)
         self.device = torch.device(device)
-        saved = self._read_latest() if resume else None
-        if saved is None and (self.folder / LATEST).exists():
+        begun = (self.folder / LATEST).exists()
+        saved = self._read_latest() if resume and begun else None
+        if begun and not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
         self.loss = build_loss_of(config)
         self.miner = build_miner_of(config, self.loss)
@@ -383,7 +383,7 @@ class Run:
             rows = results.read_text(encoding="utf-8").splitlines()
             kept = [row for row in rows if json.loads(row)["epoch"] <= self.epoch]
             write_file(results, "".join(f"{row}\n" for row in kept).encode())
-        self._writer = SummaryWriter(self.folder / "tensorboard", purge_step=self._steps or None)
+        self._writer = SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
 
     def _validation_data(self) -> DataLoader | None:
         data = self.config.data

@@ -103,6 +103,7 @@ def test_a_training_equals_the_loop_and_hooks_see_it():
     epochs = []
     trainer = make_trainer(
         models,
+        dtype=torch.float64,  # of images, not of token ids
         end_of_iteration_hook=lambda trainer: seen.append(trainer.loss_tracker.losses["total_loss"].item()),
         end_of_epoch_hook=lambda trainer: epochs.append(trainer.epoch),
     )
