@@ -58,6 +58,12 @@ logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
 
+# What may be another value when a run goes on, since it does not change what is computed.
+MAY_CHANGE = ("log_every", "data.on_read_error")
+
+# Samples; those of features are some times as large as encoded pictures.
+SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
+
 # Trainers of one model for both modalities: that model is all they can freeze.
 ONE_MODEL = {"MetricLossOnly": ShardedMetricLossOnly, "TwoStreamMetricLoss": ShardedTwoStreamMetricLoss}
 
@@ -264,7 +270,9 @@ class Run:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
         self.loss = build_loss_of(config)
         self.miner = build_miner_of(config, self.loss)
-        check_first_sample(_training_shards(config)[0], inputs=config.data.inputs)
+        for shards in (_training_shards(config), expand_shards(config.data.val) if config.data.val else []):
+            for shard in shards[:1]:
+                check_first_sample(shard, inputs=config.data.inputs)
         self.vocabulary = build_vocabulary(config) if saved is None else saved["vocabulary"]
         self.towers = build_towers(config, self.vocabulary, pretrained=saved is None).to(self.device)
         self.epoch, self.best = 0, None
@@ -366,8 +374,8 @@ class Run:
         row = {name: value / 100 if "_R@" in name else value for name, value in metrics.items()}
         for name, value in row.items():
             self._writer.add_scalar(name if name.startswith(ACCURACY) else f"val/{name}", value, step)
-        with (self.folder / RESULTS).open("a", encoding="utf-8") as results:
-            results.write(json.dumps({**row, "epoch": self.epoch}) + "\n")
+        self._rows.append({**row, "epoch": self.epoch})
+        write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
 
     def _open(self) -> None:
         """Make the folder, or go on with what is in it."""
@@ -377,19 +385,16 @@ class Run:
 
         settings = yaml.safe_dump(as_plain(self.config), sort_keys=False)
         write_file(self.folder / SETTINGS, settings.encode())
-        # What an epoch wrote that has no checkpoint comes again.
         results = self.folder / RESULTS
-        if results.exists():
-            rows = results.read_text(encoding="utf-8").splitlines()
-            kept = [row for row in rows if json.loads(row)["epoch"] <= self.epoch]
-            write_file(results, "".join(f"{row}\n" for row in kept).encode())
+        rows = map(json.loads, results.read_text(encoding="utf-8").splitlines() if results.exists() else [])
+        # What an epoch wrote that has no checkpoint comes again.
+        self._rows = [row for row in rows if row["epoch"] <= self.epoch]
         self._writer = SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
 
     def _validation_data(self) -> DataLoader | None:
         data = self.config.data
         if data.val is None:
             return None
-        expand_shards(data.val)
         pipeline = evaluation_pipeline(
             data.val,
             self.towers.image_transform(False),
@@ -419,13 +424,6 @@ class Run:
         self.epoch, self.best, self._steps = saved["epoch"], saved["best"], saved["steps"]
         self._saved = saved
         logger.info(f"going on after epoch {self.epoch} of {self.config.epochs}")
-
-
-# Samples; those of features are some times as large as encoded pictures.
-SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
-
-# What does not change what is computed.
-MAY_CHANGE = ("log_every", "data.on_read_error")
 
 
 def _training_shards(config: Config) -> list[str]:
