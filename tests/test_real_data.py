@@ -63,6 +63,7 @@ def test_shards_training_and_evaluation(stamps, tmp_path, epochs, rsum_on_traini
     assert result["metrics"]["plain"]["rsum"] > rsum_on_training_images
 
 
+@pytest.mark.slow
 def test_two_towers_from_a_file(stamps, tmp_path):
     """From pictures to numbers, in one go and with a break after the second epoch."""
     source = ["--annotations", stamps / "dataset_stamps.json", "--images", stamps]

@@ -86,4 +86,3 @@ def test_both_hosts_find_it(environment, tmp_path):
     open_clip = ["--model", "vl-tiny", "--device", "cpu"]
     output = run(environment, "-m", "vl_plugins.integrations.open_clip", *open_clip, *loss)
     assert "called with strength 0.25" in output
-    assert "euclidean_pull" in run(environment, "-m", "vl_plugins.cli", "losses", "euclidean_pull")

@@ -141,6 +141,7 @@ OF_VECTORS = {"_search_tiles", "_sum_tiles", "_write_gradients"}
 OF_SETS = {"_pool_tile", "_derive_tile"}
 
 
+@pytest.mark.slow
 def test_kernels_of_vectors_compile_for_hopper(compiled):
     kernels = compiled(90)
     launch_of_vectors(torch.bfloat16)

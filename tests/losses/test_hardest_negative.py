@@ -142,7 +142,13 @@ def test_one_set(loss_class):
         loss(embeddings, labels)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        variant if variant in ("triplet_hn", "goal cir") else pytest.param(variant, marks=pytest.mark.slow)
+        for variant in VARIANTS
+    ],
+)
 def test_other_models_are_not_reported(variant):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -421,6 +421,7 @@ def test_an_empty_caption_set(tmp_path, toy_scenes, capfd, monkeypatch):
     assert not list((tmp_path / "cwd").iterdir())
 
 
+@pytest.mark.slow
 def test_a_loss_of_another_package(tmp_path, train_data):
     """A distribution that the launcher's process finds on its path, with an entry point and one direction only."""
     site = tmp_path / "site"

@@ -237,9 +237,11 @@ def test_any_loss_by_its_name(toy_shards, tmp_path, name):
     if name == "smooth_chamfer":
         plain["head"] = {"name": "set", "num_slots": 2, "num_iters": 2, "hidden_dim": 16}
         plain["loss"] = {"name": name, "base": "unified"}
+        plain["accuracy"] = {"include": ["precision_at_1"]}
     metrics = train(plain, tmp_path / "run")
     assert 0 <= metrics["rsum"] <= 600
-    assert ("image_circular_variance" in metrics) == (name == "smooth_chamfer")
+    of_sets = {"image_circular_variance", "accuracy_calculator/text_to_image_precision_at_1"}
+    assert of_sets.intersection(metrics) == (of_sets if name == "smooth_chamfer" else set())
 
 
 def test_a_learned_similarity_is_trained_and_loaded(toy_shards, tmp_path):
