@@ -226,6 +226,7 @@ def test_names_need_neither_torch_nor_pytorch_metric_learning():
     assert loaded == "set()"
 
 
+@pytest.mark.slow
 def test_losses_need_no_optional_dependency():
     created = run_python("""
         import sys

@@ -103,9 +103,6 @@ def split_specification(kind: str, specification: Specification) -> tuple[str, d
 
     Raises:
         UserError: it is neither a name nor a mapping with one.
-
-    >>> split_specification("miner", {"name": "BatchHardMiner", "distance": "LpDistance"})
-    ('BatchHardMiner', {'distance': 'LpDistance'})
     """
     if isinstance(specification, str):
         return specification, {}

@@ -30,7 +30,7 @@ TRUNKS = MappingProxyType(
         "text": {
             "gru": "vl_plugins.encoders.gru_trunk:GRUTrunk",
             "hugging_face": "vl_plugins.encoders.hugging_face_trunk:HuggingFaceTrunk",
-            "open_clip": ("vl_plugins.integrations.pytorch_metric_learning.open_clip_text_trunk:OpenCLIPTextTrunk"),
+            "open_clip": "vl_plugins.integrations.pytorch_metric_learning.open_clip_text_trunk:OpenCLIPTextTrunk",
         },
     }
 )
@@ -89,7 +89,7 @@ class TwoTowers(nn.Module):
     @property
     def tokenizer(self) -> Callable[[list[str]], Tensor]:
         # Not before it is needed: it may be a file to be downloaded.
-        return self._tokenizer or self.parts["text_trunk"].tokenizer
+        return self.parts["text_trunk"].tokenizer if self._tokenizer is None else self._tokenizer
 
     @property
     def similarity(self) -> BaseDistance | None:

@@ -5,6 +5,8 @@ import sys
 import pytest
 from PIL import Image
 
+from vl_plugins.cli import main
+
 
 def demo(cwd, *flags, timeout=290):
     return subprocess.run(
@@ -40,14 +42,13 @@ def test_demo_from_scenes_to_table(tmp_path, again):
     assert second.stdout.partition("Test split")[2] == table, "the same seed gives the same numbers"
 
 
-def test_a_folder_of_others_is_left_alone(tmp_path):
+def test_a_folder_of_others_is_left_alone(tmp_path, monkeypatch, capsys):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "thesis.txt").write_text("mine")
-    finished = demo(tmp_path)
-    assert finished.returncode == 2
-    assert (
-        finished.stderr == "vl-plugins demo: error: --out demo exists and was not made by the demo; name a new folder\n"
-    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert error == "vl-plugins demo: error: --out demo exists and was not made by the demo; name a new folder\n"
     assert (tmp_path / "demo" / "thesis.txt").read_text() == "mine"
 
 

@@ -430,6 +430,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(toy_scenes, tmp_path, capsys
     assert not out.exists() or list(out.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_is_there_without_the_extra():
     # In another process, because this one has imported them already.
     code = (

@@ -9,7 +9,7 @@ from tests.pml import components
 from tests.pml.loops import LOSSES, call_with, check_call, distance_of, make_loss
 from tests.reference import distances as reference
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 
 # By formula. A distance that is not here is compared with its own pairwise_distance.
 FORMULAS = {

@@ -6,7 +6,7 @@ import torch
 from tests.pml import components
 from tests.pml.loops import LOSSES, call_with, check_call, make_loss
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 
 
 @DTYPES

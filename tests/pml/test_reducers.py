@@ -10,7 +10,7 @@ from tests.pml.loops import LABELS, LOSSES, call_with, check_call, leaves_of, ma
 from tests.pml.loops import values_and_derivatives as loops
 from tests.reference import distances as reference_distances
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 MINERS = {"labels": None, "pairs": MultiSimilarityMiner(epsilon=0.5), "triplets": TripletMarginMiner(margin=0.3)}
 
 

@@ -7,7 +7,7 @@ from pytorch_metric_learning import reducers
 from tests.pml import components
 from tests.pml.loops import LOSSES, TOLERANCE, call_with, check, expected, leaves_of, make_loss
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 
 
 @DTYPES

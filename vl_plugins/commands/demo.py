@@ -4,6 +4,8 @@ It types no private shortcut: every step is a command that the user can repeat o
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -161,14 +163,16 @@ def _shards(out: Path, split: str) -> str:
 
 
 def _command(*command: str, capture: bool = False) -> str | None:
-    """Print a ``vl-plugins`` command and run it with this interpreter; return its output where it is captured."""
+    """Print a ``vl-plugins`` command and run it; return its output where it is captured."""
+    from vl_plugins.cli import main
+
     _announce(command)
-    finished = subprocess.run(
-        [sys.executable, "-m", "vl_plugins.cli", *command[1:]], stdout=subprocess.PIPE if capture else None, text=True
-    )
-    if finished.returncode:
-        raise UserError(f"{command[1]} failed with exit code {finished.returncode}")
-    return finished.stdout
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output) if capture else contextlib.nullcontext():
+        status = main(command[1:])
+    if status:
+        raise UserError(f"{command[1]} failed with exit code {status}")
+    return output.getvalue() if capture else None
 
 
 def _announce(command) -> None:

@@ -442,6 +442,7 @@ def test_a_loss_of_another_package(tmp_path, train_data):
     assert len(re.findall(r"Theirs_loss: ", finished.stderr + finished.stdout)) == 4
 
 
+@pytest.mark.slow
 def test_wrong_input_in_a_process(tmp_path, train_data):
     finished = launch(tmp_path, *SHORT, *train_data, "--loss", "unifed")
     assert finished.returncode == 2
