@@ -100,6 +100,12 @@ class CrossModalTrainer(TakesShards):
         self.schema["models"].important = []
         self.schema["loss_funcs"].keys = list(self.loss_funcs)
         self.schema["mining_funcs"].keys = ["tuple_miner"]
+        # The host would miss those of frozen parts and of parts without parameters too.
+        self.schema["optimizers"].important = [
+            f"{name}_optimizer"
+            for name, model in self.models.items()
+            if name not in self.freeze_these and any(parameter.requires_grad for parameter in model.parameters())
+        ]
 
     def initialize_models(self) -> None:
         for part in MODEL_PARTS:

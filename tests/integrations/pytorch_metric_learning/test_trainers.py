@@ -211,6 +211,15 @@ def test_names_are_checked():
         make_trainer(models, MultipleLosses([NTXentLoss()]))
 
 
+def test_only_optimizers_of_what_is_trained_are_missed(caplog):
+    models = {**modules(), "text_embedder": nn.Identity()}
+    make_trainer(models, freeze_these=("image_trunk",))
+    assert "optimizers is missing" not in caplog.text
+    make_trainer(models, optimizers={"text_trunk_optimizer": torch.optim.SGD(models["text_trunk"].parameters())})
+    missed = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+    assert missed == [f'optimizers is missing "image_{part}_optimizer"' for part in ("trunk", "embedder")]
+
+
 def test_uneven_captions_are_refused():
     def uneven(items):
         images, texts, labels = collate(items)
