@@ -3,15 +3,14 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.config_files import find_config, read_yaml
 from vl_plugins.data.reader import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.key_values import KeyValues
-from vl_plugins.optional import require
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 
@@ -197,22 +196,12 @@ def _config_file(argv: Sequence[str]) -> Path | None:
     name = finder.parse_known_args(argv)[0].config
     if name is None:
         return None
-    shipped = resources.files("vl_plugins.configs") / "open_clip" / name
-    path = Path(name)
-    if not path.is_file() and shipped.is_file():
-        path = Path(str(shipped))
-    if not path.is_file():
-        raise UserError(f"--config: no such file: {name}")
-    return path
+    return find_config(name, "open_clip")
 
 
 def _config_arguments(path: Path, argv: Sequence[str], theirs: argparse.ArgumentParser) -> list[str]:
     """Return the command-line form of a configuration file, to be put before the command line ``argv``."""
-    yaml = require("yaml", extra="open-clip")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    config = read_yaml(path, extra="open-clip")
     if not isinstance(config, Mapping):
         raise UserError(f"{path}: expected a mapping of flag names to values, got {type(config).__name__}")
     flags = {**_flags(theirs), **_flags(_plugin_parser())}

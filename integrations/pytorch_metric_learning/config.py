@@ -4,14 +4,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.config_files import find_config, read_yaml
 from vl_plugins.data.reader import INPUTS, parse_captions_per_image
 from vl_plugins.errors import UserError, check_name
 from vl_plugins.integrations.pytorch_metric_learning.builders import Specification, split_specification
-from vl_plugins.optional import require
 from vl_plugins.options import construct
 
 __all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]
@@ -184,27 +183,12 @@ def read_config(path: str | Path, changes: Callable[[Any], Mapping[str, Any]] = 
     Raises:
         UserError: there is no such file, it is not YAML, or :func:`parse_config` refuses it.
     """
-    path = find_config(path)
-    yaml = require("yaml", extra="pml")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    path = find_config(path, "pytorch_metric_learning")
+    content = read_yaml(path, extra="pml")
     try:
         return parse_config(content, changes(content))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def find_config(name: str | Path) -> Path:
-    """Return the path of a file, or of one that is shipped by its name alone."""
-    shipped = resources.files("vl_plugins.configs") / "pytorch_metric_learning" / str(name)
-    path = Path(name)
-    if not path.is_file() and shipped.is_file():
-        path = Path(str(shipped))
-    if not path.is_file():
-        raise UserError(f"--config: no such file: {name}")
-    return path
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:
