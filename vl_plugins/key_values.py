@@ -1,4 +1,4 @@
-"""Options on a command line as ``key=value``."""
+"""Command lines: options as ``key=value``, and parsers whose errors are one line."""
 
 import argparse
 import ast
@@ -7,7 +7,7 @@ from typing import Any
 
 from vl_plugins.errors import UserError
 
-__all__ = ["KeyValues", "literal", "parse_key_values"]
+__all__ = ["KeyValues", "Parser", "literal", "parse_key_values"]
 
 
 def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
@@ -30,6 +30,13 @@ def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
             raise UserError(f"{flag}: expected key=value, got {token!r}")
         parsed[key] = literal(value)
     return parsed
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UserError` instead of a usage dump of all flags."""
+
+    def error(self, message: str):
+        raise UserError(message)
 
 
 class KeyValues(argparse.Action):

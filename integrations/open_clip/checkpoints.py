@@ -1,9 +1,7 @@
 """Saved models, with or without heads, for use outside of the launcher."""
 
-import contextlib
-import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 
 from vl_plugins.components import create_component
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.models import check_model
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
@@ -127,7 +126,7 @@ def _load_with_heads(weights, description, device, precision):
     check_model(name)
     options = dict(description["model_kwargs"])
     options |= {"precision": precision, "device": device, "output_dict": True}
-    with _no_logging():  # open_clip warns of random weights, in whose place come those of the file
+    with host.warnings_unsaid():  # open_clip warns of random weights, in whose place come those of the file
         clip = open_clip.create_model(name, load_weights=False, pretrained_text=False, **options)
     similarity = None
     if description["similarity"] is not None:
@@ -138,16 +137,6 @@ def _load_with_heads(weights, description, device, precision):
     preprocess = image_transform_v2(PreprocessCfg(**description["preprocess"]), is_train=False)
     tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     return loaded.eval(), preprocess, tokenizer
-
-
-@contextlib.contextmanager
-def _no_logging() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _read(checkpoint: str | Path) -> Any:

@@ -18,6 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vl_plugins.errors import UserError, did_you_mean
+from vl_plugins.integrations.open_clip import host
 
 __all__ = ["check_pretrained", "made_up", "trainer_without_data"]
 
@@ -102,12 +103,10 @@ def _quiet() -> Iterator[None]:
     """Log errors only, and undo open_clip's own set-up of logging."""
     loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
     levels, handlers = [logger.level for logger in loggers], list(logging.root.handlers)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        yield
+        with host.warnings_unsaid():
+            yield
     finally:
-        logging.disable(disabled)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         for handler in set(logging.root.handlers).difference(handlers):

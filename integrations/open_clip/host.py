@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,7 @@ import torch
 from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
-__all__ = ["data_parallel_on_cpu", "parser", "patched", "trainer"]
+__all__ = ["data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
 
 SUPPORTED_VERSIONS = "open_clip_torch 3.3 and later 3.x"
 
@@ -116,3 +117,14 @@ def data_parallel_on_cpu() -> Iterator[None]:
 
     with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", DistributedDataParallel):
         yield
+
+
+@contextlib.contextmanager
+def warnings_unsaid() -> Iterator[None]:
+    """Let nothing below an error be logged by anyone."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -10,7 +10,7 @@ from vl_plugins.config_files import find_config, read_yaml
 from vl_plugins.data.reader import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
-from vl_plugins.key_values import KeyValues
+from vl_plugins.key_values import KeyValues, Parser
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 
@@ -45,13 +45,6 @@ class PluginOptions:
     dry_run: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are :class:`UserError` instead of a usage dump of a hundred flags."""
-
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _captions_per_image(text: str) -> str | int:
     try:
         return parse_captions_per_image(text)
@@ -60,8 +53,8 @@ def _captions_per_image(text: str) -> str | int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _plugin_parser() -> _Parser:
-    parser = _Parser(
+def _plugin_parser() -> Parser:
+    parser = Parser(
         prog="python -m vl_plugins.integrations.open_clip",
         usage="%(prog)s [--config FILE.yaml] [--loss NAME] [open_clip options]",
         description=DESCRIPTION,
@@ -168,7 +161,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namesp
         argv = [*_config_arguments(config_file, argv, theirs), *argv]
     namespace, rest = _plugin_parser().parse_known_args(argv)
     _refuse_abbreviations_of_ours(rest, theirs)
-    theirs.__class__ = _Parser
+    theirs.__class__ = Parser
     host_namespace = theirs.parse_args(rest)
     options = {name: value for name, value in vars(namespace).items() if name not in ("config", "help")}
     return PluginOptions(**options), host_namespace, rest
@@ -191,7 +184,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
-    finder = _Parser(allow_abbrev=False, add_help=False)
+    finder = Parser(allow_abbrev=False, add_help=False)
     finder.add_argument("--config")
     name = finder.parse_known_args(argv)[0].config
     if name is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.errors import UserError, message
-from vl_plugins.key_values import KeyValues, literal
+from vl_plugins.key_values import KeyValues, Parser, literal
 from vl_plugins.optional import require
 
 __all__ = ["build_parser", "changed", "main"]
@@ -33,13 +33,6 @@ examples:
 KINDS = ("loss", "miner", "reducer", "distance")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are :class:`UserError`."""
-
-    def error(self, message: str):
-        raise UserError(message)
-
-
 class _Settings(argparse.Action):
     """``key.path=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
 
@@ -55,7 +48,7 @@ class _Settings(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m vl_plugins.integrations.pytorch_metric_learning",
         description=DESCRIPTION,
         epilog=EPILOG,
