@@ -1,15 +1,21 @@
 PYTHON ?= python3
 VENV ?= .venv
+LOWEST ?= .venv-lowest
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-lowest test-slow lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# The whole suite: a part that touches neither torch nor a host is quick, and would be chosen by hand again and again.
+# torch 2.2 is there for Python 3.10 to 3.12, and compiles with up to 3.11.
+test-lowest: $(LOWEST)/installed
+	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
@@ -23,11 +29,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 # Written last, so that an interrupted installation is done again.
-$(INSTALLED): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
+$(INSTALLED) $(LOWEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --progress-bar on $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
+$(LOWEST)/installed: tests/lowest.txt
+$(LOWEST)/installed: CONSTRAINTS = --constraint tests/lowest.txt
+
 clean:
-	rm -rf $(VENV) demo build *.egg-info
+	rm -rf $(VENV) $(LOWEST) demo build *.egg-info

@@ -2,11 +2,15 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"vl_plugins": ROOT / "vl_plugins", "vl_plugins.integrations": ROOT / "integrations"}
@@ -147,3 +151,22 @@ def test_declared_dependencies():
     assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "faiss", "bench", "all", "dev"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}
+
+
+def test_the_lowest_versions_that_are_declared_are_tested():
+    """Those of everything but ``dev``, which nobody needs to run it, and ``bench``, whose peers need a GPU."""
+    declared = {}
+    for requirement in map(Requirement, importlib.metadata.requires("vl_plugins")):
+        if not re.search(r"extra == .(dev|bench)\b", str(requirement.marker)):
+            for bound in requirement.specifier:
+                if bound.operator == ">=":
+                    declared.setdefault(canonicalize_name(requirement.name), set()).add(Version(bound.version))
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "tests" / "lowest.txt").read_text().splitlines()]
+    pinned = {}
+    for requirement in map(Requirement, filter(None, lines)):
+        (bound,) = requirement.specifier
+        if bound.operator == "==":
+            pinned[canonicalize_name(requirement.name)] = {Version(bound.version)}
+    del pinned["torchvision"]  # has to be that of torch, and is no dependency by itself
+    assert len(declared) > 5
+    assert pinned == declared

@@ -142,7 +142,8 @@ def _load_with_heads(weights, description, device, precision):
 def _read(checkpoint: str | Path) -> Any:
     """Read a file of torch; its tensors stay in the file until they are used."""
     try:
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        # torch 2.2 maps no file that is given as a Path.
+        return torch.load(str(checkpoint), map_location="cpu", weights_only=True, mmap=True)
     # Files of other formats, such as safetensors, are for open_clip to read; they hold no heads.
     except (RuntimeError, pickle.UnpicklingError, ValueError):
         return {}

@@ -8,8 +8,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from open_clip_train.data import DataInfo, get_dataset_size
-from open_clip_train.distributed import world_info_from_env
+from open_clip_train.distributed import is_master, world_info_from_env
 from torch.utils.data import DataLoader
 
 from vl_plugins.data.reader import (
@@ -21,7 +22,11 @@ from vl_plugins.data.reader import (
     training_pipeline,
 )
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_later_results
+from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
+from vl_plugins.randomness import derived_seed, seed_everything
 
 __all__ = ["AllCaptions", "Reader", "choose_reader", "get_data"]
 
@@ -111,28 +116,58 @@ def get_data(
     tokenizer: Callable | None = None,
     *,
     reader: Reader,
+    training: Training,
     host_get_data: Callable,
+    **of_version: Any,
 ) -> dict[str, Any]:
-    """Stand in for ``open_clip_train.data.get_data``."""
+    """Stand in for ``open_clip_train.data.get_data``.
+
+    Args:
+        args, preprocess_fns, epoch, tokenizer: as open_clip gives them.
+        reader: which splits are read by ours.
+        training: is told where it stands, and who its images are.
+        host_get_data: open_clip's own.
+        of_version: what other versions of open_clip give besides; it is passed on.
+    """
     preprocess_train, preprocess_val = preprocess_fns
+    if training.repeats:
+        compare_settings(training, args)
+    if training.continues and is_master(args):
+        drop_later_results(args.checkpoint_path, epoch)
     of_host = copy(args)
     if reader.captions_per_image is not None:
         of_host.train_data = None
     if reader.validation:
         of_host.val_data = None
-    data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+    data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **of_version)
     if reader.captions_per_image is not None:
         data["train"] = _training_data(args, reader, preprocess_train, tokenizer, epoch)
+        training.loader = data["train"].dataloader
         logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
     if "train" in data:
         steps_per_epoch = data["train"].dataloader.num_batches // args.accum_freq
         _warn_of_long_warmup(args, steps_per_epoch * args.epochs)
-        args.steps_before = (
-            epoch * steps_per_epoch
-        )  # for the loss, which open_clip makes without saying where it stands
+        training.steps_before = epoch * steps_per_epoch
+        if training.repeats:
+            data["train"] = SeededEpochs(**vars(data["train"]), seed=args.seed, rank=args.rank)
     return data
+
+
+@dataclass
+class SeededEpochs(DataInfo):
+    """Training data at whose beginning in each epoch all random numbers of the process begin anew.
+
+    So an epoch is the same whether the training has come to it or has been resumed there.
+    """
+
+    seed: int = 0
+    rank: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        seed_everything(derived_seed(self.seed, self.rank, epoch))
 
 
 def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
@@ -147,6 +182,8 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
         num_samples=args.train_num_samples,
         allow_duplicate_captions=reader.allow_duplicate_captions,
         on_error=reader.on_read_error,
+        with_labels=True,
+        with_keys=True,
         rank=rank,
         world_size=world_size,
     )
@@ -154,10 +191,10 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
 
 def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
     batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
-    dataloader = _loader(batches, args.workers)
-    dataloader.num_batches = len(batches)
-    dataloader.num_samples = len(batches) * args.batch_size * args.world_size
-    return DataInfo(dataloader, shared_epoch=batches.epoch)
+    num_samples = len(batches) * args.batch_size * args.world_size
+    loader = _loader(batches, args.workers)
+    loader = RememberingLoader(loader, len(batches), num_samples, args.accum_freq, host.adapter().as_batch)
+    return DataInfo(loader, shared_epoch=batches.epoch)
 
 
 def _validation_data(args, transform, tokenizer) -> AllCaptions:
@@ -168,7 +205,11 @@ def _validation_data(args, transform, tokenizer) -> AllCaptions:
 
 
 def _loader(batches, workers: int) -> DataLoader:
-    return DataLoader(batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    # A generator of its own, because workers that persist take a number from it in the first epoch only.
+    generator = torch.Generator()
+    return DataLoader(
+        batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0, generator=generator
+    )
 
 
 def _processes() -> int:

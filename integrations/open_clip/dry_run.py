@@ -74,25 +74,28 @@ def trainer_without_data(trainer: ModuleType, captions_per_image: str | int | No
         captions_per_image: as ``--captions-per-image``.
     """
     # Before the launcher replaces them.
+    of_host = dict(vars(trainer))
     parse_args, create_model = trainer.parse_args, trainer.create_model_and_transforms
     captions = {"all": CAPTIONS}.get(captions_per_image, captions_per_image)
     with tempfile.TemporaryDirectory() as folder, _quiet():
-        yield SimpleNamespace(
-            parse_args=lambda argv: made_up(parse_args(argv), folder),
-            create_model_and_transforms=functools.partial(create_model, load_weights=False, pretrained_text=False),
-            get_data=functools.partial(_get_data, captions_per_image=captions if isinstance(captions, int) else 1),
-            evaluate=trainer.evaluate,
-        )
+        of_host |= {
+            "parse_args": lambda argv: made_up(parse_args(argv), folder),
+            "create_model_and_transforms": functools.partial(create_model, load_weights=False, pretrained_text=False),
+            "get_data": functools.partial(_get_data, captions_per_image=captions if isinstance(captions, int) else 1),
+        }
+        yield SimpleNamespace(**of_host)
 
 
-def _get_data(args, preprocess_fns, epoch=0, tokenizer=None, *, captions_per_image: int) -> dict[str, DataInfo]:
+def _get_data(
+    args, preprocess_fns, epoch=0, tokenizer=None, *, captions_per_image: int, **of_version
+) -> dict[str, DataInfo]:
     """Stand in for open_clip's synthetic data, whose pairs are all the same: from them no loss has a gradient."""
     preprocess_train, _ = preprocess_fns
     generator = np.random.default_rng(args.seed)
     pictures = generator.integers(256, size=(BATCH_SIZE, *PICTURE_SIZE, 3), dtype=np.uint8)
     images = torch.stack([preprocess_train(Image.fromarray(picture)) for picture in pictures])
     texts = tokenizer([f"made-up caption {number}" for number in range(BATCH_SIZE * captions_per_image)])
-    loader = DataLoader([(images, texts)] * args.accum_freq, batch_size=None)
+    loader = DataLoader([host.adapter().as_batch((images, texts))] * args.accum_freq, batch_size=None)
     loader.num_batches = len(loader)
     loader.num_samples = len(loader) * BATCH_SIZE * args.world_size
     return {"train": DataInfo(loader)}

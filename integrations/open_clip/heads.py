@@ -178,12 +178,11 @@ class CLIPWithHeads(nn.Module):
         return self.image_head.predict(self._features("image", image))
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {
-            **self.description,
-            "head": self.head,
-            "head_kwargs": asdict(self.settings),
-            **(NO_SIMILARITY if self.similarity is None else describe_similarity(self.similarity)),
-        }
+        similarity = NO_SIMILARITY
+        if self.similarity is not None:
+            # Its parameters stand in the state dict, and may be sharded.
+            similarity = describe_similarity(self.similarity, parameters=False)
+        return {**self.description, "head": self.head, "head_kwargs": asdict(self.settings), **similarity}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         found, expected = (

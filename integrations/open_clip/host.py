@@ -1,9 +1,12 @@
-"""All that depends on the installed version of open_clip: what its trainer offers and how it is replaced.
+"""open_clip's trainer, whichever version is installed: what it offers and how it is replaced.
 
 ``open_clip_train.main`` has no plugin point. It imports the functions it calls by name, so replacing those names in
 that module for the length of one call of ``main(argv)`` is enough; :func:`patched` does so and puts them back. Whatever
-is replaced is first compared with the signature this module was written for: training with another loss than the one
-asked for would be worse than not starting.
+is replaced is first compared with the signature it is known with: training with another loss than the one asked for
+would be worse than not starting.
+
+What differs between the versions is in :mod:`vl_plugins.integrations.open_clip.host_3` and ``host_4``, two modules of
+the same functions; :func:`adapter` returns the one that the installed trainer needs.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
@@ -19,46 +23,68 @@ from unittest import mock
 import torch
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import host_3, host_4
 from vl_plugins.optional import require
 
-__all__ = ["data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
+__all__ = ["adapter", "data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
 
-SUPPORTED_VERSIONS = "open_clip_torch 3.3 and later 3.x"
+OLDEST, TOO_NEW = (3, 3), (5, 0)
+TO_INSTALL = "install open_clip_torch 3.3, a later 3.x or 4.x: pip install 'open_clip_torch[training]>=3.3,<5'"
 
-# The functions that the launcher replaces or calls, with the parameters they have in the supported versions; after an
-# ellipsis come others, which are passed on as they are.
-SIGNATURES = {
-    "create_model_and_transforms": ("model_name", ...),
-    "parse_args": ("args",),
-    "create_loss": ("args",),
-    "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
-    "evaluate": ("model", "data", "epoch", "args", "tb_writer", "tokenizer"),
-}
+# By what the trainer of each version has and that of the other has not.
+ADAPTERS = {"create_loss": host_3, "create_task": host_4}
 
 
 def trainer() -> ModuleType:
-    """Return ``open_clip_train.main`` after checking that it is a version this module knows.
+    """Return ``open_clip_train.main`` after checking that it is a version we know.
 
     Raises:
         MissingExtraError: open_clip or its training dependencies are not installed.
-        UserError: the installed version has other functions than the launcher replaces.
+        UserError: the installed version is older or newer, or has other functions than the launcher replaces.
     """
     require("open_clip", extra="open-clip")
+    installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
+    if not OLDEST <= installed < TOO_NEW:
+        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
     require("webdataset", extra="open-clip")
+    for module, functions in adapter().CHECKED.items():
+        for name, expected in functions.items():
+            _check_signature(module, name, expected)
+    return importlib.import_module("open_clip_train.main")
+
+
+def adapter() -> ModuleType:
+    """Return what is particular to the installed version, by what its trainer offers.
+
+    Raises:
+        UserError: it is neither that of 3.x nor that of 4.x.
+    """
     main = importlib.import_module("open_clip_train.main")
-    installed = version("open_clip_torch")
-    for name, expected in SIGNATURES.items():
-        function = getattr(main, name, None)
-        found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        known = expected[:-1] if expected[-1] is ... else expected
-        fits = found is not None and found[: len(known)] == known and (known != expected or len(found) == len(known))
-        if not fits:
-            what = "does not exist" if found is None else f"takes {_written(found)}"
-            raise UserError(
-                f"open_clip_torch {installed} is not supported: open_clip_train.main.{name} {what}, "
-                f"expected {_written(expected)}; install {SUPPORTED_VERSIONS}"
-            )
-    return main
+    offered = [name for name in ADAPTERS if hasattr(main, name)]
+    if len(offered) != 1:
+        raise _unsupported(
+            f"open_clip_train.main has {'both' if offered else 'neither'} create_loss, as that of 3.x, "
+            f"{'and' if offered else 'nor'} create_task, as that of 4.x"
+        )
+    return ADAPTERS[offered[0]]
+
+
+def _check_signature(module: str, name: str, expected: tuple) -> None:
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        function = None
+    found = tuple(inspect.signature(function).parameters) if callable(function) else None
+    known = expected[:-1] if expected[-1] is ... else expected
+    if found is None or found[: len(known)] != known or (known == expected and len(found) != len(known)):
+        what = "does not exist" if found is None else f"takes {_written(found)}"
+        raise _unsupported(f"{module}.{name} {what}, expected {_written(expected)}")
+
+
+def _unsupported(difference: str) -> UserError:
+    return UserError(f"open_clip_torch {version('open_clip_torch')} is not supported: {difference}; {TO_INSTALL}")
 
 
 def _written(parameters: tuple) -> str:
@@ -67,7 +93,7 @@ def _written(parameters: tuple) -> str:
 
 @contextlib.contextmanager
 def patched(replacements: Mapping[str, Callable]) -> Iterator[ModuleType]:
-    """Replace functions of ``open_clip_train.main`` by name; on leaving, put back what was there.
+    """Replace functions of open_clip's trainer by name, where it looks them up; on leaving, put back what was there.
 
     Args:
         replacements: name -> function; every name is one that :func:`trainer` checks.
@@ -76,11 +102,14 @@ def patched(replacements: Mapping[str, Callable]) -> Iterator[ModuleType]:
         RuntimeError: the trainer is patched already (a launcher inside a launcher).
     """
     main = trainer()
-    unchecked = set(replacements) - set(SIGNATURES)
-    assert not unchecked, f"no known signature for {sorted(unchecked)}"
     if getattr(main, "_vl_plugins_patched", False):
         raise RuntimeError("open_clip_train.main is already patched by vl_plugins")
-    with mock.patch.multiple(main, create=True, _vl_plugins_patched=True, **replacements):
+    modules = {name: module for module, functions in adapter().CHECKED.items() for name in functions}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(main, "_vl_plugins_patched", True, create=True))
+        for name, function in replacements.items():
+            module = importlib.import_module(modules[name])
+            stack.enter_context(mock.patch.object(module, name, function))
         yield main
 
 

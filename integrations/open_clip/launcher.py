@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vl_plugins.errors import UserError, message
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 # Options that mean nothing to open_clip's own loss.
 OF_LOSS = (
+    "exchange",
     "loss_kwargs",
     "miner",
     "miner_kwargs",
@@ -52,7 +54,7 @@ def _processes_have_joined() -> bool:
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:
-    from vl_plugins.integrations.open_clip import data
+    from vl_plugins.integrations.open_clip import data, resuming
 
     loss = check(options, host_options)
     if options.dry_run:
@@ -63,7 +65,11 @@ def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[st
             f"--val-data {host_options.val_data}: open_clip's validation compares single vectors; "
             "with --head set give shards of `vl-plugins shards`"
         )
-    return _train(options, loss, reader, host.trainer(), host_argv)
+    continues = host_options.resume == "latest"
+    if continues and host_options.save_most_recent and os.environ.get("RANK", "0") == "0":
+        resuming.mend_most_recent(Path(host_options.logs, host_options.name, "checkpoints"))
+    of_host = SimpleNamespace(**vars(host.trainer()))  # as its functions are before they are replaced
+    return _train(options, loss, reader, of_host, host_argv, continues=continues)
 
 
 def _dry_run(options: PluginOptions, loss, host_options: Namespace, host_argv: Sequence[str]) -> int:
@@ -81,24 +87,45 @@ def _dry_run(options: PluginOptions, loss, host_options: Namespace, host_argv: S
     return status
 
 
-def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[str]) -> int:
+def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[str], *, continues: bool = False) -> int:
     """Run open_clip's ``main`` with our functions in front of those of ``of_host``, its own or a dry run's."""
-    from vl_plugins.integrations.open_clip import data, validation
+    from vl_plugins.integrations.open_clip import data, resuming, validation
+    from vl_plugins.integrations.open_clip.training import Training
 
-    recorded = {**asdict(options), "captions_per_image": reader.captions_per_image}
+    is_ours = loss is not None or reader.captions_per_image is not None
+    training = Training(repeats=is_ours, continues=continues)
+    on_nan = options.on_nan or (None if loss is None else "stop")
+    recorded = {**asdict(options), "captions_per_image": reader.captions_per_image, "on_nan": on_nan}
     replacements = {
         "parse_args": functools.partial(_parse_args, recorded=recorded, host_parse_args=of_host.parse_args),
-        "get_data": functools.partial(data.get_data, reader=reader, host_get_data=of_host.get_data),
+        "pt_load": functools.partial(resuming.read_checkpoint, training=training),
+        "get_latest_checkpoint": functools.partial(
+            resuming.latest_checkpoint, host_latest=of_host.get_latest_checkpoint
+        ),
+        "get_data": functools.partial(data.get_data, reader=reader, training=training, host_get_data=of_host.get_data),
         "evaluate": functools.partial(validation.evaluate, host_evaluate=of_host.evaluate),
         "create_model_and_transforms": of_host.create_model_and_transforms,
     }
-    if loss is not None:
-        replacements["create_loss"] = functools.partial(_create_loss, options=options, loss=loss)
+    if on_nan is not None:
+        replacements["train_one_epoch"] = functools.partial(
+            _train_one_epoch, training=training, host_train=of_host.train_one_epoch
+        )
+        replacements |= host.adapter().with_loss(
+            None if loss is None else functools.partial(_create_loss, options=options, loss=loss, training=training),
+            functools.partial(_guard, training=training),
+            functools.partial(_continue_with, options=options, training=training),
+            replacements["get_data"],
+            of_host,
+        )
     if options.head is not None:
         replacements["create_model_and_transforms"] = functools.partial(
             _create_model, options=options, loss=loss, host_create=of_host.create_model_and_transforms
         )
-    with host.patched(replacements) as trainer, host.data_parallel_on_cpu():
+    with (
+        host.patched(replacements) as trainer,
+        host.data_parallel_on_cpu(),
+        resuming.complete_checkpoints(training),
+    ):
         status = trainer.main(list(host_argv))
     return 2 if status else 0
 
@@ -138,11 +165,18 @@ def check(options: PluginOptions, host_options: Namespace):
             raise UserError(
                 f"--loss {options.loss} has no captioning term, which model {model} needs; train it without --loss"
             )
+    other = host.adapter().other_than_pairs(host_options)
+    for name in ("loss", "head", "captions_per_image"):
+        given = getattr(options, name)
+        if other is not None and given is not None:
+            raise UserError(f"--{name.replace('_', '-')} {given} is for pictures and captions, and {other} is not")
     for kind in ("miner", "reducer", "distance", "head"):
         if getattr(options, f"{kind}_kwargs") and getattr(options, kind) is None:
             raise UserError(f"--{kind}-kwargs needs --{kind}")
     if options.head is not None:
         _check_head(options, host_options)
+    if host_options.resume == "latest" and host_options.name is None:
+        raise UserError("--resume latest goes on with an earlier run: give its --name")
     if host_options.name is not None and host_options.resume != "latest":
         log = Path(host_options.logs, host_options.name, "out.log")
         if log.exists():
@@ -159,7 +193,7 @@ def _check_head(options: PluginOptions, host_options: Namespace) -> None:
     head_settings(options.head, options.head_kwargs)
     if options.head == "set" and options.loss is None:
         raise UserError("--head set needs a loss: give --loss smooth_chamfer, or another of `vl-plugins losses`")
-    refused = ["distill_model", "torchscript", "trace", "use_bnb_linear"]
+    refused = [*host.adapter().REFUSED_WITH_HEADS]
     if options.head == "set":  # open_clip's zero-shot classifier takes single vectors
         refused += ["imagenet_val", "imagenet_v2"]
     for name in refused:
@@ -202,10 +236,11 @@ def _create_model(model: str, *args, options: PluginOptions, loss, host_create: 
     return with_heads, *transforms
 
 
-def _create_loss(args: Namespace, *, options: PluginOptions, loss):
+def _create_loss(args: Namespace, *, options: PluginOptions, loss, training):
     from vl_plugins.integrations.open_clip.loss import build_loss, describe
 
-    if args.local_loss and not args.gather_with_grad and args.world_size > 1:
+    is_wrong = args.local_loss and not args.gather_with_grad and options.exchange != "ring"
+    if is_wrong and args.world_size > 1 and args.rank == 0:
         logging.warning(
             "--local-loss without --gather-with-grad: features of other processes get no gradient, so the update "
             "points in another direction than the loss's; add --gather-with-grad."
@@ -216,11 +251,36 @@ def _create_loss(args: Namespace, *, options: PluginOptions, loss):
         args.gather_with_grad,
         args.rank,
         args.world_size,
-        use_horovod=args.horovod,
+        use_horovod=host.adapter().uses_horovod(args),
         accum_freq=args.accum_freq,
-        steps_before=args.steps_before,
         log_every_n_steps=args.log_every_n_steps if args.rank == 0 else 0,
         loss=loss,
+        image_ids=training.image_ids,
     )
     logging.info(f"Training with the loss of vl_plugins: {describe(options)}")
     return two_towers
+
+
+def _continue_with(loss, *, options: PluginOptions, training) -> None:
+    """Let the loss go on where the training does, and be kept in its checkpoints."""
+    from vl_plugins.integrations.open_clip import resuming
+    from vl_plugins.integrations.open_clip.loss import describe
+
+    description = describe(options)
+    training.beside["loss"] = functools.partial(resuming.state_of_loss, loss, description)
+    saved = training.saved.get("loss") if training.continues else None
+    if saved is None or not resuming.restore_loss(loss, description, saved):
+        loss.continue_after(training.steps_before)
+
+
+def _train_one_epoch(*args, training, host_train: Callable, **kwargs):
+    with training.steps_watched(host.adapter().optimizer_of(*args)):
+        return host_train(*args, **kwargs)
+
+
+def _guard(loss, args: Namespace, *, training):
+    from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard
+
+    guard = NonFiniteGuard(loss, args.on_nan, training, calls_per_step=args.accum_freq, world_size=args.world_size)
+    training.before_step = guard.before_step
+    return guard

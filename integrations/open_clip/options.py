@@ -10,6 +10,7 @@ from vl_plugins.config_files import find_config, read_yaml
 from vl_plugins.data.reader import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.non_finite import ACTIONS
 from vl_plugins.key_values import KeyValues, Parser
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
@@ -39,9 +40,11 @@ class PluginOptions:
     distance_kwargs: dict[str, Any] = field(default_factory=dict)
     head: str | None = None
     head_kwargs: dict[str, Any] = field(default_factory=dict)
+    exchange: str | None = None
     captions_per_image: str | int | None = None
     allow_duplicate_captions: bool = False
     on_read_error: str = "skip"
+    on_nan: str | None = None
     dry_run: bool = False
 
 
@@ -106,6 +109,12 @@ def _plugin_parser() -> Parser:
         "--head-kwargs", **kwargs, help="options of the head: num_slots=4 num_iters=4 of set, dim=768 of linear"
     )
     group.add_argument(
+        "--exchange",
+        choices=("gather", "ring"),
+        help="how processes compare their features: gather puts all of them together in each (default, as in "
+        "open_clip); ring passes them on, with their gradients, so that no process holds more than two others'",
+    )
+    group.add_argument(
         "--captions-per-image",
         metavar="{random,first,all,N}",
         type=_captions_per_image,
@@ -124,6 +133,12 @@ def _plugin_parser() -> Parser:
         default="skip",
         help="what to do with a training sample or shard that cannot be read: leave it out with a warning, or stop "
         "(default: skip)",
+    )
+    group.add_argument(
+        "--on-nan",
+        choices=ACTIONS,
+        help="what to do when the loss is NaN or infinite in any process: say of which step and images and stop, or "
+        "leave the step out (default with --loss: stop)",
     )
     group.add_argument(
         "--dry-run",

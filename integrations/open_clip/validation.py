@@ -12,8 +12,8 @@ import torch
 from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
-from open_clip_train.train import unwrap_model
 
+from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.retrieval import encoding, format_metrics_table
 
@@ -59,12 +59,15 @@ def evaluate(
         return host_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
     rest = {name: split for name, split in data.items() if name != "val"}
     metrics = host_evaluate(model, rest, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
-    if not is_master(args) or not args.val_frequency:
+    adapter = host.adapter()
+    if not (is_master(args) or adapter.evaluates_together(args)) or not args.val_frequency:
         return metrics
     if epoch % args.val_frequency and epoch != args.epochs:
         return metrics
     model.eval()
-    in_percent = validation_metrics(unwrap_model(model), data["val"].dataloader, args.device, args.precision)
+    in_percent = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
+    if not is_master(args):
+        return metrics
     logging.info(f"Eval Epoch: {epoch} {in_percent['num_samples']} images, {in_percent['num_captions']} captions")
     for line in format_metrics_table({f"epoch {epoch}": in_percent}).splitlines():
         logging.info(line)

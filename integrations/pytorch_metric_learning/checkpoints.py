@@ -2,12 +2,10 @@
 
 import os
 import pickle
-import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,10 +19,7 @@ __all__ = [
     "is_checkpoint",
     "load_model",
     "load_states",
-    "random_states",
     "read_checkpoint",
-    "seed_everything",
-    "set_random_states",
     "states_of",
     "write_checkpoint",
 ]
@@ -131,33 +126,3 @@ def load_states(parts: Mapping[str, nn.Module], states: Mapping[str, Any]) -> No
     """
     for name, part in parts.items():
         part.load_state_dict(states[name])
-
-
-def seed_everything(seed: int) -> None:
-    """Begin all random numbers anew: those of torch, and of transforms that draw from Python or NumPy."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of all generators of random numbers."""
-    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
-    version, internal, gauss = random.getstate()
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [numpy_name, numpy_keys.tolist(), *numpy_rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with the random numbers where :func:`random_states` was."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])

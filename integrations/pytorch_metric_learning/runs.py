@@ -31,10 +31,7 @@ from vl_plugins.integrations.pytorch_metric_learning.builders import (
 )
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_states,
-    random_states,
     read_checkpoint,
-    seed_everything,
-    set_random_states,
     states_of,
     write_checkpoint,
 )
@@ -50,6 +47,7 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
 )
 from vl_plugins.optional import require
 from vl_plugins.options import construct
+from vl_plugins.randomness import random_states, seed_everything, set_random_states
 from vl_plugins.retrieval.metrics import format_metrics_table
 
 __all__ = ["LATEST", "Run", "build_loss_of", "build_miner_of", "build_trainer", "build_vocabulary", "dry_run"]

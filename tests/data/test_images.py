@@ -56,7 +56,7 @@ UNUSABLE = {
     "animated GIF": (encode("GIF", **FRAMES), "the format GIF is not supported"),
     "animated PNG": (encode("PNG", **FRAMES), "the image is animated, with 2 frames; .*the first one only"),
     "animated WebP": (encode("WEBP", **FRAMES), "the image is animated, with 2 frames"),
-    "16 bits of grey": (encode("PNG", mode="I;16"), "PIL's mode I;16, more than 8 bits per channel; convert it"),
+    "16 bits of grey": (encode("PNG", mode="I;16"), r"PIL's mode I(;16)?, more than 8 bits per channel; convert it"),
 }
 
 USABLE = {

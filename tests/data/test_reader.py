@@ -2,6 +2,7 @@ import argparse
 import io
 import logging
 import pickle
+import random
 import re
 import tarfile
 from collections import Counter
@@ -9,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import webdataset
@@ -31,6 +33,7 @@ from vl_plugins.data.reader import (
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError, message
+from vl_plugins.randomness import random_states
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -79,6 +82,30 @@ def shards(tmp_path_factory):
 def uneven_shards(tmp_path_factory):
     """22 images with 5, 6 or 7 captions in 4 shards."""
     return write_numbered(tmp_path_factory.mktemp("uneven"), [5, 6, 7, 5, 5, 6, 5, 7, 5, 5, 5] * 2, samples_per_shard=6)
+
+
+def draw(image):
+    """Stand in for an augmentation, which may draw from any generator."""
+    return torch.tensor([torch.rand(()), np.random.rand(), random.random()])  # noqa: NPY002
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_alone(shards):
+    found = {}
+    for seed, epoch, workers in ((0, 0, 0), (0, 0, 2), (0, 1, 0), (1, 0, 0)):
+        reader = training_pipeline(shards, draw, tokenizer, 4, seed=seed, epoch=epoch, with_labels=True, with_keys=True)
+        drawn = {}
+        for images, _, labels, keys in DataLoader(reader, batch_size=None, num_workers=workers):
+            assert len(images) == len(labels) == len(keys)
+            drawn |= dict(zip(keys, map(tuple, images.tolist()), strict=True))
+        assert len(drawn) == len(set(drawn.values())) == 24
+        assert found.setdefault((seed, epoch), drawn) == drawn
+    assert len({values for drawn in found.values() for values in drawn.values()}) == 3 * 24
+
+
+def test_generators_are_left_as_they_are(shards):
+    before = random_states()
+    list(training_pipeline(shards, draw, tokenizer, 4))
+    assert str(random_states()) == str(before)
 
 
 def numbers_of(images):

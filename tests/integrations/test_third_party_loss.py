@@ -83,6 +83,6 @@ def test_both_hosts_find_it(environment, tmp_path):
     loss = ["--loss", "euclidean_pull", "--loss-kwargs", "strength=0.25", "--dry-run"]
     host = "vl_plugins.integrations.pytorch_metric_learning"
     assert "called with strength 0.25" in run(environment, "-m", host, "--config", config, *loss)
-    open_clip = ["--model", "vl-tiny", "--device", "cpu"]
+    open_clip = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32"]
     output = run(environment, "-m", "vl_plugins.integrations.open_clip", *open_clip, *loss)
     assert "called with strength 0.25" in output

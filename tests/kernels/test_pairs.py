@@ -54,6 +54,16 @@ def test_pairs_of_the_last_labels_are_remembered(searches):
     assert len(searches) == 4
 
 
+def test_two_directions_are_remembered(searches):
+    remembered = RememberedPairs()
+    sides = [(torch.tensor([1, 2, 3]), torch.tensor([3, 1])) for _ in range(3)]
+    for one, other in [*sides[:2] * 3, *sides[1:] * 2]:
+        assert all(map(torch.equal, remembered(one, other), torch.where(one[:, None] == other)))
+    assert len(searches) == 3
+    remembered(*sides[0])
+    assert len(searches) == 4, "no more than two"
+
+
 def test_labels_that_do_not_know_whether_they_changed(searches):
     remembered = RememberedPairs()
     with torch.inference_mode():

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
+from tests.capabilities import needs_float16_on_cpu
 from tests.reference import set_prediction as reference
 from vl_plugins.modules import SetPrediction, SetPredictionOutput
 from vl_plugins.modules.set_prediction import slot_attention
@@ -366,6 +367,16 @@ def test_half_precision(variant, dtype):
         torch.testing.assert_close(total, torch.ones_like(total), atol=1e-5, rtol=0)
         output.embeddings.square().sum().backward()
 
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@EACH_VARIANT
+def test_half_precision_of_the_module(variant, dtype):
+    if dtype == torch.float16:
+        needs_float16_on_cpu()
+    module = build(variant, dtype=torch.float32)
+    local, pooled = inputs_of(module)
+    expected = module(local, pooled, padding_mask=PADDING)
+    halves = [None if tensor is None else tensor.to(dtype) for tensor in (local, pooled)]
     output = copy.deepcopy(module).to(dtype)(*halves, padding_mask=PADDING)
     assert [part.dtype for part in output] == [dtype, dtype, torch.float32]
     torch.testing.assert_close(output.embeddings.float(), expected.embeddings, atol=0.2, rtol=0.2)

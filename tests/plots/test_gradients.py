@@ -245,7 +245,7 @@ def test_each_panel_holds_the_sizes_of_its_pair(tmp_path, monkeypatch):
         "gradient at the positive pair",
         "gradient at the negative pair",
     ] * 2
-    assert [part.get_suptitle() for part in figure.subfigs] == list(chosen)
+    assert [part.texts[0].get_text() for part in figure.subfigs] == list(chosen)
     bars = [axes.get_ylabel() for axes in figure.axes if not axes.images]
     assert bars == [r"$|\partial L / \partial s_p|$", r"$|\partial L / \partial s_n|$"] * 2
     assert panels[0].get_legend().get_texts()[0].get_text() == "$s_p = s_n$"

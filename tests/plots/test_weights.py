@@ -145,7 +145,7 @@ def test_options_reach_the_picture(figure):
         "nca  (τ = 4)",
         "cir  (τ = 4, offset = 0.5)",
     ]
-    assert [part.get_suptitle() for part in drawn.subfigs] == [
+    assert [part.texts[0].get_text() for part in drawn.subfigs] == [
         "Triplet weight T",
         "Pair weights P  (α = 3, β = 6, λ = 0.3)",
     ]

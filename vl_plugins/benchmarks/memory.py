@@ -42,10 +42,15 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0) -> int:
     if not events:
         raise RuntimeError("the profiler of torch saw no allocation")
     total = largest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in sorted(events, key=_start):
         total += event.nbytes()
         largest = max(largest, total)
     return largest - kept
+
+
+def _start(event) -> int:
+    # torch 2.2 counts microseconds.
+    return event.start_ns() if hasattr(event, "start_ns") else event.start_us()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,8 @@ def _draw(samples: Sequence[ShardSample], title: str, labels: Sequence[str] | No
     heading = fonts.wrap(_printable(title), fonts.title, width - 2 * MARGIN)
     top = MARGIN + (HEADING_GAP + HEADING_LINE * len(heading) if heading else 0)
     height = top + sum(heights) + ROW_GAP * (len(rows) - 1) + MARGIN
-    figure.set_size_inches(width / DPI, height / DPI)
+    # The next larger number: 1020 / 100 * 100 is less than 1020, which older versions of matplotlib cut to 1019.
+    figure.set_size_inches(*(math.nextafter(pixels / DPI, math.inf) for pixels in (width, height)))
 
     def write(x: float, y: float, text: str, font: Any, colour: str = TEXT, align: str = "left") -> None:
         """Write a line whose letters stand on ``y``, in pixels from the top."""

@@ -27,6 +27,7 @@ from vl_plugins.data.shard_files import INPUTS, TEXTS, input_of, locate, missing
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import MissingExtraError, UserError, check_name
 from vl_plugins.optional import require
+from vl_plugins.randomness import seeded
 
 __all__ = [
     "EvaluationPipeline",
@@ -219,6 +220,7 @@ def training_pipeline(
     num_samples: int | None = None,
     shuffle_buffer: int = 5000,
     with_labels: bool = False,
+    with_keys: bool = False,
     allow_duplicate_captions: bool = False,
     on_error: str = "skip",
     rank: int | None = None,
@@ -237,8 +239,9 @@ def training_pipeline(
     gathered or not. The less than ``batch_size * world_size`` images that are left over are others in every epoch.
 
     Order and captions depend on ``seed``, the epoch, the rank, and the number of processes and workers; which captions
-    an image shows depends on ``seed``, the epoch and its key alone, with the exception below. The image transform draws
-    its random numbers from torch: seed that too for a run that repeats exactly.
+    an image shows depends on ``seed``, the epoch and its key alone, with the exception below. So do the random numbers
+    that the image transform draws from torch, NumPy's legacy generator and ``random``; the generators themselves are
+    left as they are.
 
     Captions of different images that :func:`vl_plugins.data.captions.normalise_caption` makes equal do not meet in a
     batch of one process, where each would be a false negative of the other. An image whose caption is there already
@@ -277,6 +280,7 @@ def training_pipeline(
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
             itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
             the captions: ``labels.repeat_interleave(k)``.
+        with_keys: whether batches end with a list of the keys of the images.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
         on_error: ``"skip"`` leaves out what cannot be read; ``"raise"`` stops at it while iterating.
         rank: number of this process; by default from the environment or ``torch.distributed``.
@@ -345,6 +349,7 @@ def training_pipeline(
         epoch=SharedEpoch(epoch) if isinstance(epoch, int) else epoch,
         shuffle_buffer=shuffle_buffer,
         with_labels=with_labels,
+        with_keys=with_keys,
         allow_duplicate_captions=allow_duplicate_captions,
         on_error=on_error,
         rank=rank,
@@ -423,6 +428,7 @@ class TrainingPipeline(IterableDataset):
     epoch: EpochCounter
     shuffle_buffer: int
     with_labels: bool
+    with_keys: bool
     allow_duplicate_captions: bool
     on_error: str
     rank: int
@@ -446,7 +452,7 @@ class TrainingPipeline(IterableDataset):
             self.batch_size,
             share.num_batches,
             max_waiting=max(self.batch_size, self.shuffle_buffer),
-            prepare=lambda sample: self._prepare(sample, on_error),
+            prepare=lambda sample: self._prepare(sample, epoch, on_error),
             other_captions=lambda sample, taken: self._other_captions(sample, taken, epoch),
             allow_duplicates=self.allow_duplicate_captions,
             source=_names({part.url for part in share.slices}),
@@ -515,18 +521,21 @@ class TrainingPipeline(IterableDataset):
         captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
         return self._choose(sample.key, captions, epoch) if captions else None
 
-    def _prepare(self, sample: Sample, on_error: OnError) -> tuple[Tensor, Sample] | None:
+    def _prepare(self, sample: Sample, epoch: int, on_error: OnError) -> tuple[Tensor, Sample] | None:
         image = _decode(sample, self.inputs, on_error)
-        # What has been decoded need not be kept.
-        return None if image is None else (self.image_transform(image), sample._replace(image=b""))
+        if image is None:
+            return None
+        with seeded(self.seed, epoch, sample.key):
+            image = self.image_transform(image)
+        return image, sample._replace(image=b"")  # what has been decoded need not be kept
 
-    def _collate(self, batch: list[tuple[Tensor, Sample]]) -> tuple[Tensor, ...]:
+    def _collate(self, batch: list[tuple[Tensor, Sample]]) -> tuple[Any, ...]:
         images, samples = zip(*batch, strict=True)
         images = _stack(images, samples, self.inputs)
         texts = self.tokenizer([caption for sample in samples for caption in sample.shown])
-        if not self.with_labels:
-            return images, texts
-        return images, texts, torch.tensor([sample.position for sample in samples])
+        labels = (torch.tensor([sample.position for sample in samples]),) if self.with_labels else ()
+        keys = ([sample.key for sample in samples],) if self.with_keys else ()
+        return images, texts, *labels, *keys
 
 
 @dataclass(eq=False, kw_only=True)

@@ -122,11 +122,12 @@ class SetDistance(BaseDistance):
         normalize = self.normalize_embeddings
         if normalize and self.p != 2:
             queries, references, normalize = self.normalize(queries), self.normalize(references), False
+        x_mask, y_mask = elements_present(queries), elements_present(references)
         return self.similarity(
             queries,
             references,
-            x_mask=elements_present(queries),
-            y_mask=elements_present(references),
+            x_mask=x_mask,
+            y_mask=y_mask,
             normalize=normalize,
             paired=paired,
         )

@@ -1,7 +1,6 @@
 """GOAL: objectives that are given by their gradient, a triplet weight times two pair weights."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -113,8 +112,9 @@ def goal_loss(
     """
     check_name("mining", mining, MININGS)
     objective = Objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
+    anchor_loss = _all_negatives if mining == "all" else _hardest_negatives
     return reduce_positive_pairs(
-        partial(_all_negatives if mining == "all" else _hardest_negatives, objective=objective),
+        lambda *pairs: anchor_loss(*pairs, objective=objective),
         similarities,
         positive_mask,
         negative_mask,
@@ -368,20 +368,27 @@ class _Triplets(NamedTuple):
 
 
 def hardest_negative_losses(
-    objective: Objective, anchors: Tensor, positive_similarities: Tensor, of_negatives: NegativeStatistics
+    objective: Objective,
+    anchors: Tensor,
+    positive_similarities: Tensor,
+    of_negatives: NegativeStatistics,
+    batch_positives: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each positive pair with the hardest negative of its anchor, (M,); 0 where there is none.
 
     Args:
         objective: what the gradient shall be.
-        anchors: (M,), of all positive pairs of the batch; indices of ``of_negatives``.
+        anchors: (M,), of the positive pairs; indices of ``of_negatives``.
         positive_similarities: (M,).
         of_negatives: of all anchors. The gradient goes to ``hardest`` and to the positives.
+        batch_positives: similarities of all positive pairs of the batch, where these are not all.
     """
+    if batch_positives is None:
+        batch_positives = positive_similarities
     exists = of_negatives.hardest != -torch.inf  # (A,)
     hardest = of_negatives.hardest.masked_fill(~exists, 0)
     triplets = _Triplets(anchors, positive_similarities, hardest[anchors], exists[anchors])
-    return _violation_with_gradient(objective, triplets, positive_similarities, of_negatives)
+    return _violation_with_gradient(objective, triplets, batch_positives, of_negatives)
 
 
 def _hardest_negatives(
@@ -432,8 +439,12 @@ def _violation_with_gradient(
         of_negatives: of all anchors; not read unless ``objective.is_relative``.
     """
     _, anchor_positive, anchor_negative, valid = triplets
-    of_triplet = {"kind": objective.triplet_weight, "margin": objective.margin}
-    of_triplet |= {"tau": objective.tau, "offset": objective.offset}
+    of_triplet = {
+        "kind": objective.triplet_weight,
+        "margin": objective.margin,
+        "tau": objective.tau,
+        "offset": objective.offset,
+    }
     with torch.no_grad():
         weights = triplet_weight(anchor_positive, anchor_negative, **of_triplet)
         relative_positive = relative_negative = 0.0

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vl_plugins.eager import eager
 from vl_plugins.errors import check_name
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 
@@ -62,7 +63,7 @@ def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False)
     if len(x) == 0 or len(y) == 0:
         return value
     with torch.autocast(x.device.type, enabled=False):
-        return value + _MeanDiscrepancy.apply(x, y, gamma, squared)
+        return value + eager()(_MeanDiscrepancy.apply, x, y, gamma, squared)
 
 
 def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2.0, reduction: str = "mean") -> Tensor:

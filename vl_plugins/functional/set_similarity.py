@@ -336,7 +336,7 @@ def _pooled(
     if not torch.is_grad_enabled():
         x, y, *parameters = (tensor.detach() for tensor in (x, y, *parameters))
     pool = _pool_pairs if paired else _pool_all
-    return eager(pool)(pooling, x, y, x_mask, y_mask, normalize, parameters)
+    return eager()(pool, pooling, x, y, x_mask, y_mask, normalize, parameters)
 
 
 def check_sets(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None, paired: bool) -> None:

@@ -97,7 +97,7 @@ def unified_loss(
 
     anchor_loss = _softplus_over_negatives if relative is None else partial(_softplus_over_relative, relative=relative)
     pair_loss = reduce_positive_pairs(
-        partial(anchor_loss, scale=scale),
+        lambda *pairs: anchor_loss(*pairs, scale=scale),  # torch.compile of torch 2.2 knows no partial of a partial
         of_negatives,
         positive_mask,
         negative_mask,

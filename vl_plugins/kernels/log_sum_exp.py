@@ -20,7 +20,7 @@ from vl_plugins.kernels.vectors import (
     precise,
 )
 
-__all__ = ["Contrast", "contrast"]
+__all__ = ["Contrast", "contrast", "implementation_of", "number_for"]
 
 
 class Contrast(NamedTuple):
@@ -66,8 +66,8 @@ def contrast(
     """
     dtype = precise(x.device, torch.float32)
     scale = number_on(x.device, dtype, scale)
-    rows, columns, positives = eager(_Contrast.apply)(
-        x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend
+    rows, columns, positives = eager()(
+        _Contrast.apply, x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend
     )
     return Contrast(rows, columns if symmetric else None, positives)
 
@@ -77,9 +77,9 @@ class _Contrast(torch.autograd.Function):
     def forward(ctx, x, y, scale, x_labels, y_labels, pairs, symmetric, normalize, backend):
         comparison = compare(x, y, x_labels, y_labels, pairs, normalize=normalize)
         keep = backend == "dense" and any(ctx.needs_input_grad)
-        ctx.implementation = _implementation(backend)
+        ctx.implementation = implementation_of(backend)
         with torch.autocast(x.device.type, enabled=False):
-            kept = ctx.implementation.log_sum_exps(comparison, _number(scale), symmetric=symmetric, keep=keep)
+            kept = ctx.implementation.log_sum_exps(comparison, number_for(scale), symmetric=symmetric, keep=keep)
         ctx.save_for_backward(x, y, *comparison, scale)
         ctx.options = symmetric, normalize
         ctx.kept = kept
@@ -106,7 +106,7 @@ class _Contrast(torch.autograd.Function):
         y_gradient = torch.empty_like(y, dtype=dtype) if needs_y else None
         with torch.autocast(scale.device.type, enabled=False):
             ctx.implementation.log_sum_exp_gradients(
-                comparison, _number(scale), kept, of_rows, of_columns, of_positives, x_gradient, y_gradient
+                comparison, number_for(scale), kept, of_rows, of_columns, of_positives, x_gradient, y_gradient
             )
             del kept
             scale_gradient = None
@@ -138,7 +138,8 @@ def _plain(
     return rows, columns if symmetric else scale.new_zeros(0), similarities[comparison.rows, comparison.columns]
 
 
-def _implementation(backend: str) -> ModuleType:
+def implementation_of(backend: str) -> ModuleType:
+    """Return where ``log_sum_exps`` and ``log_sum_exp_gradients`` of a backend are."""
     if backend == "triton":
         from vl_plugins.kernels import triton_log_sum_exp
 
@@ -146,6 +147,6 @@ def _implementation(backend: str) -> ModuleType:
     return tiled
 
 
-def _number(scale: Tensor) -> float | Tensor:
+def number_for(scale: Tensor) -> float | Tensor:
     """Return a number where that does not wait for a device."""
     return scale.item() if scale.device.type == "cpu" else scale

@@ -7,7 +7,7 @@ from vl_plugins.functional.goal import NegativeStatistics
 from vl_plugins.kernels.tiled import compared_tiles
 from vl_plugins.kernels.vectors import Comparison, precise
 
-__all__ = ["negative_statistics"]
+__all__ = ["merged_statistics", "negative_statistics"]
 
 
 def negative_statistics(
@@ -53,7 +53,7 @@ def negative_statistics(
             part, others = (tile.rows, tile.columns) if dim == 1 else (tile.columns, tile.rows)
             of_tile = _statistics(similarities, chosen, scratch, dim, others.start, kind, beta)
             of_all = NegativeStatistics(*(None if values is None else values[part] for values in running))
-            for values, merged in zip(of_all, _merged(of_all, of_tile, kind, beta), strict=True):
+            for values, merged in zip(of_all, merged_statistics(of_all, of_tile, kind, beta), strict=True):
                 if values is not None:
                     values.copy_(merged)
     return _finished(rows, dtype), _finished(columns, dtype) if symmetric else None
@@ -105,11 +105,12 @@ def _statistics(
     return of_tile._replace(chosen=chosen.sum(dim=dim), total=scratch.sum(dim=dim))
 
 
-def _merged(
+def merged_statistics(
     one: NegativeStatistics, other: NegativeStatistics, kind: str | None, beta: float | None
 ) -> NegativeStatistics:
-    """Return the statistics of two sets of negatives together; of equally hard ones that of the first set."""
-    is_harder = other.hardest > one.hardest
+    """Return the statistics of two sets of negatives together; of equally hard ones that of the lower index."""
+    is_equal = other.hardest == one.hardest
+    is_harder = (other.hardest > one.hardest) | (is_equal & (other.index < one.index))
     hardest = torch.where(is_harder, other.hardest, one.hardest)
     merged = NegativeStatistics(hardest, torch.where(is_harder, other.index, one.index))
     if kind is None:
@@ -121,7 +122,9 @@ def _merged(
     easier = torch.where(is_harder, one.hardest, other.hardest)
     of_easier = torch.where(is_harder, one.total + (one.chosen > 0), other.total + (other.chosen > 0))
     of_harder = torch.where(is_harder, other.total, one.total)
-    return merged._replace(total=of_harder + of_easier * (beta * (easier - hardest)).exp())
+    # Where nothing is chosen, the two may both be -inf, whose difference is NaN.
+    of_easier = (of_easier * (beta * (easier - hardest)).exp()).masked_fill(of_easier == 0, 0)
+    return merged._replace(total=of_harder + of_easier)
 
 
 def _finished(statistics: NegativeStatistics, dtype: torch.dtype) -> NegativeStatistics:

@@ -6,7 +6,15 @@ from torch import Tensor
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
 
-__all__ = ["RememberedPairs", "check_vectors", "compare_all", "equal_label_pairs", "pairs_of_others"]
+__all__ = [
+    "RememberedPairs",
+    "SameTensors",
+    "check_sets",
+    "check_vectors",
+    "compare_all",
+    "equal_label_pairs",
+    "pairs_of_others",
+]
 
 
 def equal_label_pairs(x_labels: Tensor, y_labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,14 +39,35 @@ def equal_label_pairs(x_labels: Tensor, y_labels: Tensor) -> tuple[Tensor, Tenso
     return rows, order[first[rows] + place]
 
 
-class RememberedPairs:
-    """:func:`equal_label_pairs`, which for the same two tensors as in the last call are not searched again.
+class SameTensors:
+    """Tells of two tensors whether they are those of the last call, and have not been written to since."""
 
-    So a caller whose labels stay the same never waits for an accelerator.
+    def __init__(self):
+        self._tensors = self._versions = None
+
+    def __call__(self, one: Tensor, other: Tensor) -> bool:
+        is_same = self.are(one, other)
+        # Tensors of inference mode do not know whether they have been written to.
+        can_tell = not (one.is_inference() or other.is_inference())
+        self._tensors, self._versions = ((one, other), (one._version, other._version)) if can_tell else (None, None)
+        return is_same
+
+    def are(self, one: Tensor, other: Tensor) -> bool:
+        """Return the same, and remember the tensors of the last call still."""
+        if self._tensors is None or self._tensors[0] is not one or self._tensors[1] is not other:
+            return False
+        return self._versions == (one._version, other._version)
+
+
+class RememberedPairs:
+    """:func:`equal_label_pairs`, which are not searched again for the tensors of the last two calls.
+
+    So a caller whose labels stay the same never waits for an accelerator, also where it compares one way and then the
+    other.
     """
 
     def __init__(self):
-        self._labels = self._versions = self._pairs = None
+        self._known: list[tuple[SameTensors, tuple[Tensor, Tensor]]] = []
 
     def __call__(self, x_labels: Tensor, y_labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows and columns, (M,) each.
@@ -47,14 +76,13 @@ class RememberedPairs:
             x_labels: (A,), integers.
             y_labels: (C,), integers.
         """
-        if x_labels.is_inference() or y_labels.is_inference():  # which do not know whether they have been written to
-            return equal_label_pairs(x_labels, y_labels)
-        versions = x_labels._version, y_labels._version
-        is_known = self._labels is not None and self._labels[0] is x_labels and self._labels[1] is y_labels
-        if not is_known or self._versions != versions:
-            self._pairs = equal_label_pairs(x_labels, y_labels)
-            self._labels, self._versions = (x_labels, y_labels), versions
-        return self._pairs
+        for tensors, pairs in self._known:
+            if tensors.are(x_labels, y_labels):
+                return pairs
+        tensors, pairs = SameTensors(), equal_label_pairs(x_labels, y_labels)
+        tensors(x_labels, y_labels)
+        self._known = [*self._known[-1:], (tensors, pairs)]
+        return pairs
 
 
 def pairs_of_others(rows: Tensor, columns: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -73,6 +101,12 @@ def compare_all(
     positive_mask = x_labels[:, None] == y_labels
     negative_mask = ~positive_mask
     return similarities, positive_mask.fill_diagonal_(False) if same_set else positive_mask, negative_mask
+
+
+def check_sets(same_set: bool) -> None:
+    """Raise ``ValueError`` for one set of vectors, which is not compared with itself through a ring of processes."""
+    if same_set:
+        raise ValueError("same_set cannot be used with a ring of processes, which compares x with another set y")
 
 
 def check_vectors(x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, same_set: bool) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins import functional
+from vl_plugins.eager import eager
 from vl_plugins.errors import check_name
 from vl_plugins.functional.set_similarity import check_sets
 from vl_plugins.kernels.dispatch import log_choice, triton_is_usable
@@ -50,15 +51,7 @@ def smooth_chamfer_similarity(
     if not alpha > 0:
         raise ValueError(f"alpha must be > 0, got {alpha!r}")
     check_sets(x, y, x_mask, y_mask, paired)
-    problem = _fusion_problem(x, y, paired)
-    if backend is not None:
-        check_name("backend", backend, SET_BACKENDS)
-        if backend == "triton" and problem is not None:
-            raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'tiled' can always")
-    else:
-        backend = "tiled" if problem else "triton"
-        log_choice("smooth_chamfer_similarity", backend, f"on {x.device.type}")
-    if backend == "tiled":
+    if eager()(_choose_backend, backend, x, y, paired) == "tiled":
         return functional.smooth_chamfer_similarity(
             x, y, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize, paired=paired
         )
@@ -66,6 +59,18 @@ def smooth_chamfer_similarity(
     from vl_plugins.kernels import triton_sets
 
     return triton_sets.smooth_chamfer_similarity(x, y, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize)
+
+
+def _choose_backend(backend: str | None, x: Tensor, y: Tensor, paired: bool) -> str:
+    problem = _fusion_problem(x, y, paired)
+    if backend is not None:
+        check_name("backend", backend, SET_BACKENDS)
+        if backend == "triton" and problem is not None:
+            raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'tiled' can always")
+        return backend
+    chosen = "tiled" if problem else "triton"
+    log_choice("smooth_chamfer_similarity", chosen, f"on {x.device.type}")
+    return chosen
 
 
 def _fusion_problem(x: Tensor, y: Tensor, paired: bool) -> str | None:

@@ -69,7 +69,7 @@ def smooth_chamfer_similarity(
     x, y = (
         sets if mask is None else sets.masked_fill(~mask[:, :, None], 0) for sets, mask in ((x, x_mask), (y, y_mask))
     )
-    return eager(_SmoothChamfer.apply)(x, y, alpha, x_mask, y_mask, normalize)
+    return eager()(_SmoothChamfer.apply, x, y, alpha, x_mask, y_mask, normalize)
 
 
 class _Sets(NamedTuple):

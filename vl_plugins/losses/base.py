@@ -7,15 +7,18 @@ from typing import ClassVar
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, PerAnchorReducer
+from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, MeanReducer, PerAnchorReducer
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
+from vl_plugins.distributed import Ring
 from vl_plugins.eager import eager
 from vl_plugins.errors import check_name
 from vl_plugins.functional import triplet_margin
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels import BACKENDS, choose_backend
+from vl_plugins.kernels.arrangement import RememberedArrangement
+from vl_plugins.kernels.dispatch import choose_ring_backend
 from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
 from vl_plugins.losses.checks import non_negative
 
@@ -52,6 +55,16 @@ class PairLoss(BaseMetricLossFunction):
             call if left out.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer``, ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
+
+    Attributes:
+        ring: of processes, see :class:`vl_plugins.distributed.Ring`; None for this process alone. Each process calls
+            the loss with its own embeddings and references, which are compared with the references, and with
+            ``symmetric`` the embeddings, of all: labels have to mean the same in each. None holds more than two blocks
+            of those of others at a time. It reduces the losses of the positive pairs of its own embeddings, with
+            references of any process. After the backward pass, which all processes have to call, its gradients are
+            those of the sum of the losses of all processes: what gathering with gradients gives. Only of two sets
+            compared by labels, without second derivatives; a loss that needs all similarities says so. The reducer has
+            to return a tensor.
     """
 
     equation: str
@@ -71,6 +84,11 @@ class PairLoss(BaseMetricLossFunction):
         self._given: tuple[Tensor, Tensor] | None = None  # likewise, in their own types
         self._zero: Tensor | None = None  # likewise, or NaN
         self._pairs = RememberedPairs()
+        self.ring: Ring | None = None
+        self._arrangement = RememberedArrangement()
+
+    independent_pairs: ClassVar[bool] = False
+    """Whether the loss of a pair is one of its own row and column only; each class says so for itself."""
 
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
@@ -93,7 +111,8 @@ class PairLoss(BaseMetricLossFunction):
             y: (C, D).
             x_labels: (A,).
             y_labels: (C,).
-            options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions.
+            options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions, and
+                ``ring`` where there is one.
         """
         raise NotImplementedError
 
@@ -111,6 +130,16 @@ class PairLoss(BaseMetricLossFunction):
         if self.distance.collect_stats:
             return "the distance collects statistics"
         return None
+
+    def adds_up_over_rows(self) -> bool:
+        """Return whether the losses of some rows and of the others, weighted by their pairs, make that of all rows."""
+        declared = "independent_pairs" in vars(type(self))  # a subclass may have another formula
+        return (
+            declared
+            and self.independent_pairs
+            and type(self.reducer) is MeanReducer
+            and self.embedding_regularizer is None
+        )
 
     def forward(
         self,
@@ -130,19 +159,18 @@ class PairLoss(BaseMetricLossFunction):
             ref_labels: (C,).
 
         Raises:
-            ValueError: labels missing, tensors that do not fit each other or the reducer, or a ``backend`` that cannot
-                compute this.
+            ValueError: labels missing, tensors that do not fit each other or the reducer, or a ``backend`` or ``ring``
+                that cannot compute this.
         """
         if ref_emb is embeddings:
             ref_emb = None
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
-        check_reducer(self.reducer, embeddings, labels, ref_emb)
+        check_reducer(self.reducer, embeddings, labels, ref_emb, self.ring)
         self._given = embeddings, embeddings if ref_emb is None else ref_emb
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         self._ref_emb = ref_emb
         try:
-            with torch.autocast(embeddings.device.type, enabled=False):
-                loss = super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+            loss = self._without_autocast(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         finally:
             zero, self._zero = self._zero, None
             self._ref_emb = self._given = None
@@ -151,15 +179,25 @@ class PairLoss(BaseMetricLossFunction):
             if zero is None:
                 zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
             loss = loss + zero
+        elif self.ring is not None:
+            # Without the zero, a process that has no pairs would leave the others waiting in the backward pass.
+            raise ValueError(f"with a ring the reducer has to return a tensor, {type(self.reducer).__name__} does not")
         return loss
+
+    def _without_autocast(self, embeddings, *args):
+        # A method of its own, because torch.compile of torch 2.2 does not compile a `with` in a `try`.
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return super().forward(embeddings, *args)
 
     def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
         one_set = ref_emb is embeddings
         backend = self._backend_for(embeddings, indices_tuple, ref_emb)
         if backend != "functional":
-            losses, pairs = eager(self._compare)(embeddings, labels, ref_emb, ref_labels, one_set, backend)
-            if len(losses) > 0:
-                self._zero = zero_or_nan(losses)  # all of them are NaN if any embedding is
+            losses, pairs = eager()(self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend)
+            # All of them are NaN if any embedding is. Those of no pairs too, because a ring needs every process in the
+            # backward pass.
+            sources = (losses,) if len(losses) > 0 else (losses, embeddings, ref_emb)
+            self._zero = sum(zero_or_nan(tensor) for tensor in sources)
             return self.loss_dict(losses, pairs, "pos_pair")
         similarities = self.similarities(embeddings, ref_emb)
         if indices_tuple is None:
@@ -182,8 +220,14 @@ class PairLoss(BaseMetricLossFunction):
         problem = self.kernel_problem()
         if problem is None and indices_tuple is not None:
             problem = "pairs are given as an indices_tuple"
+        if self.ring is not None:
+            if problem is None and ref_emb is embeddings:
+                problem = "there is no ref_emb"
+            if problem is not None:
+                raise ValueError(f"a ring of processes cannot be used, because {problem}: set the attribute to None")
+            return eager()(choose_ring_backend, self.backend, embeddings, name=type(self).__name__)
         if problem is None:
-            return eager(choose_backend)(self.backend, embeddings, ref_emb, name=type(self).__name__)
+            return eager()(choose_backend, self.backend, embeddings, ref_emb, name=type(self).__name__)
         if self.backend not in (None, "functional"):
             raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
         return "functional"
@@ -198,9 +242,17 @@ class PairLoss(BaseMetricLossFunction):
         backend: str,
     ) -> tuple[Tensor, IndicesTuple]:
         x, y = embeddings, ref_emb
-        if backend == "triton" and self._given[0].dtype == self._given[1].dtype:
-            x, y = self._given  # half precision as it is: products are exact in float32, and several times as fast
-        pairs = self._pairs(labels, ref_labels)
+        if (backend == "triton" or self.ring is not None) and self._given[0].dtype == self._given[1].dtype:
+            # Half precision as it is: products are exact in float32, and on a GPU several times as fast; and through a
+            # ring go half as many bytes.
+            x, y = self._given
+        options = {}
+        if self.ring is None:
+            pairs = arrangement = self._pairs(labels, ref_labels)
+        else:
+            arrangement = self._arrangement(self.ring, labels, ref_labels)
+            pairs = arrangement.rows, arrangement.columns
+            options["ring"] = self.ring
         losses = self.embedding_losses(
             x,
             y,
@@ -209,8 +261,9 @@ class PairLoss(BaseMetricLossFunction):
             normalize=self.distance.normalize_embeddings,
             same_set=one_set,
             symmetric=self.symmetric and not one_set,
-            pairs=pairs,
+            pairs=arrangement,
             backend=backend,
+            **options,
         )
         return losses, pairs_of_others(*pairs) if one_set else pairs
 
@@ -259,7 +312,8 @@ class TripletLoss(PairLoss):
         self.add_to_recordable_attributes(name="margin")
 
     def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        if indices_tuple is None or len(indices_tuple) != 3:
+        # A ring refuses them there.
+        if indices_tuple is None or len(indices_tuple) != 3 or self.ring is not None:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         losses = self.triplet_losses(self.similarities(embeddings, ref_emb), *indices_tuple)
         return self.loss_dict(losses, indices_tuple, "triplet")
@@ -309,9 +363,17 @@ def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
         raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
 
 
-def check_reducer(reducer: BaseReducer, embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None) -> None:
+def check_reducer(
+    reducer: BaseReducer,
+    embeddings: Tensor,
+    labels: Tensor | None,
+    ref_emb: Tensor | None,
+    ring: Ring | None = None,
+) -> None:
     """Raise ``ValueError`` for a call whose losses the reducer could not look up."""
     for module in reducer.modules():
+        if isinstance(module, PerAnchorReducer) and ring is not None:
+            raise ValueError("PerAnchorReducer takes no more ref_emb than embeddings, and a ring has those of all")
         if isinstance(module, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
             raise ValueError(
                 f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"

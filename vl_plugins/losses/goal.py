@@ -88,6 +88,11 @@ class GOALLoss(HardestNegativeLoss):
                 f"CosineSimilarity as distance, got {type(self.distance).__name__}"
             )
 
+    @property
+    def independent_pairs(self) -> bool:
+        """Not with sig_ms and lin_ms, which compare a pair with others."""
+        return not self.pair_weight.endswith("_ms")
+
     def mined_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
     ) -> Tensor:

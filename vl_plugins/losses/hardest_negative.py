@@ -7,6 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vl_plugins.distributed import Ring
+from vl_plugins.kernels.arrangement import Arrangement
 from vl_plugins.kernels.pairs import compare_all, pairs_of_others
 from vl_plugins.kernels.vectors import compare, pair_similarities
 from vl_plugins.losses.base import TripletLoss
@@ -86,25 +88,37 @@ class HardestNegativeLoss(TripletLoss):
         normalize: bool,
         same_set: bool,
         symmetric: bool,
-        pairs: tuple[Tensor, Tensor],
+        pairs: tuple[Tensor, Tensor] | Arrangement,
         backend: str,
+        ring: Ring | None = None,
     ) -> Tensor:
         of_all = {"normalize": normalize, "same_set": same_set}
         in_training, mining = self._next_step()
         if mining == "all":
             similarities, *masks = compare_all(x, y, x_labels, y_labels, **of_all)
             return self.mined_losses(similarities, *masks, mining=mining, symmetric=symmetric)
+        through = {} if ring is None else {"ring": ring}
         losses = self.hardest_losses(
-            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all
+            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all, **through
         )
         if in_training:
+            of_pairs = losses.detach()
+            if ring is not None:
+                # Of those within this process, because others may not be watching.
+                own, first = pairs.parts[ring.rank], pairs.columns_of(ring.rank).start
+                of_pairs, pairs = of_pairs[own], (pairs.rows[own], pairs.columns[own] - first)
 
             def positive_similarities() -> Tensor:
                 positives = pairs_of_others(*pairs) if same_set else pairs
                 return pair_similarities(compare(x, y, x_labels, y_labels, positives, normalize=normalize))
 
-            self._watch(losses.detach(), positive_similarities, symmetric)
+            self._watch(of_pairs, positive_similarities, symmetric)
         return losses
+
+    def kernel_problem(self) -> str | None:
+        if self.ring is not None and self._is_warming_up(self.training_calls + 1):
+            return "all negatives count during the warm-up"
+        return super().kernel_problem()
 
     def _next_step(self) -> tuple[bool, str]:
         """Return whether this call is one of a training step, and its mining."""
@@ -115,7 +129,10 @@ class HardestNegativeLoss(TripletLoss):
     def _advance(self) -> bool:
         """Count a call of a training step; return whether it is one of the warm-up."""
         self.training_calls += 1
-        return self.training_calls <= self.warmup_steps * self.calls_per_step
+        return self._is_warming_up(self.training_calls)
+
+    def _is_warming_up(self, call: int) -> bool:
+        return call <= self.warmup_steps * self.calls_per_step
 
     @torch.compiler.disable
     def _watch(self, losses: Tensor, positive_similarities: Callable[[], Tensor], symmetric: bool) -> None:

@@ -37,6 +37,7 @@ class TripletHNLoss(HardestNegativeLoss):
 
     equation = "Eq. 1-2"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
+    independent_pairs = True
 
     def mined_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool

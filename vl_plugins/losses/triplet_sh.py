@@ -34,6 +34,7 @@ class TripletSHLoss(TripletLoss):
 
     equation = "l_SH, sum of hinges"
     paper = "Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives"
+    independent_pairs = True
 
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool

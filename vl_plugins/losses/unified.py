@@ -73,6 +73,11 @@ class UnifiedLoss(PairLoss):
             # An optimizer would not find their parameters in a tuple.
             self.weight_modules = nn.ModuleList(weight for weight in self.weights if isinstance(weight, nn.Module))
 
+    @property
+    def independent_pairs(self) -> bool:
+        """Only without functions, which may look at all similarities, and without numbers for certain rows."""
+        return isinstance(self.margin, float) and self.weights is None and self.relative is None
+
     def pair_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
     ) -> Tensor:

@@ -36,6 +36,7 @@ class VLCLoss(PairLoss):
 
     equation = "Eq. 3-4"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
+    independent_pairs = True
 
     def __init__(self, scale: float = 50.0, **kwargs):
         super().__init__(**kwargs)

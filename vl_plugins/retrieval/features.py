@@ -221,15 +221,20 @@ def _missing(names: Sequence[Id], others: Sequence[Id]) -> list[Id]:
     return [name for name in names if name not in others]
 
 
-def describe_similarity(similarity: BaseDistance) -> dict[str, Any]:
+def describe_similarity(similarity: BaseDistance, *, parameters: bool = True) -> dict[str, Any]:
     """Return what :meth:`Features.similarity` makes the same similarity of: its class, and its options as they are now.
+
+    Args:
+        similarity: one of :mod:`vl_plugins.distances`.
+        parameters: with those that are trained; without them they are for a state dict to give.
 
     >>> describe_similarity(create_component("distance", "SmoothChamferSimilarity", alpha=8.0))["similarity_kwargs"]
     {'alpha': 8.0, 'set_size': 1, 'backend': None}
     """
-    parameters = inspect.signature(type(similarity).__init__).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    values = {name: getattr(similarity, name) for name in names if name != "self"}
+    options = inspect.signature(type(similarity).__init__).parameters.values()
+    names = [option.name for option in options if option.kind is option.POSITIONAL_OR_KEYWORD]
+    left_out = {"self"} if parameters else {"self", *dict(similarity.named_parameters())}
+    values = {name: getattr(similarity, name) for name in names if name not in left_out}
     return {
         "similarity": type(similarity).__name__,
         "similarity_kwargs": {

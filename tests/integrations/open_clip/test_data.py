@@ -10,6 +10,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.integrations.open_clip.training import Training
 
 UNIFIED = PluginOptions(loss="unified")
 RANDOM = PluginOptions(captions_per_image="random")
@@ -132,9 +133,14 @@ def tokenizer(texts):
     return torch.tensor([[len(text), hash(text)] for text in texts])
 
 
-def read(args, reader):
+def read(args, reader, training=None):
     return get_data(
-        args, (identity, identity), tokenizer=tokenizer, reader=reader, host_get_data=open_clip_train.main.get_data
+        args,
+        (identity, identity),
+        tokenizer=tokenizer,
+        reader=reader,
+        training=training or Training(),
+        host_get_data=open_clip_train.main.get_data,
     )
 
 
@@ -157,6 +163,45 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
     val = data["val"].dataloader
     assert (val.num_batches, val.num_samples) == (3, 24)
     assert [len(batch) for batch in val] == [4] * 3
+
+
+def test_the_images_of_a_step_are_known(args):
+    training = Training()
+    assert training.image_ids() is training.batch_keys() is None
+    train = read(args("--warmup", "1", "--accum-freq", "3"), Reader(2), training)["train"].dataloader
+    labels, keys = [], []
+    for _ in range(2):
+        for number, (images, _) in enumerate(train, 1):
+            recent = min(number, 3)
+            assert len(training.image_ids()) == len(training.batch_keys()) == recent * len(images)
+            labels.append(training.image_ids()[-len(images) :])
+            keys += training.batch_keys()[-len(images) :]
+            assert torch.equal(training.image_ids(), torch.cat(labels[-recent:]))
+            assert training.batch_keys() == keys[-recent * len(images) :]
+        assert sorted(torch.cat(labels).tolist()) == list(range(64))
+        assert len(set(keys)) == 64
+        labels, keys = [], []
+
+
+def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
+    data = read(args("--warmup", "1"), Reader("first"), Training(repeats=True))
+    draws = {}
+    for epoch in (0, 1, 2, 1, 0):
+        data["train"].set_epoch(epoch)
+        drawn = draws.setdefault(epoch, torch.rand(3))
+        torch.rand(epoch + 1)
+        if epoch in draws:
+            data["train"].set_epoch(epoch)
+            assert torch.equal(torch.rand(3), drawn)
+    assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == 3
+    assert data["train"].shared_epoch.get_value() == 0
+    arguments = args("--warmup", "1")
+    arguments.rank, arguments.world_size = 1, 2
+    read(arguments, Reader("first"), Training(repeats=True))["train"].set_epoch(0)
+    assert not torch.equal(torch.rand(3), draws[0]), "another process has others, of dropout for example"
+    torch.manual_seed(4)
+    read(args("--warmup", "1"), Reader("first"))["train"].set_epoch(0)
+    assert torch.initial_seed() == 4, "without a loss of ours it trains as open_clip does"
 
 
 def test_each_process_reads_its_share(args):

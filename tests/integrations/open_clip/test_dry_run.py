@@ -56,7 +56,7 @@ def test_one_step_as_asked_and_nothing_left(folder, steps, capsys):
     assert len(images) == len(texts) == 2
     assert not torch.equal(*images)
     assert not torch.equal(*texts)
-    assert step.loss.pair_loss.margin == 0.3
+    assert step.loss.loss.pair_loss.margin == 0.3
     assert type(step.optimizer).__name__.startswith("SGD")
     assert [group["lr"] for group in step.optimizer.param_groups] == [0.01] * len(step.optimizer.param_groups)
     assert len(step.changed) > 50

@@ -21,11 +21,11 @@ SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batc
 SHORT += ["--epochs", "1", "--warmup", "1", "--lr", "1e-3", "--log-every-n-steps", "1"]
 
 
-def run(command, cwd, **variables):
+def run(command, cwd, timeout=280, **variables):
     """Run a command to its end; its output is what a failing test shows."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     finished = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
     print(finished.stdout, finished.stderr)
     return finished

@@ -1,0 +1,115 @@
+"""``--precision``: every value that open_clip's parser offers, with our losses and heads on the CPU."""
+
+import copy
+from argparse import Namespace
+
+import open_clip_train.main as trainer
+import pytest
+import torch
+
+from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.launcher import main
+
+TINY = ["--model", "vl-tiny", "--device", "cpu", "--dry-run"]
+(PRECISION,) = (action for action in host.parser()._actions if "--precision" in action.option_strings)
+LOSSES = {
+    "unified": ["--loss", "unified"],
+    "triplet_hn": ["--loss", "triplet_hn"],
+    "goal": ["--loss", "goal"],
+    "smooth_chamfer of sets": ["--head", "set", "--loss", "smooth_chamfer"],
+    "unified of a linear head": ["--head", "linear", "--loss", "unified"],
+}
+COMMON = {(precision, "unified") for precision in PRECISION.choices}
+COMMON |= {("pure_bf16", name) for name in LOSSES} | {("amp_bf16", "smooth_chamfer of sets"), ("bf16", "triplet_hn")}
+CASES = [
+    pytest.param(precision, name, marks=() if (precision, name) in COMMON else pytest.mark.slow)
+    for precision in PRECISION.choices
+    for name in LOSSES
+]
+
+
+def step(precision, flags):
+    """Return what one training step of the launcher did: gradients, and what the loss took and gave."""
+    seen = Namespace(gradients={}, taken=None, given=None, loss=None)
+    host_train = trainer.train_one_epoch
+
+    def train_one_epoch(model, data, loss, *args, **kwargs):
+        def hook(module, args, kwargs, output):
+            seen.taken, seen.given = kwargs, dict(output)  # the trainer adds their sum
+
+        seen.loss = loss
+        handle = loss.register_forward_hook(hook, with_kwargs=True)
+        host_train(model, data, loss, *args, **kwargs)
+        handle.remove()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                seen.gradients[name] = parameter.grad.double()  # the scaler has divided it by its scale
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_one_epoch", train_one_epoch)
+        assert main([*TINY, "--precision", precision, *flags]) == 0
+    return seen
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    """One step in float32 for each name of ``LOSSES``, made when it is asked for."""
+    steps = {}
+
+    def of_loss(name):
+        if name not in steps:
+            steps[name] = step("fp32", LOSSES[name])
+        return steps[name]
+
+    return of_loss
+
+
+@pytest.fixture(scope="module")
+def host_error():
+    """What open_clip's own loss meets in each precision, such as an operation that this torch has not on the CPU."""
+    errors = {}
+
+    def of_precision(precision):
+        if precision not in errors:
+            try:
+                step(precision, [])
+                errors[precision] = None
+            except RuntimeError as error:
+                errors[precision] = str(error)
+        return errors[precision]
+
+    return of_precision
+
+
+def test_the_precisions_are_those_of_the_host():
+    assert {"fp32", "amp", "amp_bf16", "bf16", "pure_bf16"} <= set(PRECISION.choices)
+
+
+@pytest.mark.parametrize(("precision", "name"), CASES)
+def test_one_step(precision, name, in_float32, host_error):
+    failure = None
+    try:
+        made = step(precision, LOSSES[name])
+    except RuntimeError as error:
+        failure = str(error)
+    if failure is not None:
+        assert failure == host_error(precision), "open_clip itself must fail alike"
+        pytest.skip(f"open_clip itself: {failure}")
+
+    of_features = torch.float32 if precision == "fp32" else torch.bfloat16 if "bf" in precision else torch.float16
+    if "head" not in " ".join(LOSSES[name]):  # a head ends in float32
+        assert made.taken["image_features"].dtype == of_features
+    exact = {
+        key: value.detach().double() if isinstance(value, torch.Tensor) else value for key, value in made.taken.items()
+    }
+    expected = copy.deepcopy(made.loss).double()(**exact)
+    assert list(made.given) == list(expected)
+    for term, value in made.given.items():
+        assert value.dtype == torch.float32
+        # Computed in half precision it would be off by a thousandth.
+        torch.testing.assert_close(value.double(), expected[term], rtol=1e-5, atol=1e-6)
+
+    assert made.gradients.keys() == in_float32(name).gradients.keys()
+    gradient, plain = (torch.cat([g.flatten() for g in s.gradients.values()]) for s in (made, in_float32(name)))
+    tolerance = {torch.float32: 0, torch.bfloat16: 0.1, torch.float16: 0.02}[of_features]
+    assert (gradient - plain).norm() <= tolerance * plain.norm()
