@@ -1,10 +1,8 @@
 """What each process of :mod:`tests.distributed.test_ring` does, and the batches and calls that all of them know."""
 
 import copy
-import datetime
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -250,15 +248,8 @@ def memory(name, ring):
         return extra_bytes(step) if distributed.get_rank() == 0 else step()
 
 
-def run(rank, world_size, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=(Path(folder) / "meeting").as_uri(),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def run(rank):
+    world_size = distributed.get_world_size()
     groups = {world_size: distributed.new_group(GROUPS[world_size])}
     results = {}
     for (name, case), options in CALLS.items():
@@ -281,5 +272,4 @@ def run(rank, world_size, folder):
             if rank < 3:
                 results["of three", name] = memory(name, Ring(three))
             distributed.barrier()
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    distributed.destroy_process_group()
+    return results

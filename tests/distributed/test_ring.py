@@ -1,8 +1,8 @@
 """Losses through a ring of processes, against the formulas on the joined batch in one process."""
 
 import copy
+import functools
 import math
-import multiprocessing
 import pickle
 
 import pytest
@@ -11,6 +11,7 @@ from pytorch_metric_learning import distances, reducers
 
 from tests.distributed import processes
 from tests.distributed.processes import CALLS, LOSSES, MEMORY, NAMES, SIZES, arguments, batch, members, upstream
+from tests.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.distributed import Ring
@@ -21,22 +22,9 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", list(SIZES))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """``results(world_size)[rank][case]``, of processes that are started once."""
-    known = {}
-    # Processes that start with everything imported, in a clean state.
-    multiprocessing.set_forkserver_preload(["tests.distributed.processes", "vl_plugins.losses"])
-
-    def of_processes(world_size):
-        if world_size not in known:
-            folder = tmp_path_factory.mktemp("ring")
-            torch.multiprocessing.start_processes(
-                processes.run, (world_size, str(folder)), nprocs=world_size, start_method="forkserver"
-            )
-            known[world_size] = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
-        return known[world_size]
-
-    return of_processes
+    return functools.cache(functools.partial(in_processes, processes.run))
 
 
 def joined(name, case, world_size):

@@ -4,18 +4,16 @@ import pytest
 import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
-from tests.pml import processes
 from tests.pml.loops import LOSSES, expected, own_losses
-from tests.pml.processes import CASES, LABELS, MEMORY, REF_LABELS, WORLD_SIZE, share
+from tests.pml.processes import CASES, LABELS, MEMORY, REF_LABELS, WORLD_SIZE, share, steps
+from tests.processes import in_processes
 from vl_plugins.miners import HardestNegativeMiner
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """``results[rank][name, case]`` is a list of ``(value, gradients)``."""
-    folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(processes.run, args=(str(folder),), nprocs=WORLD_SIZE)
-    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+    results = in_processes(steps, WORLD_SIZE)
     assert all(len(of_rank) == len(CASES) * len(own_losses()) for of_rank in results)
     return results
 

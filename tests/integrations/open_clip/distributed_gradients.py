@@ -4,9 +4,6 @@ As a script it writes the table of all losses: ``python -m tests.integrations.op
 """
 
 import itertools
-import os
-import socket
-import tempfile
 from typing import NamedTuple
 
 import torch
@@ -14,6 +11,7 @@ import torch.nn.functional as F
 from open_clip.loss import ClipLoss
 from pytorch_metric_learning.losses import NTXentLoss
 
+from tests.processes import in_processes
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
 
@@ -192,27 +190,13 @@ def step(name, batch, dtype, flags, rank=0):
     return gradients(loss, inputs_of(name, batch, dtype), batch.shares()[rank], batch.image_ids)
 
 
-def process(rank, world_size, port, work, results):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    try:
-        found = [step(*job, rank=rank) for job in work]
-        torch.save(found, f"{results}/{rank}.pt")
-        torch.distributed.barrier()  # so that none leaves while another one is still answered
-    finally:
-        torch.distributed.destroy_process_group()
+def steps(rank, work):
+    return [step(*job, rank=rank) for job in work]
 
 
-def in_processes(work, world_size, folder):
+def of_processes(work, world_size):
     """Return the averaged gradients of each job, ``(name, batch, dtype, flags)``."""
-    if world_size == 1:
-        return [averaged([step(*job)], job[1]) for job in work]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, args=(world_size, port, work, str(folder)), nprocs=world_size)
-    of_ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]
+    of_ranks = [steps(0, work)] if world_size == 1 else in_processes(steps, world_size, work)
     return [averaged(found, job[1]) for found, job in zip(zip(*of_ranks, strict=True), work, strict=True)]
 
 
@@ -228,9 +212,7 @@ def main():
             for dtype in (torch.float32, torch.bfloat16)
             for flags in FLAGS
         ]
-        with tempfile.TemporaryDirectory() as folder:
-            found = in_processes(work, world_size, folder)
-        for job, actual in zip(work, found, strict=True):
+        for job, actual in zip(work, of_processes(work, world_size), strict=True):
             name, _, dtype, _ = job
             row = list(CASES).index(name), dtype.itemsize, world_size
             rows.setdefault(row, [name, str(dtype).removeprefix("torch."), str(world_size)])

@@ -63,24 +63,18 @@ def train(model, loss, part, gather=lambda tensor: tensor):
     return results
 
 
-def run(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD_SIZE
-    )
+def steps_and_states(rank):
+    """Return for each head the steps, and the whole state of the model after them."""
     size = BATCH // WORLD_SIZE
     part = slice(rank * size, (rank + 1) * size)
     results = {}
-    try:
-        for head in HEADS:
-            model = make_model(head)
-            for block in model.clip.visual.transformer.resblocks:
-                fully_shard(block)
-            fully_shard(model)
-            loss = make_loss(model, local_loss=True, gather_with_grad=True, rank=rank, world_size=WORLD_SIZE)
-            steps = train(model, loss, part, gather=lambda gradient: gradient.full_tensor())
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            results[head] = steps, state
-    finally:
-        torch.distributed.destroy_process_group()
-    torch.save(results, f"{folder}/{rank}.pt")
+    for head in HEADS:
+        model = make_model(head)
+        for block in model.clip.visual.transformer.resblocks:
+            fully_shard(block)
+        fully_shard(model)
+        loss = make_loss(model, local_loss=True, gather_with_grad=True, rank=rank, world_size=WORLD_SIZE)
+        steps = train(model, loss, part, gather=lambda gradient: gradient.full_tensor())
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        results[head] = steps, state
+    return results

@@ -33,8 +33,8 @@ def jobs(batch, cases=joined.CASES, dtypes=(torch.float64, torch.float32, torch.
     ]
 
 
-def check(work, world_size, folder):
-    found = joined.in_processes(work, world_size, folder)
+def check(work, world_size):
+    found = joined.of_processes(work, world_size)
     assert len(found) == len(work) > 0
     for job, actual in zip(work, found, strict=True):
         assert joined.difference(actual, joined.reference(*job)) < TOLERANCE[job[2]], job
@@ -53,17 +53,17 @@ def test_every_loss_is_among_the_cases():
     assert {getattr(made, "loss", None) for made in joined.CASES.values()} >= set(list_losses())
 
 
-def test_gradients_of_two_processes_are_those_of_one(tmp_path):
+def test_gradients_of_two_processes_are_those_of_one():
     work = jobs(Batch((4, 4)), dtypes=(torch.float64, torch.bfloat16))
     work += [job for batch in UNUSUAL.values() for job in jobs(batch, OURS, (torch.float64,))]
-    check(work, 2, tmp_path)
+    check(work, 2)
 
 
 @pytest.mark.slow
-def test_gradients_of_four_processes_are_those_of_one(tmp_path):
+def test_gradients_of_four_processes_are_those_of_one():
     work = jobs(Batch((3, 3, 3, 3)))
     work += jobs(Batch((1, 4, 0, 2), image_ids=(1, 2, 3, 1, 1, 2, 6)), OURS, (torch.float64,))
-    check(work, 4, tmp_path)
+    check(work, 4)
 
 
 @pytest.mark.parametrize("flags", joined.FLAGS)

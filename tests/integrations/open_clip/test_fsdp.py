@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.integrations.open_clip import sharded
+from tests.processes import in_processes
 from vl_plugins.integrations.open_clip import load_model
 
 NUMBERS = {
@@ -18,13 +19,11 @@ EACH_HEAD = pytest.mark.parametrize("head", sharded.HEADS)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """``results[rank][head]`` is the steps, a list of ``(value, gradients)``, and the state dict."""
     if sharded.fully_shard is None:
         pytest.skip(f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard")
-    folder = tmp_path_factory.mktemp("sharded")
-    torch.multiprocessing.spawn(sharded.run, args=(str(folder),), nprocs=sharded.WORLD_SIZE)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(sharded.WORLD_SIZE)]
+    return in_processes(sharded.steps_and_states, sharded.WORLD_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-import os
-import socket
 from dataclasses import replace
 
 import pytest
@@ -10,6 +8,7 @@ from pytorch_metric_learning import losses as pml_losses
 from pytorch_metric_learning import miners
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distances.base import SetDistance
@@ -21,6 +20,7 @@ from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.registry import loss_options
 
 B, D = 6, 16
+WORLD_SIZE = 2
 OPTIONS = {
     "unified": {"margin": 0.2, "scale": 20},
     "vlc": {"scale": 20},
@@ -463,31 +463,26 @@ def towers_for(loss):
     return SetTowers(distance) if isinstance(distance, SetDistance) else Towers()
 
 
-def distributed_step(rank, world_size, port, loss_options, gathering, results):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    try:
-        images, texts = batch()
-        share = slice(rank * B // world_size, (rank + 1) * B // world_size)
-        for local_loss, gather_with_grad in gathering:
-            for name, options in loss_options.items():
-                kwargs = {"rank": rank, "world_size": world_size}
-                kwargs |= {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
-                loss = ClipLoss(**kwargs) if options is None else build_loss(options, **kwargs)
-                towers = towers_for(loss)
-                model = DistributedDataParallel(towers)
-                for _ in range(2):  # a parameter without a gradient would make the second step fail
-                    towers.zero_grad()
-                    losses = loss(**model(images[share], texts[share]), output_dict=True)
-                    assert all(term.requires_grad for term in losses.values()), "a term trains nothing"
-                    sum(losses.values()).backward()
-                if rank == 0:
-                    results[name, local_loss, gather_with_grad] = towers.gradients()
-        results["guard", rank] = what_a_guard_says(rank, world_size)
-        torch.distributed.barrier()  # so that none leaves while another one is still answered
-    finally:
-        torch.distributed.destroy_process_group()
+def distributed_steps(rank, loss_options):
+    """Return the gradients of each loss and choice of flags, and what a guard says."""
+    images, texts = batch()
+    share = slice(rank * B // WORLD_SIZE, (rank + 1) * B // WORLD_SIZE)
+    results = {}
+    for flags in GATHERING:
+        local_loss, gather_with_grad = flags.values
+        for name, options in loss_options.items():
+            kwargs = {"rank": rank, "world_size": WORLD_SIZE}
+            kwargs |= {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
+            loss = ClipLoss(**kwargs) if options is None else build_loss(options, **kwargs)
+            towers = towers_for(loss)
+            model = DistributedDataParallel(towers)
+            for _ in range(2):  # a parameter without a gradient would make the second step fail
+                towers.zero_grad()
+                losses = loss(**model(images[share], texts[share]), output_dict=True)
+                assert all(term.requires_grad for term in losses.values()), "a term trains nothing"
+                sum(losses.values()).backward()
+            results[name, local_loss, gather_with_grad] = towers.gradients()
+    return results, what_a_guard_says(rank)
 
 
 class NotFiniteInTheSecond(torch.nn.Module):
@@ -495,11 +490,11 @@ class NotFiniteInTheSecond(torch.nn.Module):
         return weight.sum() * (torch.nan if rank == 1 else 1)
 
 
-def what_a_guard_says(rank, world_size):
+def what_a_guard_says(rank):
     """Return what the processes are told when the loss of one of them is NaN in the third step."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    guard = NonFiniteGuard(NotFiniteInTheSecond(), "stop", Training(), world_size=world_size)
+    guard = NonFiniteGuard(NotFiniteInTheSecond(), "stop", Training(), world_size=WORLD_SIZE)
     try:
         for step in range(5):
             guard(weight=weight, rank=rank if step == 2 else 0).backward()
@@ -508,38 +503,32 @@ def what_a_guard_says(rank, world_size):
         return str(error)
 
 
-def run_distributed(loss_options):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    gathering = [parameters.values for parameters in GATHERING]
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(distributed_step, args=(2, port, loss_options, gathering, results), nprocs=2)
-        return dict(results)
-
-
 LEARNED = PluginOptions(loss="unified", loss_kwargs={"scale": "learned"})
 
 
 @pytest.fixture(scope="module")
 def distributed_gradients():
-    """Gradients of models in two processes, by loss and gathering flags; more losses are in test_distributed.py."""
+    """The losses, and of each process its gradients by loss and gathering flags, and what a guard says there.
+
+    More losses are in test_distributed.py.
+    """
     losses = {"unified": plugin("unified"), "learned": LEARNED} | SETS
     losses |= {"stock": None, "vlc": PluginOptions(loss="vlc", loss_kwargs={"scale": "learned"})}
-    return losses, run_distributed(losses)
+    return losses, in_processes(distributed_steps, WORLD_SIZE, losses)
 
 
 @pytest.mark.parametrize(("local_loss", "gather_with_grad"), GATHERING)
 def test_two_processes_scale_gradients_as_open_clip_does(distributed_gradients, local_loss, gather_with_grad):
-    losses, gradients = distributed_gradients
+    losses, ((gradients, _), (of_second, _)) = distributed_gradients
     stock_factor = 1.0 if gather_with_grad else 0.5
-    assert len(gradients) == len(losses) * len(GATHERING) + 2
+    assert len(gradients) == len(of_second) == len(losses) * len(GATHERING)
     for name, options in losses.items():
         loss = ClipLoss() if options is None else build_loss(options)
         _, expected = train_step(loss, *batch(), towers_for(loss))
         actual = gradients[name, local_loss, gather_with_grad]
         assert actual.keys() == expected.keys() >= {"image", "text", "logit_scale"}
+        for parameter, gradient in of_second[name, local_loss, gather_with_grad].items():
+            assert torch.equal(gradient, actual[parameter]), "the processes' models differ after a step"
         splits = options is None or options.miner is None
         for parameter in ("image", "text"):
             if local_loss and not gather_with_grad and splits:
@@ -551,14 +540,14 @@ def test_two_processes_scale_gradients_as_open_clip_does(distributed_gradients, 
 
 
 def test_all_processes_stop_when_the_loss_of_one_is_not_finite(distributed_gradients):
-    _, gradients = distributed_gradients
-    assert gradients["guard", 0].startswith("step 2: the loss of another process is not finite")
-    assert gradients["guard", 1].startswith("step 2: the loss is not finite (loss nan)")
+    _, ((_, first), (_, second)) = distributed_gradients
+    assert first.startswith("step 2: the loss of another process is not finite")
+    assert second.startswith("step 2: the loss is not finite (loss nan)")
 
 
 @pytest.mark.parametrize(("local_loss", "gather_with_grad"), GATHERING)
 def test_vlc_in_two_processes_is_twice_open_clips_loss(distributed_gradients, local_loss, gather_with_grad):
-    _, gradients = distributed_gradients
+    _, ((gradients, _), _) = distributed_gradients
     stock, vlc = (gradients[name, local_loss, gather_with_grad] for name in ("stock", "vlc"))
     for name, gradient in stock.items():
         torch.testing.assert_close(vlc[name], 2 * gradient, rtol=0, atol=1e-12)
