@@ -9,19 +9,20 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from vl_plugins.distributed.torchrun import stop_processes
+
 __all__ = ["in_processes"]
 
 # A process that waits for another one says so after the first time, one that waits for something else after the second:
 # both before the test is ended, which would not tell where the processes are.
 OTHERS_SECONDS = 120
-SECONDS = 240
+SECONDS = 60
 
 
 def in_processes(function: Callable, world_size: int, *arguments) -> list:
     """Run ``function(rank, *arguments)`` in new processes that talk by gloo, and return what each of them returns.
 
-    They meet, and leave what they return, in files: a free port can be taken by another test before it is used, and a
-    manager's process, forked from one that has threads, can wait for ever.
+    They meet, and leave what they return, in files: a free port can be taken by another test before it is used.
 
     Args:
         function: of a module; it returns tensors, numbers and text, in lists, tuples and dicts.
@@ -45,7 +46,7 @@ def _process(rank, world_size, folder, function, arguments):
         torch.save(function(rank, *arguments), _result(folder, rank))
         distributed.barrier()  # so that none leaves while another one is still answered
     finally:
-        distributed.destroy_process_group()
+        stop_processes()
 
 
 def _result(folder, rank):

@@ -19,44 +19,12 @@ from vl_plugins.integrations.open_clip.validation import encode_batches
 from vl_plugins.retrieval.features import Features, describe_similarity
 
 __all__ = [
-    "agree_to_begin",
     "checkpoint_digest",
     "encode_shards",
     "process_device",
-    "start_processes",
-    "stop_processes",
 ]
 
 LoadedModel = tuple[nn.Module, Callable, Callable]
-
-
-def start_processes() -> tuple[int, int]:
-    """Join the processes that ``torchrun`` has started, if it has.
-
-    Returns:
-        The number of this process and how many there are: (0, 1) without ``torchrun``.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    if not dist.is_initialized():
-        # Embeddings are gathered in the memory of the machine: all of them need not fit beside a model.
-        dist.init_process_group("gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-def stop_processes() -> None:
-    """Leave the processes that :func:`start_processes` joined."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def agree_to_begin(begin: bool = False) -> bool:
-    """Return in all processes what the first one says."""
-    if not dist.is_initialized():
-        return begin
-    said = [begin]
-    dist.broadcast_object_list(said, 0)
-    return said[0]
 
 
 def process_device(device: str | None = None) -> str:
@@ -96,7 +64,7 @@ def encode_shards(
         batch_size: images in a batch.
         workers: loader processes.
         device: where the model is; by default :func:`process_device`.
-        processes: what :func:`start_processes` returned, for the batches to be shared out.
+        processes: number of this process and how many there are, for the batches to be shared out.
         precision: as open_clip's ``--precision``.
         progress: show a progress bar on standard error.
         description: of the bar.

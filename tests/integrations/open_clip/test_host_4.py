@@ -14,6 +14,7 @@ import torch
 
 from tests.integrations.open_clip import open_clip_4
 from tests.integrations.open_clip.test_launcher import MODULE, SHORT, checkpoint, run, shard_pattern
+from vl_plugins.distributed.torchrun import stop_processes
 from vl_plugins.eager import is_compiling
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host_4, launcher
@@ -251,7 +252,7 @@ def test_a_sharded_scale_is_refused():
         with pytest.raises(UserError, match=r"logit scale reaches the loss sharded, .*--fsdp-no-reshard-after-forward"):
             task.loss(image_features=features, text_features=features, logit_scale=scale)
     finally:
-        torch.distributed.destroy_process_group()
+        stop_processes()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from torch import distributed
 
 from tests.kernels.triton_cases import assert_gradients_near, vectors
 from vl_plugins.distributed import Ring
+from vl_plugins.distributed.torchrun import stop_processes
 from vl_plugins.kernels import goal_loss, tiled, triplet_hn_loss, unified_loss
 
 
@@ -12,7 +13,7 @@ def ring(tmp_path):
     """Of this process alone."""
     distributed.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
     yield Ring()
-    distributed.destroy_process_group()
+    stop_processes()
 
 
 @pytest.mark.parametrize("loss", [unified_loss, triplet_hn_loss, goal_loss], ids=lambda loss: loss.__name__)
