@@ -1,3 +1,5 @@
+import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +22,32 @@ def pytest_collection_modifyitems(items):
     if of_gpu and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
         for item in of_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.0 or later"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    with _logging_as_before():  # its fixtures too
+        return (yield)
+
+
+@contextlib.contextmanager
+def _logging_as_before():
+    """open_clip's trainer sets the level of every logger, and adds handlers that write to standard error and a file."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    levels = {logger: logger.level for logger in _loggers()}
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    if root.level != level:
+        root.setLevel(level)
+        for logger in _loggers():
+            logger.setLevel(levels.get(logger, logging.NOTSET))
+
+
+def _loggers():
+    return [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable
 
-__all__ = ["MissingExtraError", "UserError", "check_name", "did_you_mean", "message", "unknown_name"]
+__all__ = ["MissingExtraError", "UserError", "check_name", "did_you_mean", "first_line", "message", "unknown_name"]
 
 MOST_NAMES_LISTED = 30
 
@@ -22,6 +22,15 @@ def message(error: UserError) -> str:
     if text.startswith("Caught ") and "\nOriginal " in text:  # as torch writes it
         text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
     return text
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what any error says; its type where it says nothing.
+
+    >>> first_line(RuntimeError("no such device\\nC++ stack trace")), first_line(AssertionError())
+    ('no such device', 'AssertionError')
+    """
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> str:

@@ -1,6 +1,7 @@
 """Saved models, with or without heads, for use outside of the launcher."""
 
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
 
 from vl_plugins.components import create_component
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.models import check_model
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_model as load_towers
+from vl_plugins.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = ["add_heads", "load_model"]
 
@@ -102,9 +104,8 @@ def load_model(
         return _load_with_heads(weights, description, device, precision)
     # open_clip asserts that the widths of position embeddings agree, and looks into whatever a file holds.
     except (AssertionError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"checkpoint {checkpoint} does not fit model {model or description['model']}: {str(error).splitlines()[0]}"
-        ) from error
+        name = model or description["model"]
+        raise UserError(f"checkpoint {checkpoint} does not fit model {name}: {first_line(error)}") from error
 
 
 def _load_without_heads(checkpoint, model, device, precision):
@@ -142,11 +143,18 @@ def _load_with_heads(weights, description, device, precision):
 def _read(checkpoint: str | Path) -> Any:
     """Read a file of torch; its tensors stay in the file until they are used."""
     try:
-        # torch 2.2 maps no file that is given as a Path.
-        return torch.load(str(checkpoint), map_location="cpu", weights_only=True, mmap=True)
-    # Files of other formats, such as safetensors, are for open_clip to read; they hold no heads.
-    except (RuntimeError, pickle.UnpicklingError, ValueError):
-        return {}
+        return read_torch_file(checkpoint, mmap=True)
+    except UnreadableFileError as error:
+        # Files of other formats, such as safetensors, are for open_clip to read; they hold no heads.
+        if not _is_cut_off(checkpoint):
+            return {}
+        raise UserError(f"checkpoint {checkpoint}: {error}") from error
+
+
+def _is_cut_off(checkpoint: str | Path) -> bool:
+    """Return whether a file begins as those of ``torch.save`` do, and has not their end."""
+    with open(checkpoint, "rb") as stream:
+        return stream.read(2) == b"PK" and not zipfile.is_zipfile(stream)
 
 
 def _weights(saved: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 from argparse import Namespace
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from vl_plugins.data.storage import Folder, write_file
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = [
     "compare_settings",
@@ -83,13 +83,15 @@ def read_checkpoint(file: str, map_location: Any = None, *, training: Training) 
     """
     try:
         with fsspec.open(file, "rb") as stream:
-            content = torch.load(stream, map_location=map_location, weights_only=True)
+            content = read_torch_file(stream, map_location=map_location)
     except FileNotFoundError as error:
         raise UserError(f"--resume {file}: no such file") from error
-    except _UNREADABLE as error:
+    except OSError as error:
+        raise UserError(f"--resume {file}: it cannot be opened ({error.strerror or error})") from error
+    except UnreadableFileError as error:
         before = _one_before(Path(file))
         hint = f"; the one before it is {before}" if before is not None else ""
-        raise UserError(f"--resume {file}: {_reason(error)}{hint}") from error
+        raise UserError(f"--resume {file}: {error}{hint}") from error
     training.saved = content.get(BESIDE, {}) if isinstance(content, dict) else {}
     return content
 
@@ -149,22 +151,13 @@ def _newest_readable(files: list[Path]) -> str | None:
     return None
 
 
-# Of a file that is cut off at any place, too.
-_UNREADABLE = (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError, KeyError)
-
-
 def _problem(file: Path) -> str | None:
     """Say why a checkpoint cannot be read; None if it can. Its tensors are not read."""
     try:
-        content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)  # torch 2.2 maps no Path
-    except _UNREADABLE as error:
-        return _reason(error)
+        content = read_torch_file(file, mmap=True)
+    except UnreadableFileError as error:
+        return str(error)
     return None if isinstance(content, dict) else f"it holds a {type(content).__name__}"
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"it is cut off or damaged ({first})"
 
 
 def _one_before(file: Path) -> str | None:

@@ -1,7 +1,6 @@
 """Checkpoints: the whole state of a training at the end of an epoch, or a model alone."""
 
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from vl_plugins.data.vocabulary import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
+from vl_plugins.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = [
     "is_checkpoint",
@@ -60,13 +60,10 @@ def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, it is damaged, or something else.
     """
-    if not Path(file).is_file():
-        raise UserError(f"checkpoint {file}: no such file")
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    # Of a file that is cut off, too.
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError) as error:
-        raise UserError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from error
+        content = read_torch_file(file)
+    except UnreadableFileError as error:
+        raise UserError(f"checkpoint {file}: {error}") from error
     if not is_checkpoint(content):
         raise UserError(f"{file} is no checkpoint of {FORMAT}")
     if content["version"] > VERSION:

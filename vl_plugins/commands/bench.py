@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vl_plugins.benchmarks.names import BACKENDS, DEFAULT_BACKEND, LOSSES, PEERS, SETS
-from vl_plugins.errors import UserError, check_name
+from vl_plugins.errors import UserError, check_name, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -216,7 +216,7 @@ def _device(name: str) -> "torch.device":
             raise RuntimeError("cpu and cuda can be measured")
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {name}: {first_line(error)}") from error
     return device
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.key_values import parse_key_values
 from vl_plugins.options import format_options
 
@@ -138,7 +138,7 @@ def _run_attention(arguments: argparse.Namespace) -> None:
     try:
         torch.empty(0, device=arguments.device)
     except (AssertionError, RuntimeError) as error:
-        raise UserError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {arguments.device}: {first_line(error)}") from error
     try:
         model, preprocess, tokenizer = load_model(arguments.checkpoint, device=arguments.device)
     except UserError as error:

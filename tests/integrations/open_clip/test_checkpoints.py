@@ -107,12 +107,16 @@ def test_wrong_input(tmp_path):
     cut = copy.deepcopy(model)
     cut.text_head.prediction.norm_output = torch.nn.Identity()
     damaged = save(tmp_path / "damaged.pt", cut)
+    half = tmp_path / "half.pt"
+    half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     for arguments, message in (
         ((path, "ViT-B-32"), r"epoch_1\.pt is of model vl-tiny, not ViT-B-32$"),
         ((plain,), r"plain\.pt does not say which model it is of: name the model$"),
         ((tmp_path / "no.pt",), r"no\.pt: no such file$"),
         ((tmp_path / "no.pt", "vl-tiny"), r"no\.pt: no such file, nor a pretrained tag of vl-tiny$"),
         ((plain, "ViT-S-32-alt"), r"plain\.pt does not fit model ViT-S-32-alt: "),
+        ((half,), r"half\.pt: it is cut off or damaged \("),
+        ((half, "vl-tiny"), r"half\.pt: it is cut off or damaged \("),
         ((damaged,), r"damaged\.pt does not fit model vl-tiny: Error\(s\) in loading"),
     ):
         with pytest.raises(UserError, match=message) as raised:

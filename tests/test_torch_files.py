@@ -1,0 +1,99 @@
+"""Files of ``torch.save``, whole, cut off, damaged, and of other kinds."""
+
+import os
+import pickle
+import random
+import re
+import warnings
+
+import pytest
+import torch
+
+from vl_plugins.errors import UserError
+from vl_plugins.torch_files import UnreadableFileError, read_torch_file
+
+CONTENT = {
+    "epoch": 3,
+    "state_dict": {f"layers.{number}.weight": torch.arange(12.0).view(3, 4) + number for number in range(3)},
+    "optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+}
+READ = pytest.mark.parametrize("mmap", [False, True])
+
+
+@pytest.fixture
+def file(tmp_path):
+    torch.save(CONTENT, tmp_path / "file.pt")
+    return tmp_path / "file.pt"
+
+
+@READ
+def test_content_comes_back(file, mmap):
+    found = read_torch_file(file, mmap=mmap)
+    torch.testing.assert_close(found, CONTENT, rtol=0, atol=0)
+    assert found["state_dict"]["layers.0.weight"].dtype == torch.float32
+    meta = read_torch_file(file, map_location="meta", mmap=mmap)
+    assert meta["state_dict"]["layers.0.weight"].is_meta
+
+
+def test_an_open_file_is_read(file):
+    with open(file, "rb") as stream:
+        assert read_torch_file(stream)["epoch"] == 3
+
+
+def read(file, mmap):
+    """Return whether a file can be read, with nothing said but that it is damaged."""
+    said = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            read_torch_file(file, mmap=mmap)
+        except UnreadableFileError as error:
+            said = str(error)
+    assert said is None or re.fullmatch(r"it is cut off or damaged \([^\n]+\)", said)
+    return said is None
+
+
+@READ
+def test_a_file_that_is_cut_off_anywhere(file, mmap):
+    whole = file.read_bytes()
+    for size in range(0, len(whole), 23):
+        file.write_bytes(whole[:size])
+        assert not read(file, mmap), size
+
+
+@READ
+def test_a_file_in_which_anything_is_changed(file, mmap):
+    """It may still be read: a number of a tensor is as good as another."""
+    whole = file.read_bytes()
+    draw = random.Random(0)
+    unreadable = 0
+    for _ in range(400):
+        changed = bytearray(whole)
+        start = draw.randrange(len(whole))
+        for place in range(start, min(start + draw.choice([1, 1, 30]), len(whole))):
+            changed[place] = draw.randrange(256)
+        file.write_bytes(changed)
+        unreadable += not read(file, mmap)
+    assert unreadable > 20
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+@READ
+def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"epoch": Code()}, "code.pt")
+    (tmp_path / "code.pkl").write_bytes(pickle.dumps(Code()))
+    for name in ("code.pt", "code.pkl"):
+        assert not read(name, mmap)
+    assert not os.path.exists("made")
+
+
+@READ
+def test_what_cannot_be_opened(tmp_path, mmap):
+    for name, why in (("no.pt", "no such file"), (".", r"it cannot be opened \(Is a directory\)")):
+        with pytest.raises(UserError, match=f"^{why}$"):
+            read_torch_file(tmp_path / name, mmap=mmap)

@@ -1,0 +1,37 @@
+"""Files of ``torch.save`` that may come from anywhere, and may be damaged."""
+
+import os
+from typing import Any, BinaryIO
+
+import torch
+
+from vl_plugins.errors import UserError, first_line
+
+__all__ = ["UnreadableFileError", "read_torch_file"]
+
+
+class UnreadableFileError(UserError):
+    """A file cannot be read; the message says why, and not which one."""
+
+
+def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """Read tensors, numbers, text and containers of them; no code of the file is run.
+
+    Args:
+        file: a path, or a file that is open for reading.
+        map_location: as in ``torch.load``.
+        mmap: leave the tensors in the file until they are used; needs a path.
+
+    Raises:
+        UnreadableFileError: there is no such file, it may not be read, it is cut off or damaged, or another format.
+    """
+    is_path = isinstance(file, (str, os.PathLike))
+    try:
+        # torch 2.2 maps no file that is given as a Path.
+        return torch.load(str(file) if is_path else file, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # torch believes what it reads: damage shows up anywhere, as anything
+        if isinstance(error, FileNotFoundError):
+            raise UnreadableFileError("no such file") from error
+        if isinstance(error, OSError) and error.filename is not None:
+            raise UnreadableFileError(f"it cannot be opened ({error.strerror})") from error
+        raise UnreadableFileError(f"it is cut off or damaged ({first_line(error)})") from error
