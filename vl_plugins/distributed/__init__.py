@@ -1,4 +1,4 @@
-"""Losses over the batches of several processes."""
+"""Several processes: losses over the batches of all of them, and joining and leaving them."""
 
 from vl_plugins.distributed.ring import Ring
 
