@@ -92,6 +92,15 @@ def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     assert not os.path.exists("made")
 
 
+def test_a_full_device_is_not_taken_for_a_damaged_file(file, monkeypatch):
+    def load(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+        read_torch_file(file)
+
+
 @READ
 def test_what_cannot_be_opened(tmp_path, mmap):
     for name, why in (("no.pt", "no such file"), (".", r"it cannot be opened \(Is a directory\)")):

@@ -29,6 +29,8 @@ def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "
     try:
         # torch 2.2 maps no file that is given as a Path.
         return torch.load(str(file) if is_path else file, map_location=map_location, weights_only=True, mmap=mmap)
+    except torch.cuda.OutOfMemoryError:  # nothing is wrong with the file
+        raise
     except Exception as error:  # torch believes what it reads: damage shows up anywhere, as anything
         if isinstance(error, FileNotFoundError):
             raise UnreadableFileError("no such file") from error
