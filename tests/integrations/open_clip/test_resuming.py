@@ -122,6 +122,7 @@ def test_a_killed_training_goes_on_to_the_same_end(folder, shards, monkeypatch):
         pytest.param(2, "6", ["--batch-size", "8", "--local-loss", "--gather-with-grad"], id="two processes"),
     ],
 )
+@pytest.mark.timeout(900)
 def test_killed_again_and_again(folder, shards, processes, last, more):
     command = LAUNCH if processes == 1 else TORCHRUN
     flags = flags_for(shards, *RANDOM, "--epochs", "6", "--workers", "1", *more)
