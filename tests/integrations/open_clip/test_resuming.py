@@ -253,7 +253,7 @@ def test_a_checkpoint_is_complete_or_not_there(tmp_path):
     assert torch.load(tmp_path / "epoch_2.pt", weights_only=True)["vl_plugins"] == {"more": {"a": 3}}
     resuming.read_checkpoint(str(tmp_path / "epoch_2.pt"), training=training)
     assert training.saved == {"more": {"a": 3}}
-    assert torch.load(tmp_path / "other.pt") == [1]
+    assert torch.load(tmp_path / "other.pt", weights_only=True) == [1]
     assert isinstance(torch.save, types.FunctionType)
     assert torch.save.__module__ == "torch.serialization"
 
