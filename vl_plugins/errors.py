@@ -24,13 +24,13 @@ def message(error: UserError) -> str:
     return text
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of what any error says; its type where it says nothing.
+def first_line(error: Exception, otherwise: str | None = None) -> str:
+    """Return the first line of what any error says; where it says nothing ``otherwise``, or else its type.
 
     >>> first_line(RuntimeError("no such device\\nC++ stack trace")), first_line(AssertionError())
     ('no such device', 'AssertionError')
     """
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).splitlines()), otherwise or type(error).__name__)
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> str:

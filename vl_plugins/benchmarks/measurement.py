@@ -22,7 +22,7 @@ from vl_plugins.benchmarks.contestants import (
 )
 from vl_plugins.benchmarks.machine import describe_machine
 from vl_plugins.benchmarks.memory import peak_bytes
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.kernels.dispatch import free_bytes
 
 __all__ = [
@@ -45,6 +45,8 @@ __all__ = [
 
 # Items on which contestants are compared with their formula in float64.
 CHECKED = 256
+
+NO_REASON = "no reason given"
 
 # Relative. Fast products of GPUs (TF32), which some take for float32 too, have the mantissa of float16.
 TOLERANCE = {"cpu": {torch.float32: 1e-4}, "cuda": {torch.float32: 5e-3}}
@@ -210,11 +212,11 @@ def measure(
         except _Disagreement:
             raise
         except ValueError as error:  # how a backend says that it cannot run here
-            skipped.append(Skipped(contestant.name, _first_line(error)))
+            skipped.append(Skipped(contestant.name, first_line(error, NO_REASON)))
         except Exception as error:  # whatever others raise where they cannot
             if contestant.ours:
                 raise
-            skipped.append(Skipped(contestant.name, f"{type(error).__name__}: {_first_line(error)}"))
+            skipped.append(Skipped(contestant.name, f"{type(error).__name__}: {first_line(error, NO_REASON)}"))
     check_agreement(running, values)
     del values
 
@@ -257,10 +259,6 @@ def _within(
             reason = f"needs about {needed / 1e9:.3g} GB, more than the limit of {limit / 1e9:.3g} GB"
             skipped.append(Skipped(contestant.name, reason))
     return fitting, skipped
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]
 
 
 class _Disagreement(UserError):

@@ -1,6 +1,7 @@
 """``--precision``: every value that open_clip's parser offers, with our losses and heads on the CPU."""
 
 import copy
+import functools
 from argparse import Namespace
 
 import open_clip_train.main as trainer
@@ -54,29 +55,20 @@ def step(precision, flags):
 @pytest.fixture(scope="module")
 def in_float32():
     """One step in float32 for each name of ``LOSSES``, made when it is asked for."""
-    steps = {}
-
-    def of_loss(name):
-        if name not in steps:
-            steps[name] = step("fp32", LOSSES[name])
-        return steps[name]
-
-    return of_loss
+    return functools.cache(lambda name: step("fp32", LOSSES[name]))
 
 
 @pytest.fixture(scope="module")
 def host_error():
     """What open_clip's own loss meets in each precision, such as an operation that this torch has not on the CPU."""
-    errors = {}
 
+    @functools.cache
     def of_precision(precision):
-        if precision not in errors:
-            try:
-                step(precision, [])
-                errors[precision] = None
-            except RuntimeError as error:
-                errors[precision] = str(error)
-        return errors[precision]
+        try:
+            step(precision, [])
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     return of_precision
 
