@@ -11,16 +11,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import open_clip
 import torch
 from open_clip_train.data import DataInfo
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from vl_plugins.errors import UserError, did_you_mean
 from vl_plugins.integrations.open_clip import host
 
-__all__ = ["check_pretrained", "made_up", "trainer_without_data"]
+__all__ = ["made_up", "trainer_without_data"]
 
 BATCH_SIZE = 2  # the smallest with negatives
 CAPTIONS = 5  # of an image, where all are asked for
@@ -115,16 +113,3 @@ def _quiet() -> Iterator[None]:
         for handler in set(logging.root.handlers).difference(handlers):
             logging.root.removeHandler(handler)
             handler.close()
-
-
-def check_pretrained(options: Namespace) -> None:
-    """Find wrong weights, which a dry run does not load.
-
-    Raises:
-        UserError: ``--pretrained`` is neither a tag of the model nor a file.
-    """
-    pretrained, model = options.pretrained, options.model
-    if not pretrained or ":" in model or Path(pretrained).is_file() or open_clip.is_pretrained_cfg(model, pretrained):
-        return
-    hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
-    raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")

@@ -76,7 +76,6 @@ def _dry_run(options: PluginOptions, loss, host_options: Namespace, host_argv: S
     from vl_plugins.integrations.open_clip import data, dry_run
     from vl_plugins.integrations.open_clip.loss import describe
 
-    dry_run.check_pretrained(host_options)
     with dry_run.trainer_without_data(host.trainer(), options.captions_per_image) as without_data:
         status = _train(options, loss, data.Reader(), without_data, host_argv)
     if status == 0 and os.environ.get("RANK", "0") == "0":
@@ -139,13 +138,16 @@ def check(options: PluginOptions, host_options: Namespace):
     Raises:
         UserError: one line that says what is wrong and what would be right.
     """
-    from vl_plugins.integrations.open_clip.models import check_model
+    from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained
 
     sources = (host_options.train_data, host_options.val_data, host_options.imagenet_val, host_options.imagenet_v2)
     if not any(sources) and host_options.dataset_type != "synthetic" and not options.dry_run:
         raise UserError("there is nothing to do: give --train-data or --val-data, or --help for all options")
     model = host_options.model
+    if options.model_config is not None:
+        add_model_config(options.model_config)
     check_model(model)
+    check_pretrained(model, host_options.pretrained)
     if options.loss is None:
         for name in OF_LOSS:
             if getattr(options, name):

@@ -1,12 +1,20 @@
-"""Model names: open_clip's own and those of ``configs/models``."""
+"""Model names: open_clip's own, those of ``configs/models``, and those of ``--model-config``."""
 
+from collections.abc import Callable
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import open_clip
+from torch import Tensor
 
-from vl_plugins.errors import unknown_name
+from vl_plugins.data.annotations import read_json
+from vl_plugins.errors import UserError, did_you_mean, unknown_name
 
-__all__ = ["check_model", "register_models"]
+__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "has_schema", "register_models"]
+
+# What open_clip expects of a model's configuration; it silently skips other JSON files.
+ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
 
 
 def register_models() -> None:
@@ -16,8 +24,63 @@ def register_models() -> None:
             open_clip.add_model_config(folder)
 
 
+def add_model_config(path: str | Path) -> None:
+    """Make a model configuration known to open_clip under its file name; of a folder, every one in it.
+
+    Raises:
+        UserError: there is no such file, it is not a model configuration, or it allows code of a tokenizer to run.
+    """
+    path = Path(path)
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"--model-config {path}: the folder has no .json files")
+    for file in files:
+        _check_config(file)
+    open_clip.add_model_config(path)
+
+
 def check_model(name: str) -> None:
     """Raise ``UserError`` with the nearest match where no such model exists; names with a schema, as hf-hub:, pass."""
     register_models()
-    if ":" not in name and name not in open_clip.list_models():
+    if not has_schema(name) and name not in open_clip.list_models():
         raise unknown_name("model", name, open_clip.list_models())
+
+
+def check_pretrained(model: str, pretrained: str | None) -> None:
+    """Raise ``UserError`` unless ``--pretrained`` is a tag of the model or a file that open_clip would read."""
+    if not pretrained:
+        return
+    if has_schema(model):
+        raise UserError(f"--pretrained {pretrained}: {model} brings its own weights, which open_clip loads; drop one")
+    if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
+        hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
+        raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
+
+
+def has_schema(name: str) -> bool:
+    """Return whether a model's configuration and weights come from a folder or the hub: ``local-dir:``, ``hf-hub:``."""
+    return name.startswith(("local-dir:", "hf-hub:"))
+
+
+def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[list[str]], Tensor]:
+    """Return a model's tokenizer, from n texts to token ids (n, L).
+
+    Raises:
+        UserError: the model's configuration asks for a tokenizer that runs code of its own.
+    """
+    _check_tokenizer(model, open_clip.get_model_config(model))
+    return open_clip.get_tokenizer(model, context_length=context_length)
+
+
+def _check_config(file: Path) -> None:
+    if file.suffix != ".json":
+        raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
+    config = read_json(file)
+    if not isinstance(config, dict) or not config.keys() >= ENTRIES:
+        raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
+    _check_tokenizer(f"--model-config {file}", config)
+
+
+def _check_tokenizer(name: str, config: Any) -> None:
+    if "trust_remote_code" in str(config):
+        raise UserError(f"{name}: trust_remote_code is not supported: it runs code that comes with the tokenizer")

@@ -1,6 +1,7 @@
 """The launcher's own flags, and configuration files that set any flag of ours or of open_clip's."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ example:
 class PluginOptions:
     """What the launcher's own flags ask for; the defaults leave open_clip as it is."""
 
+    model_config: str | None = None
     loss: str | None = None
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     miner: str | None = None
@@ -71,6 +73,13 @@ def _plugin_parser() -> Parser:
         "--config",
         metavar="FILE.yaml",
         help="flags from a file: a mapping of flag names (ours or open_clip's) to values; the command line wins",
+    )
+    group.add_argument(
+        "--model-config",
+        metavar="FILE_OR_FOLDER",
+        # Absolute, because evaluation finds it again in params.txt.
+        type=os.path.abspath,
+        help="model configurations that open_clip does not know: a .json file or a folder of them",
     )
     group.add_argument(
         "--loss", metavar="NAME", help="a loss of `vl-plugins losses` or of an installed package (default: open_clip's)"

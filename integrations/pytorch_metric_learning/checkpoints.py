@@ -11,6 +11,7 @@ from torch import nn
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.torch_files import UnreadableFileError, read_torch_file
@@ -80,12 +81,14 @@ def is_checkpoint(content: Any) -> bool:
 
 
 def load_model(
-    checkpoint: str | os.PathLike, *, device: str | torch.device = "cpu"
+    checkpoint: str | os.PathLike, model: str | None = None, *, device: str | torch.device = "cpu"
 ) -> tuple[TwoTowers, Callable, Callable]:
     """Load a model that was trained from a configuration.
 
     Args:
         checkpoint: ``best.pt`` or ``latest.pt`` of a run.
+        model: the model of the text trunk, only where that is one of the hub or a folder, such as ``hf-hub:ORG/NAME``.
+            A file must not choose it: tokenizers in there can run code.
         device: where to put the model.
 
     Returns:
@@ -97,6 +100,7 @@ def load_model(
     from vl_plugins.integrations.pytorch_metric_learning.runs import build_loss_of
 
     content = read_checkpoint(checkpoint)
+    _check_model_name(checkpoint, model, content["config"])
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
     loss = build_loss_of(content["config"])
     try:
@@ -107,6 +111,15 @@ def load_model(
     if content["config"].head is not None:
         towers.compare_sets_by(loss.distance)
     return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer
+
+
+def _check_model_name(checkpoint: str | os.PathLike, asked: str | None, config: Config) -> None:
+    trunk, options = split_specification("text.trunk", config.text.trunk)
+    name = str(options.get("model", "")) if trunk == "open_clip" else ""
+    if ":" in name and name != asked:
+        raise UserError(f"checkpoint {checkpoint} has the text trunk {name}: name that model if you trust it")
+    if ":" not in name and asked is not None:
+        raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {asked}")
 
 
 def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,9 @@ class OpenCLIPTextTrunk(nn.Module):
     @property
     def tokenizer(self) -> Callable[[list[str]], Tensor]:
         """The model's tokenizer, from a list of n texts to (n, L) token ids."""
-        return require("open_clip", extra=EXTRA).get_tokenizer(self.name)
+        from vl_plugins.integrations.open_clip.models import get_tokenizer
+
+        return get_tokenizer(self.name)
 
     def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
         """Return made-up token ids (batch_size, L)."""

@@ -62,14 +62,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--model",
         nargs="+",
         metavar="NAME",
-        help="name of an open_clip model, or vl-tiny; one for all checkpoints or one for each. A checkpoint of a model "
-        "with --head says it itself",
+        help="name of an open_clip model, or vl-tiny; one for all checkpoints or one for each. Not needed for those of "
+        "a training run, which specify it, or whose params.txt does",
+    )
+    what.add_argument(
+        "--model-config",
+        metavar="FILE_OR_FOLDER",
+        help="model configurations that open_clip does not know, as .json (default: what the run was trained with)",
     )
     what.add_argument(
         "--checkpoint",
         nargs="+",
         metavar="FILE",
-        help="checkpoint file of a training run, or a pretrained tag of open_clip; several are compared",
+        help="checkpoint file of a training run, a pretrained tag of open_clip, or a model with its own weights: "
+        "hf-hub:ORG/NAME or local-dir:FOLDER; several are compared",
     )
     what.add_argument(
         "--features",
@@ -303,7 +309,9 @@ def _encode(
     for number, (name, model, checkpoint) in enumerate(
         zip(_names(arguments), models, arguments.checkpoint, strict=True)
     ):
-        loaded = load_model(checkpoint, model, device=device, precision=arguments.precision)
+        loaded = load_model(
+            checkpoint, model, model_config=arguments.model_config, device=device, precision=arguments.precision
+        )
         features = encode_shards(
             loaded,
             arguments.shards,

@@ -83,6 +83,11 @@ def _register_attention(pictures: argparse._SubParsersAction) -> None:
         "--checkpoint", type=Path, metavar="FILE", required=True, help="of a training run with `--head set`"
     )
     parser.add_argument(
+        "--model-config",
+        metavar="FILE_OR_FOLDER",
+        help="model configurations that open_clip does not know, as .json (default: what the run was trained with)",
+    )
+    parser.add_argument(
         "--shards",
         metavar="PATTERN",
         required=True,
@@ -140,7 +145,9 @@ def _run_attention(arguments: argparse.Namespace) -> None:
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {arguments.device}: {first_line(error)}") from error
     try:
-        model, preprocess, tokenizer = load_model(arguments.checkpoint, device=arguments.device)
+        model, preprocess, tokenizer = load_model(
+            arguments.checkpoint, model_config=arguments.model_config, device=arguments.device
+        )
     except UserError as error:
         raise UserError(f"--checkpoint {arguments.checkpoint}: there is no model with a set head: {error}") from error
     items = attended_images(

@@ -298,7 +298,7 @@ def _origin(arguments: argparse.Namespace, loaded: tuple, collection: "Collectio
     return {
         "checkpoint": arguments.checkpoint,
         "checkpoint_digest": checkpoint_digest(arguments.checkpoint),
-        "model": arguments.model or loaded[0].description["model"],
+        "model": arguments.model or getattr(loaded[0], "description", {}).get("model"),
         "precision": arguments.precision,
         "texts_sha256": hashlib.sha256(texts).hexdigest(),
         "shards_sha256": _shard_digests(collection.shards),

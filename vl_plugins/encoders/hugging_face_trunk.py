@@ -123,6 +123,8 @@ class HuggingFaceTrunk(nn.Module):
         return tokens.masked_fill(torch.arange(EXAMPLE_LENGTH) >= lengths, self.padding)
 
     def _load(self, auto_class: Any, **options: Any) -> Any:
+        # Not even after a question on the terminal, which is what transformers does without this option.
+        options["trust_remote_code"] = False
         return _attempt(
             f"text encoder {self.name!r} of Hugging Face", lambda: auto_class.from_pretrained(self.name, **options)
         )

@@ -17,6 +17,9 @@ __all__ = ["TimmTrunk"]
 # Of an error that lists every weight of a model.
 LONGEST_REASON = 600
 
+# With these timm reads files of its own choice, by some versions as pickles that can run code.
+FILE_OPTIONS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
+
 
 class TimmTrunk(nn.Module):
     """An image model of timm, any that gives feature maps or tokens, without its classifier.
@@ -65,6 +68,8 @@ class TimmTrunk(nn.Module):
         for name, value in (("horizontal_flip", horizontal_flip), ("crop_pct", crop_pct)):
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+        for name in FILE_OPTIONS.intersection(options):
+            raise ValueError(f"{name} is not supported: name a file of weights with the option weights")
         self.crop_area, self.horizontal_flip, self.crop_pct = tuple(crop_area), horizontal_flip, crop_pct
         timm = require("timm", extra="timm")
         _check_model(timm, model)

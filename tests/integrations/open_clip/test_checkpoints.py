@@ -1,16 +1,19 @@
 import copy
+import json
 import pickle
 
 import open_clip
 import pytest
 import torch
+from open_clip import factory
 from PIL import Image
+from safetensors.torch import save_file
 
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import load_model
 from vl_plugins.integrations.open_clip.checkpoints import add_heads
-from vl_plugins.integrations.open_clip.models import register_models
+from vl_plugins.integrations.open_clip.models import add_model_config, register_models
 
 SMALL = {"num_slots": 2, "num_iters": 2, "hidden_dim": 16}
 
@@ -111,7 +114,7 @@ def test_wrong_input(tmp_path):
     half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     for arguments, message in (
         ((path, "ViT-B-32"), r"epoch_1\.pt is of model vl-tiny, not ViT-B-32$"),
-        ((plain,), r"plain\.pt does not say which model it is of: name the model$"),
+        ((plain,), r"plain\.pt does not specify its model: name the model$"),
         ((tmp_path / "no.pt",), r"no\.pt: no such file$"),
         ((tmp_path / "no.pt", "vl-tiny"), r"no\.pt: no such file, nor a pretrained tag of vl-tiny$"),
         ((plain, "ViT-S-32-alt"), r"plain\.pt does not fit model ViT-S-32-alt: "),
@@ -124,9 +127,167 @@ def test_wrong_input(tmp_path):
         assert "\n" not in str(raised.value)
 
 
+def save_run(folder, model, /, **params):
+    """Save as the trainer does, with the run's ``params.txt``."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in params.items()))
+    return save(folder / "checkpoints" / "epoch_1.pt", model)
+
+
+def make_plain(seed, name="vl-tiny", **options):
+    register_models()
+    torch.manual_seed(seed)
+    return open_clip.create_model(name, pretrained_text=False, **options).eval()
+
+
+def local_model(folder, model, **text_cfg):
+    """A model folder such as the hub has, with weights of its own."""
+    folder.mkdir()
+    config = open_clip.get_model_config("vl-tiny")
+    config["text_cfg"] |= text_cfg
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    torch.save(model.state_dict(), folder / "open_clip_pytorch_model.bin")
+    return f"local-dir:{folder}"
+
+
+def has_weights_of(model, expected):
+    state = model.state_dict()
+    return all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+def test_a_checkpoint_of_a_model_with_weights_of_its_own(tmp_path):
+    """open_clip ignores ``pretrained`` for such models."""
+    own, trained = make_plain(0), make_plain(1)
+    name = local_model(tmp_path / "hub", own)
+    path = save(tmp_path / "epoch_1.pt", trained)
+    assert has_weights_of(load_model(path, name)[0], trained)
+    assert has_weights_of(load_model(name)[0], own)
+    (tmp_path / "hub" / "open_clip_pytorch_model.bin").unlink()
+    assert has_weights_of(load_model(path, name)[0], trained)
+    with pytest.raises(UserError, match=r"^checkpoint local-dir:.* cannot be loaded: Required pretrained weights"):
+        load_model(name)
+
+
+def test_weights_are_not_resized_to_fit(tmp_path):
+    """open_clip interpolates position embeddings of another image size, which makes another model."""
+    path = save(tmp_path / "epoch_1.pt", make_plain(0, force_image_size=32))
+    with pytest.raises(UserError, match=r"visual.positional_embedding is \(17, 96\) in the file and \(65, 96\) in the"):
+        load_model(path, "vl-tiny")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_in_other_formats(tmp_path, precision):
+    model = make_plain(0)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for file in ("weights.safetensors", "old.pt"):
+        loaded = load_model(tmp_path / file, "vl-tiny", precision=precision)[0]
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name].to(tensor.dtype))
+
+
+def test_the_run_of_a_checkpoint_specifies_how_its_model_was_built(tmp_path):
+    built = {"force_quick_gelu": True, "force_image_size": 32, "image_mean": (0.1, 0.2, 0.3), "init_logit_bias": -10}
+    torch.manual_seed(0)
+    model, _, preprocess = open_clip.create_model_and_transforms("vl-tiny", **built)
+    params = {
+        **built,
+        "model": "vl-tiny",
+        "siglip": True,
+        "image_std": None,
+        "pretrained": "",
+        "force_custom_text": False,
+    }
+    path = save_run(tmp_path / "run", model, **params)
+    picture = Image.effect_noise((70, 50), 90).convert("RGB")
+    for name in (None, "vl-tiny"):
+        loaded, loaded_preprocess, tokenizer = load_model(path, name)
+        images, texts = preprocess(picture)[None], tokenizer(["a red ball!"])
+        assert torch.equal(loaded_preprocess(picture)[None], images)
+        assert torch.equal(loaded.encode_image(images), model.eval().encode_image(images))
+        assert torch.equal(loaded.encode_text(texts), model.encode_text(texts))
+    with pytest.raises(UserError, match=r"epoch_1\.pt is of model vl-tiny, not RN50$"):
+        load_model(path, "RN50")
+
+
+def test_the_transform_is_that_of_the_weights_the_run_began_with(tmp_path, monkeypatch):
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "vl-tiny", {"tag": {"mean": (0.5,) * 3, "std": (0.25,) * 3}})
+    path = save_run(tmp_path / "run", make_plain(0), model="vl-tiny", pretrained="tag", image_mean=None)
+    normalize = load_model(path)[1].transforms[-1]
+    assert (normalize.mean, normalize.std) == ((0.5,) * 3, (0.25,) * 3)
+
+
+def test_a_model_configuration_of_the_user(tmp_path, request):
+    config = open_clip.get_model_config("vl-tiny") | {"embed_dim": 40}
+    name = f"model-of-{request.node.name}"
+    file = tmp_path / "configs" / f"{name}.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"unknown model '{name}'"):
+        load_model(save(tmp_path / "other.pt", make_plain(0)), name)
+    add_model_config(file)
+    model = make_plain(0, name)
+    factory._MODEL_CONFIGS.pop(name)  # as in another process
+    path = save_run(tmp_path / "run", model, model=name, model_config=file.parent)
+    assert has_weights_of(load_model(path)[0], model)
+    factory._MODEL_CONFIGS.pop(name)
+    file.rename(tmp_path / f"{name}.json")
+    with pytest.raises(UserError, match=r"^--model-config .*configs: the folder has no \.json files$"):
+        load_model(path)
+    assert has_weights_of(load_model(path, model_config=tmp_path / f"{name}.json")[0], model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.json", None, r"^cannot read .*model\.json: No such file or directory$"),
+        ("model.json", "{", r"model\.json is not valid JSON: "),
+        ("model.json", "[]", r"model\.json: expected a model configuration with embed_dim, text_cfg, vision_cfg$"),
+        ("model.yaml", "", r"model\.yaml: expected a \.json file or a folder of them$"),
+        (
+            "model.json",
+            '{"embed_dim": 8, "vision_cfg": {}, "text_cfg": {"tokenizer_kwargs": {"trust_remote_code": true}}}',
+            r"model\.json: trust_remote_code is not supported: ",
+        ),
+    ],
+)
+def test_wrong_model_configurations(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        add_model_config(tmp_path / name)
+
+
 class Harmful:
     def __reduce__(self):
         return print, ("this must not run",)
+
+
+def test_a_checkpoint_does_not_choose_files_or_models_of_the_hub(tmp_path, capsys):
+    torch.save(Harmful(), tmp_path / "harmful.pt")
+    model, _ = make("linear", {"dim": 24})
+    model.description["model_kwargs"] = {"pretrained_image_path": str(tmp_path / "harmful.pt"), "weights_only": False}
+    with pytest.raises(UserError, match=r"pretrained_image_path, weights_only must not be set by a checkpoint$"):
+        load_model(save(tmp_path / "epoch_1.pt", model))
+    model.description |= {"model_kwargs": {}, "model": (name := local_model(tmp_path / "hub", model.clip))}
+    path = save(tmp_path / "epoch_2.pt", model)
+    with pytest.raises(UserError, match=rf"epoch_2\.pt is of model {name}: name that model if you trust it$"):
+        load_model(path)
+    assert has_weights_of(load_model(path, name)[0].clip, model.clip)
+    asking = local_model(tmp_path / "asking", model.clip, tokenizer_kwargs={"trust_remote_code": True})
+    with pytest.raises(UserError, match=rf"^{asking}: trust_remote_code is not supported: "):
+        load_model(asking)
+    assert "must not run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", ["model", "model_kwargs", "preprocess", "similarity_kwargs"])
+def test_a_damaged_description_of_a_head(tmp_path, entry):
+    model, _ = make("linear", {"dim": 24})
+    model.description[entry] = 3
+    damaged = {**model.get_extra_state(), entry: 3}
+    torch.save({"state_dict": {**model.state_dict(), "_extra_state": damaged}}, tmp_path / "epoch_1.pt")
+    with pytest.raises(UserError, match=r"epoch_1\.pt: the description of its head is damaged$"):
+        load_model(tmp_path / "epoch_1.pt")
 
 
 def test_a_harmful_file_runs_nothing(tmp_path, capsys):
