@@ -278,9 +278,14 @@ def test_image_transforms_can_be_gentle():
         ({"crop_area": [0, 1]}, "crop_area must be two numbers in"),
         ({"horizontal_flip": 2}, r"horizontal_flip must be in \[0, 1\], got 2"),
         ({"crop_pct": -1}, "crop_pct must be in"),
+        (
+            {"checkpoint_path": "w.pth"},
+            "checkpoint_path is not supported: name a file of weights with the option weights",
+        ),
+        ({"pretrained_cfg": {"file": "w.pth"}}, "pretrained_cfg is not supported: "),
     ],
 )
-def test_transforms_out_of_range(options, message):
+def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         make("test_resnet", **options)
 

@@ -1,10 +1,12 @@
 """``--dry-run``: a step as the flags ask for, and nothing besides."""
 
+import json
 import logging
 import sys
 import tempfile
 from argparse import Namespace
 
+import open_clip
 import open_clip_train.main as trainer
 import pytest
 import torch
@@ -106,6 +108,14 @@ def test_weights_are_not_loaded_but_looked_for(folder, steps, capsys):
     assert "--pretrained wieghts.pt: no such file, nor a pretrained tag of vl-tiny\n" in capsys.readouterr().err
     assert main([*TINY, "--model", "RN50", "--pretrained", "opnai", "--dry-run"]) == 2
     assert "nor a pretrained tag of RN50 (did you mean 'openai'?)\n" in capsys.readouterr().err
+    assert main([*TINY, "--model", "local-dir:hub", "--pretrained", "weights.pt", "--dry-run"]) == 2
+    assert "--pretrained weights.pt: local-dir:hub brings its own weights, which" in capsys.readouterr().err
+
+
+def test_a_model_configuration_of_the_user(folder, steps):
+    (folder / "vl-tinier.json").write_text(json.dumps(open_clip.get_model_config("vl-tiny") | {"embed_dim": 24}))
+    assert main([*TINY, "--model", "vl-tinier", "--model-config", "vl-tinier.json", "--dry-run"]) == 0
+    assert steps[0].args.model_config == str(folder / "vl-tinier.json")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vl_plugins.data.reader import evaluation_pipeline
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import load_model as load_any_model
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer, load_model
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run, dry_run
 
@@ -117,7 +118,7 @@ def test_the_command_line_evaluates_its_checkpoint(trained, toy_shards, capsys):
     assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum"])
     assert result["metrics"]["plain"]["image_to_text_R@5"] == pytest.approx(100 * row["image_to_text_R@5"])
     assert vl_plugins_main([*map(str, arguments), "--model", "vl-tiny"]) == 2
-    assert "says itself which model it is of: leave out vl-tiny" in capsys.readouterr().err
+    assert "already specifies its model; drop vl-tiny" in capsys.readouterr().err
 
 
 def test_pictures_of_a_run_and_of_its_sets(toy_shards, tmp_path):
@@ -230,6 +231,19 @@ def test_only_the_same_training_is_resumed(trained, tmp_path):
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is no checkpoint of"):
         load_model(tmp_path / LATEST)
+
+
+def test_a_checkpoint_does_not_choose_a_model_of_the_hub(tmp_path):
+    trunk = {"name": "open_clip", "model": "hf-hub:someone/something"}
+    config = parse_config(settings(text={"trunk": trunk}))
+    write_checkpoint(tmp_path / LATEST, config, None, {"models": {}, "loss_funcs": {}})
+    with pytest.raises(
+        UserError, match=r"has the text trunk hf-hub:someone/something: name that model if you trust it$"
+    ):
+        load_model(tmp_path / LATEST)
+    write_checkpoint(tmp_path / LATEST, parse_config(settings(text={"trunk": "gru"})), None, {})
+    with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
+        load_any_model(tmp_path / LATEST, "vl-tiny")
 
 
 @pytest.mark.parametrize("name", list_losses())
