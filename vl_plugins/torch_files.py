@@ -1,6 +1,8 @@
 """Files of ``torch.save`` that may come from anywhere, and may be damaged."""
 
 import os
+import pickle
+import re
 from typing import Any, BinaryIO
 
 import torch
@@ -36,4 +38,15 @@ def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "
             raise UnreadableFileError("no such file") from error
         if isinstance(error, OSError) and error.filename is not None:
             raise UnreadableFileError(f"it cannot be opened ({error.strerror})") from error
-        raise UnreadableFileError(f"it is cut off or damaged ({first_line(error)})") from error
+        if is_path and not _begins_as_torch_writes(file):
+            raise UnreadableFileError("it is empty or not a file of torch.save") from error
+        # torch's own messages go on to tell how to load such a file without protection.
+        if re.search("Unsupported (global|class)|TorchScript", str(error)):
+            raise UnreadableFileError("it holds more than tensors and text, and such files can run code") from error
+        reason = type(error).__name__ if isinstance(error, pickle.UnpicklingError) else first_line(error)
+        raise UnreadableFileError(f"it is cut off or damaged ({reason})") from error
+
+
+def _begins_as_torch_writes(file: str | os.PathLike) -> bool:
+    with open(file, "rb") as stream:
+        return stream.read(1) in (b"P", b"\x80")  # of a zip archive, or of a pickle as before torch 1.6

@@ -18,7 +18,8 @@ from vl_plugins.components import create_component
 from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model, get_tokenizer, has_schema
+from vl_plugins.integrations.open_clip.models import add_model_config, check_model, get_tokenizer
+from vl_plugins.integrations.open_clip.names import has_schema
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_model as load_towers
 from vl_plugins.key_values import literal
@@ -117,11 +118,12 @@ def load_model(
         add_model_config(model_config or recorded["model_config"])
     if not is_file:
         return _load_published(str(checkpoint), model, device, precision)
-    saved = _read(checkpoint)
+    is_numpy = Path(checkpoint).suffix in (".npz", ".npy")  # of big_vision, for open_clip to read and convert
+    saved = {} if is_numpy else _read(checkpoint)
     if is_checkpoint(saved):
         towers, *transforms = load_towers(checkpoint, model, device=device)
         return towers.to(dtype=get_input_dtype(precision)), *transforms
-    weights = _weights(saved)
+    weights = {} if is_numpy else _weights(checkpoint, saved)
     head = weights.get(DESCRIPTION)
     if head is not None and not _describes_head(head):
         raise UserError(f"checkpoint {checkpoint}: the description of its head is damaged")
@@ -240,8 +242,6 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def _read(checkpoint: str | Path) -> Any:
     """Read a file of weights; tensors of torch's own files stay in the file until they are used."""
-    if Path(checkpoint).suffix in (".npz", ".npy"):  # of big_vision, for open_clip to convert
-        return {}
     try:
         if Path(checkpoint).suffix == ".safetensors":
             return load_file(checkpoint)
@@ -250,7 +250,12 @@ def _read(checkpoint: str | Path) -> Any:
         raise UserError(f"checkpoint {checkpoint}: {error}") from error
 
 
-def _weights(saved: Any) -> dict[str, Any]:
-    saved = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
-    prefix = "module." if all(name.startswith("module.") for name in saved) else ""
-    return {name.removeprefix(prefix): value for name, value in saved.items()}
+def _weights(checkpoint: str | Path, saved: Any) -> dict[str, Any]:
+    """Return what a file holds, by the names that the model has for it."""
+    weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise UserError(f"checkpoint {checkpoint} holds a {type(weights).__name__}, expected weights by name")
+    if not weights:
+        raise UserError(f"checkpoint {checkpoint} holds no weights")
+    prefix = "module." if all(name.startswith("module.") for name in weights) else ""
+    return {name.removeprefix(prefix): value for name, value in weights.items()}

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from vl_plugins.data.reader import (
     check_first_sample,
     evaluation_pipeline,
-    expand_shards,
-    opened_by_fsspec,
     read_shard_info,
     training_pipeline,
 )
+from vl_plugins.data.shard_files import expand_shards, opened_by_fsspec
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_later_results
 from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
@@ -69,7 +69,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
             reader or it cannot open them, or a flag of ours is given where it cannot be followed.
     """
     reader = _choose_training_reader(options, args)
-    if _is_shards(args.val_data, args.dataset_type):
+    if is_shards(args.val_data, args.dataset_type):
         shards = expand_shards(args.val_data)
         asked = options.captions_per_image is not None or options.loss is not None
         if asked and read_shard_info(shards) is not None:
@@ -82,7 +82,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
     requested = options.captions_per_image
     if requested is not None and args.dataset_resampled:
         raise UserError("--captions-per-image reads every image once in an epoch: give it without --dataset-resampled")
-    if _is_shards(args.train_data, args.dataset_type):
+    if is_shards(args.train_data, args.dataset_type):
         shards = expand_shards(args.train_data)
         if requested is not None or (
             options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
@@ -215,10 +215,6 @@ def _loader(batches, workers: int) -> DataLoader:
 def _processes() -> int:
     """Return the number of processes before they are joined; open_clip reads it from the environment likewise."""
     return world_info_from_env()[2]
-
-
-def _is_shards(path: str | None, dataset_type: str) -> bool:
-    return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
 
 
 def _check_host_can_open(flag: str, shards: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.reader import evaluation_pipeline, expand_shards
+from vl_plugins.data.reader import evaluation_pipeline
+from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.integrations.open_clip.validation import encode_batches
 from vl_plugins.retrieval.features import Features, describe_similarity
 

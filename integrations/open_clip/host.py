@@ -20,10 +20,7 @@ from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import torch
-
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip import host_3, host_4
 from vl_plugins.optional import require
 
 __all__ = ["adapter", "data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
@@ -32,7 +29,7 @@ OLDEST, TOO_NEW = (3, 3), (5, 0)
 TO_INSTALL = "install open_clip_torch 3.3, a later 3.x or 4.x: pip install 'open_clip_torch[training]>=3.3,<5'"
 
 # By what the trainer of each version has and that of the other has not.
-ADAPTERS = {"create_loss": host_3, "create_task": host_4}
+ADAPTERS = {"create_loss": "host_3", "create_task": "host_4"}
 
 
 def trainer() -> ModuleType:
@@ -66,7 +63,7 @@ def adapter() -> ModuleType:
             f"open_clip_train.main has {'both' if offered else 'neither'} create_loss, as that of 3.x, "
             f"{'and' if offered else 'nor'} create_task, as that of 4.x"
         )
-    return ADAPTERS[offered[0]]
+    return importlib.import_module(f"{__package__}.{ADAPTERS[offered[0]]}")
 
 
 def _check_signature(module: str, name: str, expected: tuple) -> None:
@@ -115,7 +112,7 @@ def patched(replacements: Mapping[str, Callable]) -> Iterator[ModuleType]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser that open_clip's ``parse_args`` builds and keeps to itself."""
-    params = importlib.import_module("open_clip_train.params")
+    params = require("open_clip_train.params", extra="open-clip")
 
     class Captured(Exception):
         pass
@@ -137,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def data_parallel_on_cpu() -> Iterator[None]:
     """Let ``DistributedDataParallel(model, device_ids=[device])``, as open_clip writes it, accept the CPU as device."""
+    import torch
 
     class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         def __init__(self, module, device_ids=None, **options):

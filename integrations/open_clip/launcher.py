@@ -14,6 +14,7 @@ from typing import Any
 
 from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
 from vl_plugins.options import format_options
 
@@ -35,11 +36,13 @@ OF_LOSS = (
 def main(argv: Sequence[str]) -> int:
     """Train or evaluate; return 0, or 2 after one line on standard error when the input is wrong."""
     try:
-        host.trainer()
         if {"-h", "--help"}.intersection(argv):
             print(format_help(), end="")
             return 0
-        return _run(*parse_arguments(argv))
+        options, host_options, host_argv = parse_arguments(argv)
+        check_command_line(options, host_options)
+        host.trainer()
+        return _run(options, host_options, host_argv)
     except UserError as error:
         # Before the processes join, all find the same; afterwards an error may be that of one process alone.
         if os.environ.get("RANK", "0") == "0" or _processes_have_joined():

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from vl_plugins.data.annotations import read_json
 from vl_plugins.errors import UserError, did_you_mean, unknown_name
+from vl_plugins.integrations.open_clip.names import has_schema
 
-__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "has_schema", "register_models"]
+__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
 
 # What open_clip expects of a model's configuration; it silently skips other JSON files.
 ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
@@ -55,11 +56,6 @@ def check_pretrained(model: str, pretrained: str | None) -> None:
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
         raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
-
-
-def has_schema(name: str) -> bool:
-    """Return whether a model's configuration and weights come from a folder or the hub: ``local-dir:``, ``hf-hub:``."""
-    return name.startswith(("local-dir:", "hf-hub:"))
 
 
 def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[list[str]], Tensor]:

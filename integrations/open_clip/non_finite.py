@@ -9,9 +9,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.tiles import slices, tile_shape
 
-__all__ = ["ACTIONS", "NonFiniteGuard", "NonFiniteLossError"]
-
-ACTIONS = ("stop", "skip")
+__all__ = ["NonFiniteGuard", "NonFiniteLossError"]
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.config_files import find_config, read_yaml
-from vl_plugins.data.reader import parse_captions_per_image
+from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
-from vl_plugins.integrations.open_clip.non_finite import ACTIONS
 from vl_plugins.key_values import KeyValues, Parser
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
@@ -19,6 +18,8 @@ __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 DESCRIPTION = """\
 open_clip's trainer with the losses of vl_plugins. Every flag of open_clip keeps its meaning; without --loss it trains
 exactly as open_clip does."""
+
+NON_FINITE_ACTIONS = ("stop", "skip")
 
 EPILOG = """\
 example:
@@ -145,7 +146,7 @@ def _plugin_parser() -> Parser:
     )
     group.add_argument(
         "--on-nan",
-        choices=ACTIONS,
+        choices=NON_FINITE_ACTIONS,
         help="what to do when the loss is NaN or infinite in any process: say of which step and images and stop, or "
         "leave the step out (default with --loss: stop)",
     )

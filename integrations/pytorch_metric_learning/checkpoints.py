@@ -10,7 +10,7 @@ from torch import nn
 
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
@@ -67,11 +67,14 @@ def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
         raise UserError(f"checkpoint {file}: {error}") from error
     if not is_checkpoint(content):
         raise UserError(f"{file} is no checkpoint of {FORMAT}")
-    if content["version"] > VERSION:
-        raise UserError(f"checkpoint {file} is of a later version of vl_plugins")
-    content["config"] = parse_config(content["config"])
-    if content["vocabulary"] is not None:
-        content["vocabulary"] = Vocabulary(tuple(content["vocabulary"]))
+    if content.get("version") != VERSION:
+        raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
+    try:
+        content["config"] = parse_config(content["config"])
+        if content["vocabulary"] is not None:
+            content["vocabulary"] = Vocabulary(tuple(content["vocabulary"]))
+    except (AttributeError, KeyError, TypeError, UserError) as error:
+        raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
     return content
 
 
@@ -106,8 +109,8 @@ def load_model(
     try:
         load_states(towers.parts, content["models"])
         loss.load_state_dict(content["loss_funcs"]["metric_loss"])
-    except (KeyError, RuntimeError) as error:
-        raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {error}") from error
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {first_line(error)}") from error
     if content["config"].head is not None:
         towers.compare_sets_by(loss.distance)
     return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer

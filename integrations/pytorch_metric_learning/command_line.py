@@ -124,11 +124,16 @@ def _run(arguments: argparse.Namespace) -> int:
             "pytorch-metric-learning's trainers run in one process: start it without torchrun, or train with "
             "python -m vl_plugins.integrations.open_clip, which takes several"
         )
-    import torch
-
+    from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 
     config = read_config(arguments.config, lambda content: changed(content, arguments))
+    # Before torch is imported, which takes seconds.
+    for shards in (config.data.train, config.data.val):
+        if shards is not None and not arguments.dry_run:
+            expand_shards(shards)
+    import torch
+
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _log_to_standard_error()
     from vl_plugins.integrations.pytorch_metric_learning.runs import Run, dry_run

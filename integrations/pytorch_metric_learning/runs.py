@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from vl_plugins.data.reader import (
     check_first_sample,
     evaluation_pipeline,
-    expand_shards,
     training_pipeline,
 )
+from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import write_file
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.distances.base import SetDistance

@@ -20,16 +20,16 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
 from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.reader import (
     ShardInfo,
     SharedEpoch,
     check_first_sample,
     evaluation_pipeline,
-    expand_shards,
-    parse_captions_per_image,
     read_shard_info,
     training_pipeline,
 )
+from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError, message

@@ -194,6 +194,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--normalize is for --features; what a model encodes has norm 1")
     if arguments.max_captions is not None and arguments.max_captions < 1:
         raise UserError(f"--max-captions must be at least 1, got {arguments.max_captions}")
+    # Names and files, before torch and open_clip are imported.
+    from vl_plugins.data.shard_files import expand_shards
+    from vl_plugins.integrations.open_clip.names import check_file, check_model_name
+
+    for model in arguments.model or ():
+        check_model_name(model, arguments.model_config)
+    for checkpoint in checkpoints:
+        check_file("--checkpoint", checkpoint)
+    for file in features:
+        check_file("--features", file)
+    if arguments.shards:
+        expand_shards(arguments.shards)
     for names in ([*features, *_names(arguments)], arguments.save_features or []):
         if len(set(names)) < len(names):
             raise UserError(f"{next(name for name in names if names.count(name) > 1)} is given twice")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, first_line
+from vl_plugins.errors import UserError, check_name, first_line
 from vl_plugins.key_values import parse_key_values
 from vl_plugins.options import format_options
 
@@ -129,17 +129,17 @@ def _run_attention(arguments: argparse.Namespace) -> None:
         raise UserError(f"--images must be at least 1, got {arguments.images}")
     if not arguments.checkpoint.is_file():
         raise UserError(f"--checkpoint {arguments.checkpoint}: no such file")
+    from vl_plugins.data.shard_files import expand_shards
 
+    # Before the model is loaded, or torch imported.
+    shards = expand_shards(arguments.shards)
     import torch
 
-    from vl_plugins.data.reader import expand_shards
     from vl_plugins.integrations.open_clip import load_model
     from vl_plugins.plots.attention import attended_images, plot_attention
     from vl_plugins.plots.figures import picture_file
 
-    # Before the model is loaded.
     picture_file(arguments.out)
-    shards = expand_shards(arguments.shards)
     try:
         torch.empty(0, device=arguments.device)
     except (AssertionError, RuntimeError) as error:
@@ -307,8 +307,11 @@ def _plot_losses(arguments: argparse.Namespace, options: Mapping[str, Any]) -> N
             )
     asked = _losses_with_options(arguments.losses)
 
+    from vl_plugins.registry import create_loss, list_losses
+
+    for name, _ in asked:
+        check_name("loss", name, list_losses())
     from vl_plugins.plots.gradients import plot_gradient_sizes
-    from vl_plugins.registry import create_loss
 
     losses = {}
     for name, kwargs in asked:

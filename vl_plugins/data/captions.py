@@ -1,6 +1,8 @@
-"""Captions as text: when two of them say the same."""
+"""Captions as text: when two of them say the same, and how many an image shows."""
 
-__all__ = ["normalise_caption"]
+from vl_plugins.errors import UserError
+
+__all__ = ["normalise_caption", "parse_captions_per_image"]
 
 
 def normalise_caption(text: str) -> str:
@@ -14,3 +16,20 @@ def normalise_caption(text: str) -> str:
     True
     """
     return " ".join(text.split()).casefold()
+
+
+def parse_captions_per_image(value: str | int) -> str | int:
+    """Return ``"random"``, ``"first"``, ``"all"`` or a positive int.
+
+    Raises:
+        UserError: the value is anything else.
+
+    >>> parse_captions_per_image("all"), parse_captions_per_image("3")
+    ('all', 3)
+    """
+    text = str(value)
+    if text in ("random", "first", "all"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UserError(f"captions per image must be 'random', 'first', 'all' or a positive number, got {text!r}")

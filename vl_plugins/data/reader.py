@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vl_plugins.data.batching import DistinctBatches, Sample
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalise_caption, parse_captions_per_image
 from vl_plugins.data.feature_arrays import decode_features
 from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest, read_sizes
-from vl_plugins.data.shard_files import INPUTS, TEXTS, input_of, locate, missing_shards, read_samples
+from vl_plugins.data.shard_files import INPUTS, TEXTS, expand_shards, input_of, locate, read_samples
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import MissingExtraError, UserError, check_name
 from vl_plugins.optional import require
@@ -36,9 +36,6 @@ __all__ = [
     "TrainingPipeline",
     "check_first_sample",
     "evaluation_pipeline",
-    "expand_shards",
-    "opened_by_fsspec",
-    "parse_captions_per_image",
     "read_captions",
     "read_shard_info",
     "training_pipeline",
@@ -88,64 +85,6 @@ class ShardInfo:
     num_captions: int
     min_captions: int
     max_captions: int
-
-
-def parse_captions_per_image(value: str | int) -> str | int:
-    """Return ``"random"``, ``"first"``, ``"all"`` or a positive int.
-
-    Raises:
-        UserError: the value is anything else.
-
-    >>> parse_captions_per_image("all"), parse_captions_per_image("3")
-    ('all', 3)
-    """
-    text = str(value)
-    if text in ("random", "first", "all"):
-        return text
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise UserError(f"captions per image must be 'random', 'first', 'all' or a positive number, got {text!r}")
-
-
-def expand_shards(pattern: str | Sequence[str]) -> list[str]:
-    """Return the shards that a pattern stands for, as open_clip's ``--train-data`` understands it.
-
-    Args:
-        pattern: a path or URL, with brace ranges such as ``coco-train-{000000..000113}.tar``; several of them joined by
-            ``::``; or a list of single shards. URLs that webdataset opens with a program (``pipe:``, ``https://``,
-            ``gs://``) are not checked; others are fsspec's (``s3://``, ``memory://``).
-
-    Raises:
-        UserError: the pattern is empty or malformed, a shard does not exist, or fsspec cannot open its URL; the message
-            says what exists, or which package is missing.
-
-    >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
-    ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
-    """
-    webdataset = require("webdataset", extra="data")
-    try:
-        urls = webdataset.shardlists.expand_urls(pattern) if isinstance(pattern, str) else pattern
-        shards = [shard for shard in urls if shard]
-    # An AssertionError is webdataset's way to say that a ${variable} is not set.
-    except (ValueError, AssertionError) as error:
-        raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
-    if not shards:
-        raise UserError(f"the shard pattern {pattern!r} names no shards")
-    missing = missing_shards(shards)
-    if missing:
-        folder = missing[0].folder
-        present = [name for name in Folder(folder).names() if name.endswith(".tar")]
-        beside = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
-        raise UserError(
-            f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {beside}"
-        )
-    return shards
-
-
-def opened_by_fsspec(shard: str) -> bool:
-    """Return whether a shard is behind a URL that webdataset, and so open_clip's reader, cannot open."""
-    place = locate(shard)
-    return place is not None and not place.is_local
 
 
 def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:

@@ -11,9 +11,22 @@ from urllib.parse import urlparse
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
-__all__ = ["EXTENSIONS", "INPUTS", "TEXTS", "Place", "headers", "input_of", "locate", "missing_shards", "read_samples"]
+__all__ = [
+    "EXTENSIONS",
+    "INPUTS",
+    "TEXTS",
+    "Place",
+    "expand_shards",
+    "headers",
+    "input_of",
+    "locate",
+    "missing_shards",
+    "opened_by_fsspec",
+    "read_samples",
+]
 
 # Of images; where a sample has several, the first counts.
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
@@ -59,6 +72,54 @@ def locate(shard: str) -> Place | None:
         return None
     folder, _, name = shard.rpartition("/")
     return Place(shard, f"{folder}/" if folder.endswith(":/") else folder, name, is_local=False)
+
+
+def expand_shards(pattern: str | Sequence[str]) -> list[str]:
+    """Return the shards that a pattern stands for, as open_clip's ``--train-data`` understands it.
+
+    Args:
+        pattern: a path or URL, with brace ranges such as ``coco-train-{000000..000113}.tar``; several of them joined by
+            ``::``; or a list of single shards. URLs that webdataset opens with a program (``pipe:``, ``https://``,
+            ``gs://``) are not checked; others are fsspec's (``s3://``, ``memory://``).
+
+    Raises:
+        UserError: the pattern is empty or malformed, a shard does not exist, or fsspec cannot open its URL; the message
+            says what exists, or which package is missing.
+
+    >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
+    ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
+    """
+    try:
+        urls = _expand(pattern) if isinstance(pattern, str) else pattern
+        shards = [shard for shard in urls if shard]
+    # An AssertionError is webdataset's way to say that a ${variable} is not set.
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
+    if not shards:
+        raise UserError(f"the shard pattern {pattern!r} names no shards")
+    missing = missing_shards(shards)
+    if missing:
+        folder = missing[0].folder
+        present = [name for name in Folder(folder).names() if name.endswith(".tar")]
+        beside = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
+        raise UserError(
+            f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {beside}"
+        )
+    return shards
+
+
+def _expand(pattern: str) -> list[str]:
+    if "${" in pattern:
+        return require("webdataset", extra="data").shardlists.expand_urls(pattern)
+    # The same without variables, but without importing torch, so that a missing shard is reported at once.
+    braceexpand = require("braceexpand", extra="data").braceexpand
+    return [url for part in pattern.split("::") for url in braceexpand(part)]
+
+
+def opened_by_fsspec(shard: str) -> bool:
+    """Return whether a shard is behind a URL that webdataset, and so open_clip's reader, cannot open."""
+    place = locate(shard)
+    return place is not None and not place.is_local
 
 
 def missing_shards(shards: Sequence[str]) -> list[Place]:

@@ -11,8 +11,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from vl_plugins.data.reader import expand_shards, read_captions
-from vl_plugins.data.shard_files import TEXTS, read_samples
+from vl_plugins.data.reader import read_captions
+from vl_plugins.data.shard_files import TEXTS, expand_shards, read_samples
 from vl_plugins.data.storage import error_text
 from vl_plugins.errors import UserError
 
@@ -110,7 +110,7 @@ def read_shard_captions(shards: str | Sequence[str]) -> Iterator[str]:
     """Yield every caption of shards in their order; images and features are not read.
 
     Args:
-        shards: shards, or a pattern for :func:`vl_plugins.data.reader.expand_shards`.
+        shards: shards, or a pattern for :func:`vl_plugins.data.shard_files.expand_shards`.
 
     Raises:
         UserError: a shard does not exist or cannot be read, or a sample has no captions.

@@ -17,8 +17,8 @@ from torch.nn.functional import interpolate, normalize
 
 from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.contact_sheet import FALLBACK_FONTS
-from vl_plugins.data.reader import EvaluationPipeline, evaluation_pipeline, expand_shards
-from vl_plugins.data.shard_files import EXTENSIONS, read_samples
+from vl_plugins.data.reader import EvaluationPipeline, evaluation_pipeline
+from vl_plugins.data.shard_files import EXTENSIONS, expand_shards, read_samples
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.losses.checks import positive
 from vl_plugins.optional import require
@@ -115,7 +115,7 @@ def attended_images(
         model: with a set head, as :func:`vl_plugins.integrations.open_clip.load_model` returns it with the other two.
         preprocess: from an RGB ``PIL.Image`` to a tensor (3, H, W); its normalisation is left out of the picture.
         tokenizer: from a list of n strings to a tensor (n, L).
-        shards: shards, or a pattern for :func:`vl_plugins.data.reader.expand_shards`.
+        shards: shards, or a pattern for :func:`vl_plugins.data.shard_files.expand_shards`.
         images: how many, the first of the shards, without ``keys``; 1 to 60.
         keys: names of the images, as in the shards or in the source: ``coco-test-00000042``, ``COCO_val2014_42.jpg``.
         iteration: 1 to T, of which the attention is shown; by default the last. The elements are always the last's.

@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+import re
 
 import open_clip
 import pytest
@@ -14,6 +15,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import load_model
 from vl_plugins.integrations.open_clip.checkpoints import add_heads
 from vl_plugins.integrations.open_clip.models import add_model_config, register_models
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT
 
 SMALL = {"num_slots": 2, "num_iters": 2, "hidden_dim": 16}
 
@@ -290,12 +292,39 @@ def test_a_damaged_description_of_a_head(tmp_path, entry):
         load_model(tmp_path / "epoch_1.pt")
 
 
-def test_a_harmful_file_runs_nothing(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "it is empty or not a file of torch.save"),
+        (b"some text", "it is empty or not a file of torch.save"),
+        (torch.ones(2), "holds a Tensor, expected weights by name"),
+        ([torch.ones(2)], "holds a list, expected weights by name"),
+        ({3: torch.ones(2)}, "holds a dict, expected weights by name"),
+        ({"state_dict": 3}, "holds a int, expected weights by name"),
+        ({}, "holds no weights"),
+        (
+            {"state_dict": {"_extra_state": Harmful()}},
+            "it holds more than tensors and text, and such files can run code",
+        ),
+        (pickle.dumps(Harmful(), protocol=2), "it holds more than tensors and text, and such files can run code"),
+        ({"format": FORMAT}, "is not of version 1: None"),
+        ({"format": FORMAT, "version": 1, "config": 3}, "its description is damaged "),
+    ],
+)
+def test_files_that_are_no_checkpoints(tmp_path, capsys, content, problem):
     path = tmp_path / "epoch_1.pt"
-    torch.save({"state_dict": {"_extra_state": Harmful()}}, path)
-    with pytest.raises(UserError, match=r"epoch_1\.pt"):
-        load_model(path, "vl-tiny")
-    path.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(UserError, match=r"epoch_1\.pt"):
-        load_model(path, "vl-tiny")
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(UserError) as raised:
+        load_model(path, None if "description" in problem or "version" in problem else "vl-tiny")
+    assert re.fullmatch(rf"checkpoint {path}:? {re.escape(problem)}.*", str(raised.value))
+    assert "weights_only" not in str(raised.value)
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_safetensors_that_hold_no_weights(tmp_path):
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(UserError, match=r"empty\.safetensors holds no weights$"):
+        load_model(tmp_path / "empty.safetensors", "vl-tiny")
+    (tmp_path / "cut.safetensors").write_bytes(b"12")
+    with pytest.raises(UserError, match=r"cut\.safetensors: "):
+        load_model(tmp_path / "cut.safetensors", "vl-tiny")

@@ -1,0 +1,60 @@
+"""Misspelled names and missing files of a command line, found before open_clip and torch are imported."""
+
+import importlib.util
+from argparse import Namespace
+from importlib import resources
+from pathlib import Path
+
+from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.errors import UserError, check_name, unknown_name
+from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.registry import list_losses
+
+__all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
+
+
+def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
+    """Check what the launcher is given.
+
+    Raises:
+        UserError: an unknown model or loss, or a file that does not exist.
+    """
+    check_model_name(host_options.model, options.model_config)
+    if options.loss is not None:
+        check_name("loss", options.loss, list_losses())
+    for shards in (host_options.train_data, host_options.val_data):
+        if is_shards(shards, host_options.dataset_type) and not options.dry_run:
+            expand_shards(shards)
+    for flag in ("pretrained", "resume"):
+        check_file(f"--{flag}", getattr(host_options, flag))
+
+
+def check_model_name(name: str, model_config: str | None = None) -> None:
+    """Raise ``UserError`` where no configuration file has that name; names with a schema pass."""
+    folders = [Path(str(resources.files("vl_plugins.configs"))) / "models"]
+    open_clip = importlib.util.find_spec("open_clip")
+    if open_clip is not None:
+        folders.append(Path(open_clip.origin).parent / "model_configs")
+    if model_config is not None:
+        path = Path(model_config)
+        folders.append(path if path.is_dir() else path.parent)
+    known = {file.stem for folder in folders for file in folder.glob("*.json")}
+    if not has_schema(name) and name not in known:
+        raise unknown_name("model", name, known)
+
+
+def check_file(flag: str, value: str | None) -> None:
+    """Raise ``UserError`` for what can only be a path, and does not exist; URLs, tags and ``latest`` pass."""
+    is_path = value and ":" not in value and (Path(value).suffix or len(Path(value).parts) > 1)
+    if is_path and not Path(value).is_file():
+        raise UserError(f"{flag} {value}: no such file")
+
+
+def has_schema(model: str) -> bool:
+    """Return whether a model's configuration and weights come from a folder or the hub: ``local-dir:``, ``hf-hub:``."""
+    return model.startswith(("local-dir:", "hf-hub:"))
+
+
+def is_shards(path: str | None, dataset_type: str) -> bool:
+    """Return whether open_clip takes its ``--train-data`` or ``--val-data`` for shards."""
+    return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
