@@ -1,5 +1,6 @@
 """Configuration files: YAML of the user's, or one that is shipped in ``configs/``."""
 
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from vl_plugins.errors import UserError
 from vl_plugins.optional import require
 
 __all__ = ["find_config", "read_yaml"]
+
+MOST_VALUES = 10_000
 
 
 def find_config(name: str | Path, folder: str) -> Path:
@@ -36,10 +39,38 @@ def read_yaml(path: Path, extra: str) -> Any:
         extra: that brings what reads it.
 
     Raises:
-        UserError: it is not YAML, or asks for objects.
+        UserError: it is not YAML, asks for objects, has a key twice, is larger than any configuration, or names a
+            program to read shards from (``pipe:``), which only the command line may.
     """
     yaml = require("yaml", extra=extra)
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            keys = [self.construct_object(key) for key, _ in node.value]
+            for number, (key, _) in enumerate(node.value):
+                if keys[number] in keys[:number]:
+                    raise yaml.MarkedYAMLError(problem=f"duplicate key {keys[number]!r}", problem_mark=key.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    for number, value in enumerate(_values(content)):
+        if number == MOST_VALUES:  # aliases of aliases can stand for billions
+            raise UserError(f"{path}: a configuration of more than {MOST_VALUES:,} values")
+        if isinstance(value, str) and "pipe:" in value:
+            raise UserError(f"{path}: {value!r} would run a program; give pipe: on the command line")
+    return content
+
+
+def _values(content: Any) -> Iterator[Any]:
+    """Yield everything in plain data, keys included."""
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value

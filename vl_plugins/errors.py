@@ -3,7 +3,16 @@
 import difflib
 from collections.abc import Collection, Iterable
 
-__all__ = ["MissingExtraError", "UserError", "check_name", "did_you_mean", "first_line", "message", "unknown_name"]
+__all__ = [
+    "MissingExtraError",
+    "UserError",
+    "check_device",
+    "check_name",
+    "did_you_mean",
+    "first_line",
+    "message",
+    "unknown_name",
+]
 
 MOST_NAMES_LISTED = 30
 
@@ -31,6 +40,17 @@ def first_line(error: Exception, otherwise: str | None = None) -> str:
     ('no such device', 'AssertionError')
     """
     return next(iter(str(error).splitlines()), otherwise or type(error).__name__)
+
+
+def check_device(flag: str, device: str) -> str:
+    """Return ``device``, or raise ``UserError`` unless torch can put a tensor there."""
+    import torch  # here, because command lines without a device need no torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"{flag} {device}: {first_line(error)}") from error
+    return device
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, message
+from vl_plugins.errors import UserError, check_device, message
 from vl_plugins.key_values import KeyValues, Parser, literal
 from vl_plugins.optional import require
 
@@ -134,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
             expand_shards(shards)
     import torch
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = check_device("--device", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _log_to_standard_error()
     from vl_plugins.integrations.pytorch_metric_learning.runs import Run, dry_run
 

@@ -169,6 +169,18 @@ class TestExpandShards:
     def test_urls_that_programs_read_are_not_checked(self, scheme):
         assert expand_shards(f"{scheme}://host/{{0..1}}.tar") == [f"{scheme}://host/0.tar", f"{scheme}://host/1.tar"]
 
+    def test_urls_stay_words_of_a_command_line(self):
+        """webdataset opens https:// by a shell, with the URL between quotes."""
+        with pytest.raises(
+            UserError, match=r"^the URL https://host/'; touch made'\.tar contains a quote: write it as %27"
+        ):
+            expand_shards("https://host/'; touch made'.tar")
+
+    def test_a_shard_counts_once(self, toy_shards, monkeypatch):
+        monkeypatch.chdir(toy_shards)
+        with pytest.raises(UserError, match=r"toy-val-000000\.tar is listed more than once"):
+            expand_shards("toy-val-000000.tar::./toy-val-000000.tar")
+
 
 class TestShardInfo:
     def test_counts(self, uneven_shards):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "run"]
 
-# Not imported from `protocols`: `--help` does without torch. A test compares them.
+# Not imported from open_clip and `protocols`: `--help` does without torch. Tests compare them.
+PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
 PROTOCOLS = ("plain", "flickr30k-1k", "coco-5k", "coco-1k", "eccv")
 
 DESCRIPTION = """\
@@ -109,7 +110,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="cpu, cuda, cuda:1, ... for the model (default: cuda where there is one; with torchrun one each)",
     )
     how.add_argument(
-        "--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)"
+        "--precision",
+        choices=PRECISIONS,
+        metavar="PRECISION",
+        default="fp32",
+        help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)",
     )
     how.add_argument(
         "--ranking-device", default="cpu", metavar="DEVICE", help="where embeddings are compared (default: %(default)s)"
@@ -135,9 +140,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
     _check(arguments)
     from vl_plugins.data.collection import read_collection
+    from vl_plugins.errors import check_device
     from vl_plugins.retrieval.evaluation import evaluate_features
+    from vl_plugins.retrieval.features import save_features
     from vl_plugins.retrieval.protocols import prepare
 
+    if arguments.device is not None:
+        check_device("--device", arguments.device)
+    check_device("--ranking-device", arguments.ranking_device)
     progress = sys.stderr.isatty()
     with _processes(arguments) as processes:
         if processes[0] > 0:
@@ -157,14 +167,16 @@ def run(arguments: argparse.Namespace) -> int:
             ranks=arguments.report is not None,
             progress=progress,
         )
-    settings = _settings(arguments, members)
-    if arguments.report:
-        kept = collection and collection.with_captions(trials[0].captions)
-        _write_report(arguments, results, settings, kept)
+    # First of all: a full disk must not cost the numbers.
     if arguments.json:
-        print(json.dumps(_as_json(arguments, results, members, items), indent=2))
+        print(json.dumps(_as_json(arguments, results, members, items), indent=2), flush=True)
     else:
         _print(results, items, trials)
+    for file, name in zip(arguments.save_features or (), _names(arguments), strict=True):
+        save_features(members[name], file)
+    if arguments.report:
+        kept = collection and collection.with_captions(trials[0].captions)
+        _write_report(arguments, results, _settings(arguments, members), kept)
     return 0
 
 
@@ -312,15 +324,12 @@ def _encode(
         encode_shards,
         process_device,
     )
-    from vl_plugins.retrieval.features import save_features
 
     models = arguments.model or [None]
     models = models if len(models) == len(arguments.checkpoint) else models * len(arguments.checkpoint)
     device = process_device(arguments.device)
     members = {}
-    for number, (name, model, checkpoint) in enumerate(
-        zip(_names(arguments), models, arguments.checkpoint, strict=True)
-    ):
+    for name, model, checkpoint in zip(_names(arguments), models, arguments.checkpoint, strict=True):
         loaded = load_model(
             checkpoint, model, model_config=arguments.model_config, device=device, precision=arguments.precision
         )
@@ -348,8 +357,6 @@ def _encode(
             }
         )
         members[name] = features.check(name)
-        if arguments.save_features:
-            save_features(features, arguments.save_features[number])
     return members
 
 

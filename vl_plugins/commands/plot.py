@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, check_name, first_line
+from vl_plugins.errors import UserError, check_device, check_name
 from vl_plugins.key_values import parse_key_values
 from vl_plugins.options import format_options
 
@@ -131,22 +131,16 @@ def _run_attention(arguments: argparse.Namespace) -> None:
         raise UserError(f"--checkpoint {arguments.checkpoint}: no such file")
     from vl_plugins.data.shard_files import expand_shards
 
-    # Before the model is loaded, or torch imported.
-    shards = expand_shards(arguments.shards)
-    import torch
-
+    shards = expand_shards(arguments.shards)  # before torch is imported
     from vl_plugins.integrations.open_clip import load_model
     from vl_plugins.plots.attention import attended_images, plot_attention
     from vl_plugins.plots.figures import picture_file
 
     picture_file(arguments.out)
-    try:
-        torch.empty(0, device=arguments.device)
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"--device {arguments.device}: {first_line(error)}") from error
+    device = check_device("--device", arguments.device)
     try:
         model, preprocess, tokenizer = load_model(
-            arguments.checkpoint, model_config=arguments.model_config, device=arguments.device
+            arguments.checkpoint, model_config=arguments.model_config, device=device
         )
     except UserError as error:
         raise UserError(f"--checkpoint {arguments.checkpoint}: there is no model with a set head: {error}") from error
@@ -160,7 +154,7 @@ def _run_attention(arguments: argparse.Namespace) -> None:
         iteration=arguments.iteration,
         max_captions=arguments.max_captions,
         batch_size=arguments.batch_size,
-        device=arguments.device,
+        device=device,
     )
     plot_attention(items, arguments.out)
     print(f"wrote {arguments.out}")

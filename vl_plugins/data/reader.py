@@ -237,8 +237,6 @@ def training_pipeline(
     if on_error not in ("skip", "raise"):
         raise UserError(f"on_error must be 'skip' or 'raise', got {on_error!r}")
     shards = expand_shards(shards)
-    if len(set(shards)) < len(shards):
-        raise UserError("a shard is listed more than once, so an image would meet itself in a batch")
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     selection = parse_captions_per_image(captions_per_image)

@@ -1,7 +1,9 @@
 """Shards as files: where they are, and the samples in them."""
 
+import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -83,8 +85,8 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
             ``gs://``) are not checked; others are fsspec's (``s3://``, ``memory://``).
 
     Raises:
-        UserError: the pattern is empty or malformed, a shard does not exist, or fsspec cannot open its URL; the message
-            says what exists, or which package is missing.
+        UserError: the pattern is empty or malformed, a shard is listed twice, a shard does not exist, a URL contains
+            a quote, or fsspec cannot open it; the message says what exists, or which package is missing.
 
     >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
     ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
@@ -97,6 +99,13 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
+    twice = next((shard for shard, count in Counter(map(_real_path, shards)).items() if count > 1), None)
+    if twice is not None:
+        raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
+    for shard in shards:
+        # webdataset puts such URLs into the command line of a shell.
+        if not shard.startswith("pipe:") and locate(shard) is None and {"'", '"'}.intersection(shard):
+            raise UserError(f"the URL {shard} contains a quote: write it as %27 or %22")
     missing = missing_shards(shards)
     if missing:
         folder = missing[0].folder
@@ -106,6 +115,11 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
             f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {beside}"
         )
     return shards
+
+
+def _real_path(shard: str) -> str:
+    place = locate(shard)
+    return os.path.realpath(Path(place.folder, place.name)) if place is not None and place.is_local else shard
 
 
 def _expand(pattern: str) -> list[str]:

@@ -301,10 +301,9 @@ def save_features(features: Features, file: str | os.PathLike) -> None:
 def load_features(file: str | os.PathLike) -> Features:
     """Read features that :func:`save_features` or another program wrote.
 
-    Needed are ``image_features`` (I, D) and ``caption_features`` (C, D), or sets, and ``image_of_caption`` (C,);
-    without the last one all images have the same number of captions, one after the other. ``image_ids`` (I,) and
-    ``caption_ids`` (C,), whole numbers or, in ``.npz``, strings, are used where they are there. Nothing in the file is
-    executed.
+    Needed are ``image_features`` (I, D) and ``caption_features`` (C, D), or sets, and ``image_of_caption`` (C,), the
+    index of each caption's image. ``image_ids`` (I,) and ``caption_ids`` (C,), whole numbers or, in ``.npz``, strings,
+    are used where they are there. Nothing in the file is executed.
 
     Raises:
         UserError: it does not exist, cannot be read, or lacks one of these.
@@ -320,21 +319,12 @@ def load_features(file: str | os.PathLike) -> Features:
     # Both readers meet damaged files with many kinds of errors.
     except Exception as error:
         raise UserError(f"features {file} cannot be read: {str(error).strip() or repr(error)}") from error
-    for name in TENSORS[:2]:
+    for name in TENSORS:
         if name not in arrays:
             raise UserError(f"features {file} has no {name}; it has {', '.join(sorted(arrays)) or 'nothing'}")
-    images, captions = (_tensor(file, name, arrays[name]) for name in TENSORS[:2])
-    if "image_of_caption" in arrays:
-        image_of_caption = _tensor(file, "image_of_caption", arrays["image_of_caption"])
-        if image_of_caption.is_floating_point() or image_of_caption.dtype == torch.bool:
-            raise UserError(f"features {file}: image_of_caption must be whole numbers, got {image_of_caption.dtype}")
-    elif images.ndim and captions.ndim and len(images) and len(captions) % len(images) == 0:
-        image_of_caption = torch.arange(len(images)).repeat_interleave(len(captions) // len(images))
-    else:
-        raise UserError(
-            f"features {file} has no image_of_caption, and captions {tuple(captions.shape)} cannot be shared evenly by "
-            f"images {tuple(images.shape)}"
-        )
+    images, captions, image_of_caption = (_tensor(file, name, arrays[name]) for name in TENSORS)
+    if image_of_caption.is_floating_point() or image_of_caption.dtype == torch.bool:
+        raise UserError(f"features {file}: image_of_caption must be whole numbers, got {image_of_caption.dtype}")
     description = texts.get("description")
     features = Features(
         images=images,

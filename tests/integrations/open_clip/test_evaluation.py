@@ -18,7 +18,7 @@ from vl_plugins.commands import evaluate
 from vl_plugins.data.collection import read_collection
 from vl_plugins.distances import MatchProbability
 from vl_plugins.functional import match_probability
-from vl_plugins.integrations.open_clip import load_model
+from vl_plugins.integrations.open_clip import host, load_model
 from vl_plugins.integrations.open_clip.checkpoints import add_heads
 from vl_plugins.integrations.open_clip.evaluation import encode_shards
 from vl_plugins.integrations.open_clip.models import register_models
@@ -234,7 +234,9 @@ def test_all_processes_end_when_the_first_finds_something_wrong(flags, tmp_path)
     ("change", "message"),
     [
         (["--model", "vl-tinny"], "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
-        (["--checkpoint", "no-such.pt"], "checkpoint no-such.pt: no such file, nor a pretrained tag of vl-tiny"),
+        (["--checkpoint", "laion2c"], "checkpoint laion2c: no such file, nor a pretrained tag of vl-tiny"),
+        (["--device", "foo"], "--device foo: "),
+        (["--ranking-device", "foo"], "--ranking-device foo: "),
         (["--shards", "no-such-{0..1}.tar"], "2 of 2 shards do not exist: no-such-0.tar"),
         (["--model", "ViT-S-32-alt"], "does not fit model ViT-S-32-alt"),
         (["--max-captions", "0"], "--max-captions must be at least 1"),
@@ -248,7 +250,7 @@ def test_all_processes_end_when_the_first_finds_something_wrong(flags, tmp_path)
         (["--save-features", "a.npz", "b.npz"], "--save-features needs one file for each checkpoint, got 2 for 1"),
         (["--save-features", "a.pt"], "a file of features must end in .npz or .safetensors, got a.pt"),
         (["--report", "report.pdf"], "report.pdf"),
-        (["--features", "no-such.npz"], "features no-such.npz: no such file"),
+        (["--features", "no-such.npz"], "--features no-such.npz: no such file"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
     ],
 )
@@ -281,6 +283,8 @@ def test_flags_that_do_not_belong_together(capsys, arguments, message):
 
 def test_the_help_names_all_protocols(capsys):
     assert tuple(PROTOCOLS) == evaluate.PROTOCOLS
+    (precision,) = (action for action in host.parser()._actions if action.dest == "precision")
+    assert sorted(precision.choices) == sorted(evaluate.PRECISIONS)
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])
     printed = capsys.readouterr().out
@@ -306,6 +310,15 @@ def test_a_damaged_shard_is_one_line(tmp_path, flags, toy_shards, capsys, damage
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith(f"vl-plugins evaluate: error: {message}")
     assert not (tmp_path / "a.npz").exists()
+
+
+def test_numbers_are_printed_before_anything_is_written(flags, tmp_path, capsys):
+    """What is known after an hour must not be lost to a disk without room."""
+    (tmp_path / "file").touch()
+    assert main([*flags, "--save-features", str(tmp_path / "file" / "a.npz")]) == 2
+    printed = capsys.readouterr()
+    assert "RSUM" in printed.out
+    assert f"cannot write {tmp_path}/file/a.npz: " in printed.err
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path, shards, capsys):
