@@ -110,6 +110,34 @@ def test_options(toy_scenes, tmp_path, capsys):
     assert json.loads(line)["reason"] == "it has no captions; every image needs at least one"
 
 
+def test_txt_all_is_what_clip_benchmark_reads(toy_scenes, tmp_path):
+    """A line of the txt is a caption for it, and so is what follows any line break within a caption."""
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    images = [image for image in document["images"] if image["split"] == "test"][:5]
+    expected = [[sentence["raw"] for sentence in image["sentences"]] for image in images]
+    images[1]["sentences"][0]["raw"], expected[1][0] = "two\r\nlines\u2028or three\n", "two lines or three"
+    annotations = tmp_path / "dataset.json"
+    annotations.write_text(json.dumps(document | {"images": images}))
+
+    def captions_read(name, *flags):
+        folder = tmp_path / name / "test"
+        assert run_shards(annotations, toy_scenes, folder, "--samples-per-shard", 3, *flags) == 0
+        assert main(["shards", "verify", str(folder), "--workers", "1"]) == 0
+        shards = sorted(folder.glob("*.tar"))
+        for number, shard in enumerate(shards):
+            shard.rename(folder / f"{number}.tar")
+        (folder / "nshards.txt").write_text(f"{len(shards)}")
+        (folder.parent / "dataset_type.txt").write_text("retrieval")
+        dataset = builder.build_wds_dataset("toy", transform=PILToTensor(), data_dir=str(folder.parent))
+        return [captions for _, captions in dataset]
+
+    assert captions_read("all", "--txt", "all") == expected
+    assert [len(captions) for captions in captions_read("first")] == [1, 3, 1, 1, 1]
+    options = [json.loads((tmp_path / name / "test/manifest.json").read_text()) for name in ("all", "first")]
+    assert [manifest["splits"]["toy-test"]["options"].get("txt") for manifest in options] == ["all", None]
+
+
 def test_flickr30k(toy_scenes, tmp_path):
     document = json.loads((toy_scenes / "dataset_toy.json").read_text())
     document["images"] = document["images"][:5]

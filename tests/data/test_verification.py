@@ -333,6 +333,18 @@ def test_image_that_ends_early(folder, image_format, extension, expected):
     assert problem.startswith(f"{SECOND}: {KEY}: {expected}")
 
 
+def test_txt_with_all_captions(folder):
+    """Which captions a txt must have is an option in the manifest."""
+    edit_shard(folder, set_data(f"{KEY}.txt", b"2 one\n2 two"))
+    assert problems(folder) == [f"{SECOND}: {KEY}: its txt is not the first caption of its json"]
+    edit_manifest(folder, lambda entry: entry["options"].update(txt="all"))
+    others = [(FIRST, 0), (FIRST, 1), (SECOND, 3), (THIRD, 4)]
+    assert problems(folder) == [
+        f"{shard}: tiny-train-{index:08d}: its txt is not all captions of its json, one a line"
+        for shard, index in others
+    ]
+
+
 def test_no_captions(folder):
     edit_shard(folder, change_record(captions=[], caption_ids=[]))
     assert problems(folder) == [

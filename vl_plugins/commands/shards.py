@@ -9,6 +9,7 @@ from typing import Any
 from vl_plugins.commands import shards_info, shards_verify
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
 from vl_plugins.data.caption_table import read_caption_table
+from vl_plugins.data.captions import TXT
 from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_ids
 from vl_plugins.data.manifest import REJECTED_FILE
 from vl_plugins.data.parallel import usable_cores
@@ -23,8 +24,8 @@ DEFAULT_QUALITY = 95
 
 DESCRIPTION = """\
 Write {what}, as shards: tar files
-with the image file (as it is, unless --resize is given), the first caption (.txt) and all captions
-with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
+with the image file (as it is, unless --resize is given), the first caption (.txt, see --txt) and all
+captions with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
 the same bytes, and one that was stopped goes on where it was; shards of the same data set and split
 with other contents are an error unless --overwrite is given. With --features an array file (.npy) of
 region or grid features stands in place of each image file, for models that take these."""
@@ -93,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         features=arguments.features,
         samples_per_shard=arguments.samples_per_shard,
         shard_size_mb=arguments.shard_size_mb,
+        txt=arguments.txt,
         resize=arguments.resize,
         quality=DEFAULT_QUALITY if arguments.quality is None else arguments.quality,
         workers=arguments.workers,
@@ -246,6 +248,13 @@ def _add_common_options(
         type=float,
         metavar="MB",
         help="instead of a number of images, the megabytes that a shard has at most",
+    )
+    writing.add_argument(
+        "--txt",
+        choices=TXT,
+        default="first",
+        help="what .txt has: the first caption, as open_clip trains on it, or each caption in a line, as "
+        "CLIP_benchmark reads it (default: %(default)s); the readers of vl-plugins take all captions from .json",
     )
     writing.add_argument(
         "--resize", type=int, metavar="PIXELS", help="reduce larger images to this shorter side (default: leave all)"

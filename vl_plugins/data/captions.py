@@ -1,6 +1,11 @@
-"""Captions as text: when two of them say the same."""
+"""Captions as text: when two of them say the same, and what a sample's ``.txt`` has of them."""
 
-__all__ = ["normalise_caption"]
+from collections.abc import Sequence
+
+__all__ = ["TXT", "normalise_caption", "txt_of"]
+
+# What the `.txt` of a sample has: a caption, or a line for each.
+TXT = ("first", "all")
 
 
 def normalise_caption(text: str) -> str:
@@ -14,3 +19,14 @@ def normalise_caption(text: str) -> str:
     True
     """
     return " ".join(text.split()).casefold()
+
+
+def txt_of(captions: Sequence[str], txt: str) -> str:
+    r"""Return the ``.txt`` of a sample: the first caption as it is, or all of them in a line each.
+
+    A line break within one of several captions becomes a space: a reader of lines would take the rest for a caption.
+
+    >>> txt_of(["A dog.", "A\nbig dog."], "all")
+    'A dog.\nA big dog.'
+    """
+    return captions[0] if txt == "first" else "\n".join(" ".join(caption.splitlines()) for caption in captions)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.annotations import check_caption
+from vl_plugins.data.captions import txt_of
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features
 from vl_plugins.data.images import IMAGE_EXTENSIONS, inspect_image
 from vl_plugins.data.json_text import parse_json
@@ -117,7 +118,7 @@ def verify_shards(
             elif file not in present:
                 problems.append(f"{file}: does not exist")
             else:
-                tasks.append(_Task(name, file, entry["shards"][file], _kind_of_input(entry)))
+                tasks.append(_Task(name, file, entry["shards"][file], _options(entry)))
 
     reports: dict[str, list[_Report]] = {name: [] for name in selected}
     read_again = map_in_processes(partial(_verify_shard, folder), tasks, workers)
@@ -146,7 +147,19 @@ class _Task(NamedTuple):
     split: str
     file: str
     facts: dict[str, Any]
-    input_kind: str  # "image" or "features"
+    options: "_Options"
+
+
+class _Options(NamedTuple):
+    """How samples were written.
+
+    Args:
+        input_kind: what a sample has of an image, ``"image"`` or ``"features"``.
+        txt: as for :func:`vl_plugins.data.shards.write_shards`.
+    """
+
+    input_kind: str
+    txt: str
 
 
 class _Ids(NamedTuple):
@@ -215,9 +228,13 @@ def _is_facts(facts: Any) -> bool:
     return all(type(facts.get(key)) is int for key in ("samples", "captions", "bytes"))
 
 
-def _kind_of_input(entry: Mapping[str, Any]) -> str:
+def _options(entry: Mapping[str, Any]) -> _Options:
     options = entry.get("options")
-    return "features" if isinstance(options, dict) and options.get("inputs") == "features" else "image"
+    options = options if isinstance(options, dict) else {}
+    return _Options(
+        input_kind="features" if options.get("inputs") == "features" else "image",
+        txt="all" if options.get("txt") == "all" else "first",
+    )
 
 
 def _left_over_of(name: str) -> str | None:
@@ -360,7 +377,7 @@ class _BrokenArchive(Exception):
 
 def _verify_shard(folder: Folder, task: _Task) -> _Report:
     """Read a shard from beginning to end. A function of the module, because it runs in other processes."""
-    contents = _Contents(task.split, task.input_kind)
+    contents = _Contents(task.split, task.options)
     problems = []
     facts = task.facts
     ended = False
@@ -496,13 +513,13 @@ class _Contents:
 
     Args:
         split: ``<dataset>-<split>``.
-        input_kind: what a sample has of an image, ``"image"`` or ``"features"``.
+        options: of the split.
     """
 
-    def __init__(self, split: str, input_kind: str):
+    def __init__(self, split: str, options: _Options):
         self._split = split
-        self._input_kind = input_kind
-        self._expected = (input_kind, "txt", "json")
+        self._options = options
+        self._expected = (options.input_kind, "txt", "json")
         self._ids: dict[str, _Ids] = {}  # by key
         self._kinds: dict[str, set[str]] = {}  # likewise
         self._last_key = ""
@@ -596,8 +613,8 @@ class _Contents:
         ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], []))
         kinds = self._kinds.setdefault(sample.key, set())
         if record is not None:
-            sample.problems += _check_record(record, self._split, self._input_kind)
-            sample.problems += _compare(record, sample.content, self._input_kind)
+            sample.problems += _check_record(record, self._split, self._options.input_kind)
+            sample.problems += _compare(record, sample.content, self._options)
             # What occurs again has been counted.
             if "json" not in kinds:
                 ids.image.extend([record["image_id"]] if _has(record, "image_id") else [])
@@ -662,17 +679,18 @@ def _check_record(record: Mapping[str, Any], split: str, input_kind: str) -> Ite
         yield f"its json says data set {record['dataset']!r} and split {record['split']!r}, but it is in {split}"
 
 
-def _compare(record: Mapping[str, Any], content: Mapping[str, Any], input_kind: str) -> Iterator[str]:
+def _compare(record: Mapping[str, Any], content: Mapping[str, Any], options: _Options) -> Iterator[str]:
     """Yield where json, txt and image, or features, of a sample contradict each other."""
     # Without any caption there is no first one, which is a problem already.
     captions = record["captions"] if _has(record, "captions") else []
-    if content.get("txt") is not None and captions and content["txt"] != captions[0]:
-        yield "its txt is not the first caption of its json"
-    size, fields = content.get(input_kind), SIZE_FIELDS[input_kind]
+    if content.get("txt") is not None and captions and content["txt"] != txt_of(captions, options.txt):
+        expected = "the first caption of its json" if options.txt == "first" else "all captions of its json, one a line"
+        yield f"its txt is not {expected}"
+    size, fields = content.get(options.input_kind), SIZE_FIELDS[options.input_kind]
     if size is not None and all(_has(record, field) for field in fields):
         said = tuple(record[field] for field in fields)
         if said != size:
-            what = "pixels, its image has" if input_kind == "image" else "values, its array has"
+            what = "pixels, its image has" if options.input_kind == "image" else "values, its array has"
             yield f"its json says {said[0]} x {said[1]} {what} {size[0]} x {size[1]}"
 
 
