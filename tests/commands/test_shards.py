@@ -138,6 +138,43 @@ def test_txt_all_is_what_clip_benchmark_reads(toy_scenes, tmp_path):
     assert [manifest["splits"]["toy-test"]["options"].get("txt") for manifest in options] == ["all", None]
 
 
+@pytest.mark.parametrize("source", ["coco", "flickr30k", "coco-captions", "table"])
+def test_group_key(toy_scenes, toy_captions, tmp_path, capsys, source):
+    """Every source takes groups from a field or column; those of an image are in its json."""
+    document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    images = [image for image in document["images"] if image["split"] == "val"][:3]
+    groups = ["frog", None, "frog"]
+    root = toy_scenes if source == "coco" else toy_scenes / "val"
+    if source == "table":
+        annotations = tmp_path / "captions.csv"
+        rows = [f"{image['filename']},a,{group or ''}" for image, group in zip(images, groups, strict=True)]
+        annotations.write_text("\n".join(["image,caption,object", *rows]))
+    else:
+        if source == "coco-captions":
+            annotations = toy_captions("val")
+            document = json.loads(annotations.read_text())
+        else:
+            annotations = tmp_path / "dataset.json"
+            document["images"] = images
+        for image, group in zip(document["images"], groups, strict=True):
+            image["object"] = group
+        annotations.write_text(json.dumps(document))
+    flags = ("--group-key", "object", "--dataset-name", "toy")
+    assert run_shards(annotations, root, tmp_path / "out", *flags, source=source) == 0
+    assert [sample.get("group") for sample in read_samples(tmp_path / "out")] == groups
+    (entry,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].values()
+    assert (entry["source"]["group_key"], entry["groups"]) == ("object", 1)
+    assert main(["shards", "verify", str(tmp_path / "out"), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert main(["shards", "info", str(tmp_path / "out")]) == 0
+    assert "  groups              1\n" in capsys.readouterr().out
+
+    if source != "table":  # where an unknown column is an error already
+        assert run_shards(annotations, root, tmp_path / "wrong", "--group-key", "objekt", source=source) == 2
+        assert "--group-key objekt: no image has a group there" in capsys.readouterr().err
+        assert not (tmp_path / "wrong").exists()
+
+
 def test_flickr30k(toy_scenes, tmp_path):
     document = json.loads((toy_scenes / "dataset_toy.json").read_text())
     document["images"] = document["images"][:5]

@@ -206,6 +206,11 @@ def test_split_without_images():
     ]
 
 
+def test_groups():
+    assert "  groups              1,200" in lines_of(groups=1200)
+    assert not [line for line in lines_of() if line.startswith("  groups")]
+
+
 def test_images_of_unknown_size():
     lines = lines_of(widths=None)
     assert not [line for line in lines if line.startswith(("  width", "  shorter"))]

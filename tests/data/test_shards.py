@@ -302,6 +302,19 @@ def test_an_overwriting_run_that_fails_leaves_no_index_of_replaced_shards(tmp_pa
     assert json.loads((out / "sizes.json").read_text()) == {}
 
 
+def test_groups_are_in_the_json_and_counted(tmp_path, make_images):
+    images = make_images(5)
+    groups = [7, None, "frog", "frog", "gone"]
+    grouped = [replace(image, group=group) for image, group in zip(images, groups, strict=True)]
+    (tmp_path / "root" / images[4].file).write_bytes(b"no picture")
+    entry = write_shards(grouped, tmp_path / "root", tmp_path / "out", on_error="skip")["tiny-train"]
+    assert entry["groups"] == 2
+    content = read_members(tmp_path / "out" / "tiny-train-000000.tar")
+    records = [json.loads(data) for name, data in content.items() if name.endswith(".json")]
+    assert [record.get("group", "none") for record in records] == [7, "none", "frog", "frog"]
+    assert "groups" not in write_shards(images[:4], tmp_path / "root", tmp_path / "without")["tiny-train"]
+
+
 def test_shards_with_another_txt_are_other_contents(tmp_path, make_images):
     images, root, out = make_images(2), tmp_path / "root", tmp_path / "out"
     write_shards(images, root, out)

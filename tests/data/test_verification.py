@@ -345,6 +345,19 @@ def test_txt_with_all_captions(folder):
     ]
 
 
+def test_groups(folder):
+    """A group is optional, and the manifest says how many there are."""
+    edit_shard(folder, change_record(group="frog"))
+    assert problems(folder) == ["manifest.json: tiny-train: says 0 groups, its shards have 1"]
+    edit_manifest(folder, lambda entry: entry.update(groups=1))
+    assert problems(folder) == []
+    edit_shard(folder, change_record(group=[1]))
+    assert f"{SECOND}: {KEY}: 'group' of its json must be a whole number or a string, it is a list" in problems(folder)
+    edit_manifest(folder, lambda entry: entry.update(groups="1"))
+    with pytest.raises(UserError, match="is damaged"):
+        problems(folder)
+
+
 def test_no_captions(folder):
     edit_shard(folder, change_record(captions=[], caption_ids=[]))
     assert problems(folder) == [

@@ -87,6 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     rejected: list[RejectedImage] = []
     images, source = arguments.read(arguments, rejected if arguments.on_error == "skip" else None)
     _check_splits_left(images, rejected, arguments.split)
+    if arguments.group_key is not None:
+        if all(image.group is None for image in images):
+            raise UserError(f"--group-key {arguments.group_key}: no image has a group there")
+        source["group_key"] = arguments.group_key
     entries = write_shards(
         images,
         arguments.images,
@@ -233,6 +237,12 @@ def _add_common_options(
         "features of W values as (N, W)",
     )
     reading.add_argument("--split", nargs="+", metavar="SPLIT", help="only these splits (default: all there are)")
+    reading.add_argument(
+        "--group-key",
+        metavar="KEY",
+        help="field of each image, or column, that says which images belong together, such as pictures of one object "
+        "or frames of a video: --same-group of a training keeps them apart or takes them for positives",
+    )
 
     writing = parser.add_argument_group("what to write")
     writing.add_argument(
@@ -301,6 +311,7 @@ def _read_karpathy(
         dataset,
         dataset_name=arguments.dataset_name,
         join_restval=not arguments.leave_restval,
+        group_key=arguments.group_key,
         rejected=rejected,
     )
     # Before the official files, which need not cover splits that are not written.
@@ -326,6 +337,7 @@ def _read_coco_captions(
         image_root=arguments.images,
         dataset_name="coco" if arguments.dataset_name is None else arguments.dataset_name,
         split_name=arguments.split_name,
+        group_key=arguments.group_key,
         rejected=rejected,
     )
     return _of_splits(images, rejected, arguments.split), {
@@ -344,6 +356,7 @@ def _read_table(
         caption_columns=arguments.caption_column,
         split_column=arguments.split_column,
         id_column=arguments.id_column,
+        group_column=arguments.group_key,
         # Shells make it hard to give a tab itself.
         delimiter="\t" if arguments.delimiter == r"\t" else arguments.delimiter,
         dataset_name=arguments.dataset_name,

@@ -141,6 +141,8 @@ def _format_split(split: "SplitStatistics") -> Iterator[str]:
     counts = split.captions_per_image
     yield from _entry("captions per image", f"min {min(counts)}, max {max(counts)}")
     yield from _histogram(_few_rows(counts), "images")
+    if split.groups:
+        yield from _entry("groups", f"{split.groups:,}")
     yield from _entry("words per caption", _format_range(split.words))
     if split.widths is not None:
         yield from _entry("width", f"{_format_range(split.widths)} pixels")

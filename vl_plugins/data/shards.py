@@ -105,8 +105,8 @@ def write_shards(
     Image ``j`` of a split, in source order or shuffled by ``seed``, has the key ``<dataset>-<split>-<j, eight digits>``
     and three members: ``.jpg``, ``.png`` or ``.webp`` (the bytes of the image file; the extension follows the content),
     ``.txt`` (see ``txt``) and ``.json`` (``image_id``, ``captions``, ``caption_ids``, ``split``, ``dataset``,
-    ``filename``, ``width``, ``height``). An image that turns out to be unusable leaves its key unused, so the keys and
-    shards of all others do not depend on it.
+    ``filename``, ``width``, ``height``; ``group`` of an image that is in one). An image that turns out to be unusable
+    leaves its key unused, so the keys and shards of all others do not depend on it.
 
     With ``features`` the first member is ``.npy``, the bytes of an array file of region or grid features (N, W) as
     :func:`~vl_plugins.data.feature_arrays.decode_features` takes it, and the ``.json`` has ``num_features`` (N) and
@@ -435,6 +435,7 @@ def _members(
         "split": image.split,
         "dataset": image.dataset,
         "filename": image.filename,
+        **({} if image.group is None else {"group": image.group}),
         **size,
     }
     return {
@@ -519,12 +520,16 @@ def _manifest_entry(
     rejected: int,
 ) -> dict[str, Any]:
     captions_per_image = sum((result.captions_per_image for result in written), Counter())
+    left_out = {item.image for result in written for item in result.rejected}
+    groups = {image.group for shard in shards for image in shard.images.values() if image.file not in left_out}
+    groups.discard(None)
     return {
         "source": source,
         "options": options,
         "images": captions_per_image.total(),
         "captions": number_of_captions(captions_per_image),
         "rejected": rejected,
+        **({"groups": len(groups)} if groups else {}),
         "captions_per_image": {
             "min": min(captions_per_image),
             "max": max(captions_per_image),

@@ -56,8 +56,10 @@ RECORD_FIELDS = {
     "split": (str,),
     "dataset": (str,),
     "filename": (str,),
+    "group": ID,
     **{field: (int,) for fields in SIZE_FIELDS.values() for field in fields},
 }
+OPTIONAL_FIELDS = {"group"}
 ELEMENTS = {"captions": (str,), "caption_ids": ID}
 TYPE_NAMES = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}
 
@@ -133,7 +135,7 @@ def verify_shards(
             reports[task.split].append(report._replace(samples=[]))
             bar.update()
     for name, entry in selected.items():
-        problems += _check_histogram(name, entry, reports[name])
+        problems += _check_counts(name, entry, reports[name], len(unique[name].groups))
     every = [report for of_split in reports.values() for report in of_split]
     return Verification(
         shards=len(every),
@@ -168,6 +170,7 @@ class _Ids(NamedTuple):
     key: str
     image: list[int | str]
     captions: list[int | str]
+    groups: list[int | str]
 
 
 class _Report(NamedTuple):
@@ -209,6 +212,8 @@ def _is_entry(entry: Any) -> bool:
     """Return whether an entry of the manifest has all that is compared, of the right types."""
     numbers = ("images", "captions", "rejected")
     if not isinstance(entry, dict) or not all(type(entry.get(key)) is int for key in numbers):
+        return False
+    if type(entry.get("groups", 0)) is not int:
         return False
     shards, counts = entry.get("shards"), entry.get("captions_per_image")
     if not isinstance(shards, dict) or not isinstance(counts, dict):
@@ -322,7 +327,7 @@ def _check_totals(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
             yield f"{place}: says {key} {counts[key]} captions per image, its histogram {function(histogram)}"
 
 
-def _check_histogram(name: str, entry: Mapping[str, Any], reports: Sequence[_Report]) -> Iterator[str]:
+def _check_counts(name: str, entry: Mapping[str, Any], reports: Sequence[_Report], groups: int) -> Iterator[str]:
     # Where a shard differs already, so must the whole.
     if len(reports) < len(entry["shards"]) or not all(report.as_listed for report in reports):
         return
@@ -334,6 +339,8 @@ def _check_histogram(name: str, entry: Mapping[str, Any], reports: Sequence[_Rep
             f"{MANIFEST_FILE}: {name}: says captions per image are {_format_histogram(listed)}, its shards have "
             f"{_format_histogram(counted)}"
         )
+    if groups != entry.get("groups", 0):
+        yield f"{MANIFEST_FILE}: {name}: says {entry.get('groups', 0):,} groups, its shards have {groups:,}"
 
 
 def _format_histogram(histogram: Mapping[int, int]) -> str:
@@ -345,9 +352,13 @@ class _UniqueIds:
 
     Args:
         split: ``<dataset>-<split>``.
+
+    Attributes:
+        groups: all there are.
     """
 
     def __init__(self, split: str):
+        self.groups: set[int | str] = set()
         self._split = split
         self._last: tuple[str, str] | None = None  # key and its shard
         self._shard_of: dict[str, str] = {}
@@ -361,7 +372,8 @@ class _UniqueIds:
             if self._last and keys[0] < self._last[0]:
                 yield f"{shard}: begins with {keys[0]}, but {self._last[1]} before it ends with {self._last[0]}"
             self._last = keys[-1], shard
-        for key, images, captions in samples:
+        for key, images, captions, groups in samples:
+            self.groups.update(groups)
             if self._shard_of.setdefault(key, shard) != shard:
                 yield f"{shard}: {key}: {self._shard_of[key]} has a sample of this key too"
             for kind, ids in (("image", images), ("caption", captions)):
@@ -610,7 +622,7 @@ class _Contents:
 
     def _end(self, sample: _Sample) -> None:
         record = sample.content.get("json")
-        ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], []))
+        ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], [], []))
         kinds = self._kinds.setdefault(sample.key, set())
         if record is not None:
             sample.problems += _check_record(record, self._split, self._options.input_kind)
@@ -618,6 +630,7 @@ class _Contents:
             # What occurs again has been counted.
             if "json" not in kinds:
                 ids.image.extend([record["image_id"]] if _has(record, "image_id") else [])
+                ids.groups.extend([record["group"]] if _has(record, "group") else [])
                 ids.captions.extend(record["caption_ids"] if _has(record, "caption_ids") else [])
                 self.captions_per_image.update([len(record["captions"])] if _has(record, "captions") else [])
         kinds.update(sample.content)
@@ -651,7 +664,8 @@ def _check_record(record: Mapping[str, Any], split: str, input_kind: str) -> Ite
     expected_fields = {key: types for key, types in RECORD_FIELDS.items() if key not in others}
     for key, types in expected_fields.items():
         if key not in record:
-            yield f"its json has no {key!r}"
+            if key not in OPTIONAL_FIELDS:
+                yield f"its json has no {key!r}"
         elif type(record[key]) not in types:
             expected = " or ".join(TYPE_NAMES[of] for of in types)
             yield f"{key!r} of its json must be {expected}, it is {_kind_of(record[key])}"
