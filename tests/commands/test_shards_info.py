@@ -114,7 +114,7 @@ coco-train
 A repeat in a batch is a false negative: two images that show or say the same, which a contrastive
 loss pushes apart. The training reader of vl-plugins holds such captions back, so that equal ones of
 different images never meet in a batch of one process. Pictures it does not compare; leave repeated
-ones out when you make the shards."""
+ones out when you make the shards, or give them a group in common (--group-key)."""
     )
 
 
