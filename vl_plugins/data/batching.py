@@ -71,8 +71,8 @@ class DistinctBatches:
         max_waiting: number of samples that may wait. One more shows other captions at once, or is left out.
         prepare: returns what a batch holds for a sample, or None for a sample that cannot be used. It is called when
             the sample gets its place, so what waits is not decoded, and another sample takes a place that stays free.
-        other_captions: returns other captions for a sample to show, given the normalised texts to avoid, or None when
-            there are none; by default there are none.
+        other_captions: returns other captions for a sample to show, given a set with the normalised texts to avoid,
+            or None when there are none; by default there are none.
         allow_duplicates: whether different images may share a text after all.
         same_group: ``"apart"``, or ``"positive"`` for images of one group that may meet.
         source: where the samples come from, for errors.
@@ -102,7 +102,7 @@ class DistinctBatches:
         *,
         max_waiting: int,
         prepare: Callable[[Sample], Any | None] = lambda sample: sample,
-        other_captions: Callable[[Sample, set[str]], list[str] | None] = lambda sample, taken: None,
+        other_captions: Callable[[Sample, set[str | Group]], list[str] | None] = lambda sample, taken: None,
         allow_duplicates: bool = False,
         same_group: str = "apart",
         source: str = "the samples",

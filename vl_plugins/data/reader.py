@@ -550,7 +550,7 @@ class TrainingPipeline(IterableDataset):
             captions = rng.sample(captions, min(self.num_captions, len(captions)))
         return list(islice(cycle(captions), self.num_captions))
 
-    def _other_captions(self, sample: Sample, taken: set[str], epoch: int) -> list[str] | None:
+    def _other_captions(self, sample: Sample, taken: set[str | Group], epoch: int) -> list[str] | None:
         if self.selection in ("first", "all"):
             return None
         captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
