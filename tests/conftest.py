@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def toy_shards(toy_scenes, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("toy_shards")
     write_shards(read_karpathy(toy_scenes / "dataset_toy.json", "coco"), toy_scenes, folder, samples_per_shard=8)
     return folder
+
+
+@pytest.fixture(scope="session")
+def grouped_shards(toy_scenes, tmp_path_factory) -> tuple[str, list[str]]:
+    """Shards of the 64 toy images to train on, and their groups: those with the same first caption are one."""
+    folder = tmp_path_factory.mktemp("grouped_shards")
+    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    images = [replace(image, group=image.captions[0]) for image in images if image.split == "train"]
+    write_shards(images, toy_scenes, folder, samples_per_shard=8)
+    return f"{folder}/toy-train-{{000000..000007}}.tar", [image.group for image in images]
 
 
 @pytest.fixture(scope="session")

@@ -357,7 +357,7 @@ def test_shards_commands(tmp_path, toy_scenes):
         "shards-features": {"coco-train": 13, "coco-val": 5, "coco-test": 5},
     }
     assert "176 samples, 880 captions: everything is as manifest.json says" in outputs["verify"]
-    assert (tmp_path / "shards-contact-sheet.png").is_file()
+    assert (tmp_path / "shards.png").is_file()
 
 
 def save_checkpoint(folder):

@@ -44,12 +44,14 @@ class Reader:
         validation: whether the validation split is read with all captions.
         allow_duplicate_captions: of the training split, as in
             :func:`vl_plugins.data.reader.training_pipeline`.
+        same_group: likewise, ``"apart"`` or ``"positive"``.
         on_read_error: likewise, ``"skip"`` or ``"raise"``.
     """
 
     captions_per_image: str | int | None = None
     validation: bool = False
     allow_duplicate_captions: bool = False
+    same_group: str = "apart"
     on_read_error: str = "skip"
 
 
@@ -91,6 +93,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
             reader = Reader(
                 captions_per_image=requested or "random",
                 allow_duplicate_captions=options.allow_duplicate_captions,
+                same_group=options.same_group,
                 on_read_error=options.on_read_error,
             )
             # Made once for its checks; nothing is read before it is iterated.
@@ -100,7 +103,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
         _check_for_host_reader(args)
     elif requested is not None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
-    for flag, default in (("allow_duplicate_captions", False), ("on_read_error", "skip")):
+    for flag, default in (("allow_duplicate_captions", False), ("same_group", "apart"), ("on_read_error", "skip")):
         if getattr(options, flag) != default:
             raise UserError(
                 f"--{flag.replace('_', '-')} is for training shards that the reader of vl_plugins reads, and here it "
@@ -181,6 +184,7 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
         epoch=epoch,
         num_samples=args.train_num_samples,
         allow_duplicate_captions=reader.allow_duplicate_captions,
+        same_group=reader.same_group,
         on_error=reader.on_read_error,
         with_labels=True,
         with_keys=True,

@@ -160,6 +160,10 @@ def check(options: PluginOptions, host_options: Namespace):
                 f"--captions-per-image {options.captions_per_image} needs --loss: "
                 "open_clip's own loss takes one caption per image"
             )
+        if options.same_group == "positive":
+            raise UserError(
+                "--same-group positive needs --loss: open_clip's own loss takes all other images for negatives"
+            )
     else:
         for other in ("siglip", "distill_model"):
             if getattr(host_options, other):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.config_files import find_config, read_yaml
+from vl_plugins.data.batching import SAME_GROUP
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.open_clip import host
@@ -46,6 +47,7 @@ class PluginOptions:
     exchange: str | None = None
     captions_per_image: str | int | None = None
     allow_duplicate_captions: bool = False
+    same_group: str = "apart"
     on_read_error: str = "skip"
     on_nan: str | None = None
     dry_run: bool = False
@@ -136,6 +138,13 @@ def _plugin_parser() -> Parser:
         action="store_true",
         help="let images with the same caption meet in a batch, where each is a false negative of the other "
         "(default: such an image waits for another batch)",
+    )
+    group.add_argument(
+        "--same-group",
+        choices=SAME_GROUP,
+        default="apart",
+        help="images of one group, on shards of `vl-plugins shards --group-key`: in different batches of a process, or "
+        "positives of each other, in all processes (default: apart)",
     )
     group.add_argument(
         "--on-read-error",

@@ -49,7 +49,16 @@ OF_EPOCH = re.compile(r"epoch_(\d+)\.pt")
 MOST_RECENT = "epoch_latest.pt"
 
 # What the order and the number of the batches of an epoch depend on.
-SETTINGS = ("seed", "world_size", "batch_size", "workers", "accum_freq", "captions_per_image", "train_num_samples")
+SETTINGS = (
+    "seed",
+    "world_size",
+    "batch_size",
+    "workers",
+    "accum_freq",
+    "captions_per_image",
+    "same_group",
+    "train_num_samples",
+)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.config_files import find_config, read_yaml
+from vl_plugins.data.batching import SAME_GROUP
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.errors import UserError, check_name
@@ -37,6 +38,8 @@ class DataConfig:
         batch_size: images in a batch.
         workers: loader processes.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
+        same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` takes them for positives
+            of each other.
         on_read_error: ``"skip"`` leaves out what cannot be read, ``"raise"`` stops at it.
         shuffle_buffer: samples that each loader process holds to draw the next one from; by default 5,000, or 1,000 of
             features, which are larger.
@@ -50,12 +53,14 @@ class DataConfig:
     batch_size: int = 128
     workers: int = 4
     allow_duplicate_captions: bool = False
+    same_group: str = "apart"
     on_read_error: str = "skip"
     shuffle_buffer: int | None = None
     num_samples: int | None = None
 
     def __post_init__(self):
         check_name("inputs", self.inputs, INPUTS)
+        check_name("same_group", self.same_group, SAME_GROUP)
         parse_captions_per_image(self.captions_per_image)
         _number("data.batch_size", self.batch_size, int, least=1)
         _number("data.workers", self.workers, int, least=0)

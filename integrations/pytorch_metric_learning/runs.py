@@ -443,6 +443,7 @@ def _training_data(config: Config, towers: TwoTowers):
         shuffle_buffer=data.shuffle_buffer or SHUFFLE_BUFFERS[data.inputs],
         with_labels=True,
         allow_duplicate_captions=data.allow_duplicate_captions,
+        same_group=data.same_group,
         on_error=data.on_read_error,
         inputs=data.inputs,
     )

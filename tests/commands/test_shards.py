@@ -110,6 +110,71 @@ def test_options(toy_scenes, tmp_path, capsys):
     assert json.loads(line)["reason"] == "it has no captions; every image needs at least one"
 
 
+def test_txt_all_is_what_clip_benchmark_reads(toy_scenes, tmp_path):
+    """A line of the txt is a caption for it, and so is what follows any line break within a caption."""
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    images = [image for image in document["images"] if image["split"] == "test"][:5]
+    expected = [[sentence["raw"] for sentence in image["sentences"]] for image in images]
+    images[1]["sentences"][0]["raw"], expected[1][0] = "two\r\nlines\u2028or three\n", "two lines or three"
+    annotations = tmp_path / "dataset.json"
+    annotations.write_text(json.dumps(document | {"images": images}))
+
+    def captions_read(name, *flags):
+        folder = tmp_path / name / "test"
+        assert run_shards(annotations, toy_scenes, folder, "--samples-per-shard", 3, *flags) == 0
+        assert main(["shards", "verify", str(folder), "--workers", "1"]) == 0
+        shards = sorted(folder.glob("*.tar"))
+        for number, shard in enumerate(shards):
+            shard.rename(folder / f"{number}.tar")
+        (folder / "nshards.txt").write_text(f"{len(shards)}")
+        (folder.parent / "dataset_type.txt").write_text("retrieval")
+        dataset = builder.build_wds_dataset("toy", transform=PILToTensor(), data_dir=str(folder.parent))
+        return [captions for _, captions in dataset]
+
+    assert captions_read("all", "--txt", "all") == expected
+    assert [len(captions) for captions in captions_read("first")] == [1, 3, 1, 1, 1]
+    options = [json.loads((tmp_path / name / "test/manifest.json").read_text()) for name in ("all", "first")]
+    assert [manifest["splits"]["toy-test"]["options"].get("txt") for manifest in options] == ["all", None]
+
+
+@pytest.mark.parametrize("source", ["coco", "flickr30k", "coco-captions", "table"])
+def test_group_key(toy_scenes, toy_captions, tmp_path, capsys, source):
+    """Every source takes groups from a field or column; those of an image are in its json."""
+    document = json.loads((toy_scenes / "dataset_toy.json").read_text())
+    images = [image for image in document["images"] if image["split"] == "val"][:3]
+    groups = ["frog", None, "frog"]
+    root = toy_scenes if source == "coco" else toy_scenes / "val"
+    if source == "table":
+        annotations = tmp_path / "captions.csv"
+        rows = [f"{image['filename']},a,{group or ''}" for image, group in zip(images, groups, strict=True)]
+        annotations.write_text("\n".join(["image,caption,object", *rows]))
+    else:
+        if source == "coco-captions":
+            annotations = toy_captions("val")
+            document = json.loads(annotations.read_text())
+        else:
+            annotations = tmp_path / "dataset.json"
+            document["images"] = images
+        for image, group in zip(document["images"], groups, strict=True):
+            image["object"] = group
+        annotations.write_text(json.dumps(document))
+    flags = ("--group-key", "object", "--dataset-name", "toy")
+    assert run_shards(annotations, root, tmp_path / "out", *flags, source=source) == 0
+    assert [sample.get("group") for sample in read_samples(tmp_path / "out")] == groups
+    (entry,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].values()
+    assert (entry["source"]["group_key"], entry["groups"]) == ("object", 1)
+    assert main(["shards", "verify", str(tmp_path / "out"), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert main(["shards", "info", str(tmp_path / "out")]) == 0
+    assert "  groups              1\n" in capsys.readouterr().out
+
+    if source != "table":  # where an unknown column is an error already
+        assert run_shards(annotations, root, tmp_path / "wrong", "--group-key", "objekt", source=source) == 2
+        assert "--group-key objekt: no image has a group there" in capsys.readouterr().err
+        assert not (tmp_path / "wrong").exists()
+
+
 def test_flickr30k(toy_scenes, tmp_path):
     document = json.loads((toy_scenes / "dataset_toy.json").read_text())
     document["images"] = document["images"][:5]

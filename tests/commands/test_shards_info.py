@@ -114,7 +114,7 @@ coco-train
 A repeat in a batch is a false negative: two images that show or say the same, which a contrastive
 loss pushes apart. The training reader of vl-plugins holds such captions back, so that equal ones of
 different images never meet in a batch of one process. Pictures it does not compare; leave repeated
-ones out when you make the shards."""
+ones out when you make the shards, or give them a group in common (--group-key)."""
     )
 
 
@@ -206,6 +206,11 @@ def test_split_without_images():
     ]
 
 
+def test_groups():
+    assert "  groups              1,200" in lines_of(groups=1200)
+    assert not [line for line in lines_of() if line.startswith("  groups")]
+
+
 def test_images_of_unknown_size():
     lines = lines_of(widths=None)
     assert not [line for line in lines if line.startswith(("  width", "  shorter"))]
@@ -222,18 +227,23 @@ def test_names_cannot_control_the_terminal():
 
 def test_toy(toy_shards, capsys):
     pytest.importorskip("matplotlib")
-    assert info(toy_shards, "--batch-size", 16) == 0
+    assert info(toy_shards, "--batch-size", 16, "--contact-sheet", "sheet.png") == 0
     output = capsys.readouterr()
     statistics = shard_statistics(toy_shards, batch_size=16)
-    sheet = f"{toy_shards.name}-contact-sheet.png"
-    assert output.out == f"{format_statistics(statistics)}\n\ncontact sheet: {sheet}\n"
+    assert output.out == f"{format_statistics(statistics)}\n\ncontact sheet: sheet.png\n"
     assert output.err == ""
-    assert Path(sheet).read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in Path().iterdir()] == [sheet]
+    assert Path("sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in Path().iterdir()] == ["sheet.png"]
+
+
+def test_without_contact_sheet_nothing_is_written(toy_shards, capsys):
+    assert info(toy_shards) == 0
+    assert capsys.readouterr().out == f"{format_statistics(shard_statistics(toy_shards))}\n"
+    assert list(Path().iterdir()) == []
 
 
 def test_json(toy_shards, capsys):
-    assert info(toy_shards, "--json", "--no-contact-sheet", "--split", "toy-val") == 0
+    assert info(toy_shards, "--json", "--split", "toy-val") == 0
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["splits", "contact_sheet"]
     assert document["contact_sheet"] is None
@@ -282,7 +292,7 @@ def feature_shards(tmp_path):
 
 
 def test_features(feature_shards, drawn, capsys):
-    assert info(feature_shards) == 0
+    assert info(feature_shards, "--contact-sheet", "a.png") == 0
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("  features per image  min 1, median 2, max 3")
     assert lines[start + 1] == "  values per feature  2,048"
@@ -302,7 +312,7 @@ def test_contact_sheet_of_the_splits_with_pictures(feature_shards, toy_shards, d
     (feature_shards / "manifest.json").write_text(json.dumps(manifest))
     for shard in more["shards"]:
         shutil.copy(toy_shards / shard, feature_shards)
-    assert info(feature_shards) == 0
+    assert info(feature_shards, "--contact-sheet", "a.png") == 0
     ((samples, _, title),) = drawn
     assert title == "toy-val: 12 of 24 samples"
     assert all(sample.picture for sample in samples)
@@ -323,33 +333,17 @@ def test_samples_of_the_contact_sheet(toy_shards, drawn, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "contact sheet: a.png"
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("shards", "shards-contact-sheet.png"),
-        ("shards/", "shards-contact-sheet.png"),
-        (".", "here-contact-sheet.png"),
-        ("s3://bucket/my/set/", "set-contact-sheet.png"),
-        ("s3://bucket", "bucket-contact-sheet.png"),
-        ("memory://", "shards-contact-sheet.png"),
-        ("/", "shards-contact-sheet.png"),
-    ],
-)
-def test_default_name_of_the_contact_sheet(folder, name):
-    assert str(shards_info._default_sheet(folder)) == name
-
-
 def test_url(toy_shards, drawn, capsys):
     folder = Folder("memory://test_shards_info/shards")
     folder.make()
     for file in toy_shards.iterdir():
         with folder.write(file.name) as stream:
             stream.write(file.read_bytes())
-    assert info("memory://test_shards_info/shards") == 0
+    assert info("memory://test_shards_info/shards", "--contact-sheet", "a.png") == 0
     remote = capsys.readouterr().out
     ((samples, file, _),) = drawn
-    assert (len(samples), str(file)) == (12, "shards-contact-sheet.png")
-    assert info(toy_shards, "--no-contact-sheet") == 0
+    assert (len(samples), str(file)) == (12, "a.png")
+    assert info(toy_shards) == 0
     assert remote.startswith(capsys.readouterr().out)
 
 
@@ -370,12 +364,12 @@ def test_shards_of_other_programs_with_a_damaged_picture(tmp_path, capsys):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    assert info(folder) == 0
+    assert info(folder, "--contact-sheet", "a.png") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:5] == ["shards", "1", "1", "1", "-"]
     assert lines[4] == "  unusable            2 samples without a picture, or features, or a caption, not counted"
-    assert lines[-1] == "contact sheet: other-contact-sheet.png"
-    with Image.open("other-contact-sheet.png") as image:
+    assert lines[-1] == "contact sheet: a.png"
+    with Image.open("a.png") as image:
         # Three samples, also those that cannot be used.
         assert image.width == pytest.approx(1020, abs=1)
 
@@ -383,21 +377,18 @@ def test_shards_of_other_programs_with_a_damaged_picture(tmp_path, capsys):
 def test_empty_shard(tmp_path, drawn, capsys):
     with tarfile.open(tmp_path / "a-0.tar", "w"):
         pass
-    assert info(tmp_path) == 0
+    assert info(tmp_path, "--contact-sheet", "a.png") == 0
     assert drawn == []
     assert "contact sheet" not in capsys.readouterr().out
 
 
 def test_without_matplotlib(toy_shards, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert info(toy_shards) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "no contact sheet: matplotlib is not installed; install it with: pip install 'vl_plugins[eval]'"
     assert info(toy_shards, "--contact-sheet", "a.png") == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "matplotlib is not installed" in output.err
-    assert info(toy_shards, "--no-contact-sheet") == 0
+    assert info(toy_shards) == 0
     assert "matplotlib" not in capsys.readouterr().out
 
 
@@ -410,7 +401,7 @@ def test_without_matplotlib(toy_shards, monkeypatch, capsys):
         ),
         (("--batch-size", "0"), "the batch size must be at least 1, got 0"),
         (("--samples", "0"), "--samples must be 1 to 60, got 0"),
-        (("--samples", "61", "--no-contact-sheet"), "--samples must be 1 to 60, got 61"),
+        (("--samples", "61"), "--samples must be 1 to 60, got 61"),
         (("--contact-sheet", "a.jpg"), "--contact-sheet must be a .png file, got a.jpg"),
     ],
 )
@@ -435,9 +426,7 @@ def test_no_shards(tmp_path, capsys):
     assert "here holds no shards; expected .tar files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("x", "--bat", "3"), ("x", "--contact-sheet", "a.png", "--no-contact-sheet")]
-)
+@pytest.mark.parametrize("arguments", [(), ("x", "--bat", "3")])
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as error:
         info(*arguments)

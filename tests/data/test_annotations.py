@@ -50,6 +50,21 @@ def test_coco_entries_have_path_and_coco_id(write):
     )
 
 
+@pytest.mark.parametrize("dataset", ["coco", "flickr30k"])
+def test_a_field_may_be_the_group(write, dataset):
+    document = make_document(dataset)
+    for image, group in zip(document["images"], ["frog", 7, None, " "], strict=True):
+        image["object"] = group
+    file = write(document)
+    assert [image.group for image in read_karpathy(file, dataset, group_key="object")] == ["frog", 7, None, None]
+    assert [image.group for image in read_karpathy(file, dataset)] == [None] * 4
+    document["images"][2]["object"] = [1]
+    with pytest.raises(
+        UserError, match=r"image 2 \(2\.jpg\): group 'object' must be a string or a whole number, got \[1\]"
+    ):
+        read_karpathy(write(document), dataset, group_key="object")
+
+
 def test_flickr30k_entries_have_neither(write):
     image = read_karpathy(write(make_document("flickr30k")), "flickr30k")[3]
     assert (image.image_id, image.file, image.split, image.dataset) == (3, "3.jpg", "test", "flickr30k")

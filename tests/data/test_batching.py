@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vl_plugins.data.batching import DistinctBatches, Sample
+from vl_plugins.data.batching import DistinctBatches, Group, Sample
 from vl_plugins.data.captions import normalise_caption
 from vl_plugins.errors import UserError
 
@@ -249,6 +249,56 @@ class TestFurtherPasses:
         batches = DistinctBatches([samples_of("x", "x", "1", "2")], 2, 1, max_waiting=10)
         assert keys(batches) == ["ac"]
         assert batches.left_out == {}, "more was not asked for"
+
+
+class TestGroups:
+    @staticmethod
+    def samples(*groups, shown=None):
+        samples = samples_of(*(shown or map(str, range(len(groups)))))
+        return [
+            sample._replace(group=None if group is None else Group("d", group))
+            for sample, group in zip(samples, groups, strict=True)
+        ]
+
+    def test_images_of_a_group_do_not_meet(self):
+        batches = batches_of(self.samples("x", "x", None, None, "y", "x", "y", "z"), 2)
+        assert keys(batches) == ["ac", "bd", "ef", "gh"]
+        assert (batches.obstacle, batches.example) == ("group", "x")
+
+    def test_a_group_is_no_caption_and_belongs_to_its_data_set(self):
+        samples = self.samples("x", "1", shown=["1", "x"])
+        assert keys(batches_of(samples, 2)) == ["ab"]
+        samples = [samples[0], samples[1]._replace(group=Group("other", "x"))]
+        assert keys(batches_of(samples, 2)) == ["ab"]
+
+    def test_other_captions_do_not_help(self):
+        samples = [sample._replace(captions=["1", "2", "3"]) for sample in self.samples("x", "x")]
+        batches = batches_of(samples, 2, max_waiting=0, other_captions=any_caption)
+        assert (keys(batches), batches.left_out) == ([], {0: "a", 1: "b"})
+        batches = batches_of(samples, 2, allow_duplicates=True, other_captions=any_caption)
+        assert keys(batches) == []
+
+    def test_positives_may_meet_and_share_captions(self):
+        """They are no false negatives of each other, but still of others."""
+        samples = self.samples("x", "x", "y", None, shown=["1", "1", "1", "1"])
+        assert keys(batches_of(samples, 2, same_group="positive")) == ["ab"]
+        assert keys(batches_of([*samples, *samples_of("", "", "", "", "2")[4:]], 3, same_group="positive")) == ["abe"]
+
+    def test_positives_keep_their_captions_apart_from_others_only(self):
+        samples = self.samples("y", "x", "x", shown=["1", "2", "1"])
+        samples[2] = samples[2]._replace(captions=["1", "2"])
+        batches = DistinctBatches([samples], 3, 1, max_waiting=9, other_captions=any_caption, same_group="positive")
+        assert [[sample.shown for sample in batch] for batch in batches] == [[["1"], ["2"], ["2"]]]
+
+    def test_one_group_everywhere(self):
+        batches = DistinctBatches(repeat(self.samples("x", "x", "x")), 2, 1, max_waiting=9, source="x.tar")
+        with pytest.raises(UserError) as raised:
+            list(batches)
+        assert str(raised.value) == (
+            "no batch of 2 images with different groups can be made of x.tar: the last try ended with 1, and 'x' for "
+            "one is a group of several images; give a smaller batch size, spread the groups with `vl-plugins shards "
+            "--seed`, or let such images meet as positives with --same-group positive (same_group='positive')"
+        )
 
 
 class TestErrors:

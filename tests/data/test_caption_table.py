@@ -35,6 +35,17 @@ def test_rows_of_one_image_are_joined_where_it_appears_first(write):
     ]
 
 
+def test_a_column_may_be_the_group(write):
+    table = "image,caption,object\na.jpg,one,7\nb.jpg,two,\na.jpg,three,7\nc.jpg,four,frog\n"
+    assert [image.group for image in read_caption_table(write(table), group_column="object")] == ["7", None, "frog"]
+    rows = [{"image": "a.jpg", "caption": "one", "object": 7}, {"image": "b.jpg", "caption": "two"}]
+    assert [image.group for image in read_caption_table(write(rows, "a.jsonl"), group_column="object")] == [7, None]
+    with pytest.raises(UserError, match=r"line 4 \(a\.jpg\): group '8', but '7' for the same image in line 2"):
+        read_caption_table(write(table.replace("three,7", "three,8")), group_column="object")
+    with pytest.raises(UserError, match="unknown column 'objekt'"):
+        read_caption_table(write(table), group_column="objekt")
+
+
 def test_paths_are_compared_without_what_means_nothing(write):
     images = read_caption_table(write("image,caption\n./a//b.jpg,one\na/b.jpg,two\n"))
     assert [(image.file, image.filename, image.captions) for image in images] == [

@@ -49,6 +49,15 @@ def test_images_and_captions_are_in_the_order_of_the_file(write):
     )
 
 
+def test_a_field_may_be_the_group(write):
+    document = make_document()
+    document["images"][1]["object"] = "frog"
+    file = write(document)
+    assert [image.group for image in read_coco_captions([file], group_key="object")] == [None, "frog", None]
+    (image,) = with_annotation_ids(read_coco_captions([file], group_key="object")[1:2], [file])
+    assert image.group == "frog"
+
+
 def test_each_file_is_a_split_with_its_name(write):
     files = [write(make_document(5), "captions_val2017.json"), write(make_document(), "mine.json")]
     images = read_coco_captions(files, dataset_name="birds")

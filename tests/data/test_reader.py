@@ -6,6 +6,7 @@ import random
 import re
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,15 +53,17 @@ class NumberTokenizer:
 tokenizer = NumberTokenizer()
 
 
-def write_captioned(folder, captions_of_images, samples_per_shard=4, dataset="numbered"):
+def write_captioned(folder, captions_of_images, samples_per_shard=4, dataset="numbered", groups=None):
     """Write images whose red channel is their number; return the shards."""
+    groups = groups or [None] * len(captions_of_images)
     root = folder / f"{dataset}_root"
     root.mkdir()
     images = []
     for index, captions in enumerate(captions_of_images):
         Image.new("RGB", (4, 4), (index, 0, 0)).save(root / f"{index}.png")
         ids = tuple(10 * index + number for number in range(len(captions)))
-        images.append(CaptionedImage(index, f"{index}.png", tuple(captions), ids, "train", dataset, f"{index}.png"))
+        image = CaptionedImage(index, f"{index}.png", tuple(captions), ids, "train", dataset, f"{index}.png")
+        images.append(replace(image, group=groups[index]))
     out = folder / dataset
     write_shards(images, root, out, samples_per_shard=samples_per_shard)
     return sorted(map(str, out.glob("*.tar")))
@@ -738,6 +741,100 @@ class TestDuplicateCaptions:
         batches = iter(reader)
         next(batches)
         assert opened["now"] == 10
+
+
+class TestGroups:
+    """Images 3i, 3i + 1 and 3i + 2 are group i; every image has captions of its own."""
+
+    @staticmethod
+    def write(folder, number=24, group_of=lambda index: index // 3, dataset="grouped", captions=None):
+        captions = captions or [[f"{index}/{number}" for number in range(3)] for index in range(number)]
+        groups = [group_of(index) for index in range(number)]
+        return write_captioned(folder, captions, dataset=dataset, groups=groups)
+
+    @staticmethod
+    def meetings(batches):
+        """Count the batches in which images of a group meet."""
+        groups = [[number // 3 for number in read_images([batch])] for batch in batches]
+        return sum(len(set(batch)) < len(batch) for batch in groups)
+
+    @pytest.mark.parametrize("captions", ["random", "first", "all", 2])
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_apart(self, tmp_path, captions, workers):
+        options = {"captions_per_image": captions, "num_captions": 3}
+        met = {}
+        for dataset, group_of in (("without", lambda index: None), ("grouped", lambda index: index // 3)):
+            shards = self.write(tmp_path, 48, group_of, dataset)
+            reader = training_pipeline(shards, transform, tokenizer, 6, **options)
+            met[dataset] = 0
+            for epoch in range(5):
+                reader.set_epoch(epoch)
+                batches = load(reader, workers)
+                assert len(batches) == 8
+                met[dataset] += self.meetings(batches)
+        assert met["without"] > 20
+        assert met["grouped"] == 0
+
+    def test_labels_of_images_kept_apart_are_their_positions(self, tmp_path):
+        reader = training_pipeline(self.write(tmp_path), transform, tokenizer, 4, with_labels=True)
+        assert sorted(label for *_, labels in reader for label in labels.tolist()) == list(range(24))
+
+    def test_positives_have_one_label_in_every_shard_worker_process_and_epoch(self, tmp_path):
+        def group_of(index):
+            return None if index >= 18 else index % 6  # in different shards
+
+        shards = self.write(tmp_path, 24, group_of)
+        label_of = {}
+        for rank in range(2):
+            reader = training_pipeline(
+                *(shards, transform, tokenizer, 4), with_labels=True, same_group="positive", rank=rank, world_size=2
+            )
+            for epoch in range(4):
+                reader.set_epoch(epoch)
+                for images, _, labels in load(reader, workers=2):
+                    assert labels.dtype == torch.int64
+                    for number, label in zip(read_images([(images,)]), labels.tolist(), strict=True):
+                        assert label_of.setdefault(number, label) == label
+        assert len(label_of) == 24
+        assert [label_of[number] for number in range(18, 24)] == list(range(18, 24)), "those without a group"
+        assert all(label_of[number] == label_of[number % 6] < 0 for number in range(18))
+        assert len({label_of[number] for number in range(6)}) == 6
+
+    def test_labels_are_of_the_group_of_one_data_set(self, tmp_path):
+        shards = self.write(tmp_path, 3) + self.write(tmp_path, 3, dataset="other")
+        ((_, _, labels),) = training_pipeline(shards, transform, tokenizer, 6, with_labels=True, same_group="positive")
+        assert sorted(Counter(labels.tolist()).values()) == [3, 3]
+
+    def test_positives_may_share_their_captions(self, tmp_path):
+        """As several pictures of one object do; with all captions they could never meet otherwise."""
+        captions = [[f"{index // 3}/{number}" for number in range(3)] for index in range(12)]
+        shards = self.write(tmp_path, 12, captions=captions)
+        options = {"captions_per_image": "all", "with_labels": True}
+        ((_, texts, labels),) = training_pipeline(shards, transform, tokenizer, 12, **options, same_group="positive")
+        same_text = texts[:, None, 0] == texts[None, :, 0]
+        text_labels = labels.repeat_interleave(3)
+        assert torch.equal(same_text, text_labels[:, None] == text_labels)
+        with pytest.raises(UserError, match="no batch of 12 images with different"):
+            list(training_pipeline(shards, transform, tokenizer, 12, **options))
+
+    def test_a_group_too_large(self, tmp_path, caplog):
+        shards = self.write(tmp_path, 24, lambda index: "x" if index < 12 else None)
+        batches = list(training_pipeline(shards, transform, tokenizer, 8))
+        assert len(batches) == 3
+        assert sum(number < 12 for number in read_images(batches)) == 3, "one in a batch"
+        assert re.search(
+            r"images left out of epoch 0 by worker 0: 9, .* another image does not have the same group, such as 'x'; "
+            r"--same-group positive \(same_group='positive'\) lets such images meet",
+            caplog.text,
+        )
+
+    def test_positive_needs_groups_and_labels(self, tmp_path, shards):
+        with pytest.raises(UserError, match=r"same_group 'positive' needs shards with groups: .*--group-key"):
+            training_pipeline(shards, transform, tokenizer, 4, with_labels=True, same_group="positive")
+        with pytest.raises(UserError, match="same_group 'positive' needs with_labels=True"):
+            training_pipeline(self.write(tmp_path), transform, tokenizer, 4, same_group="positive")
+        with pytest.raises(UserError, match=r"unknown same_group 'postive' \(did you mean 'positive'"):
+            training_pipeline(shards, transform, tokenizer, 4, same_group="postive")
 
 
 class TestTrainingErrors:

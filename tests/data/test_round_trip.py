@@ -3,6 +3,7 @@
 import io
 import json
 import tempfile
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def data_sets(draw):
         split = splits[index] if index < len(splits) else draw(st.sampled_from(splits))
         captions = tuple(draw(st.lists(texts, min_size=1, max_size=4)))
         caption_ids = tuple(10 * index + number for number in range(len(captions)))
-        images.append(CaptionedImage(image_id, f"{index}.png", captions, caption_ids, split, dataset, f"{index}.png"))
+        image = CaptionedImage(image_id, f"{index}.png", captions, caption_ids, split, dataset, f"{index}.png")
+        images.append(replace(image, group=draw(st.none() | ids)))
     return images
 
 
@@ -84,6 +86,8 @@ def test_any_data_set(images, samples_per_shard, batch_size):
                 assert (metadata.pop("width"), metadata.pop("height")) == (1, 1)
                 expected = {**vars(image), "captions": list(image.captions), "caption_ids": list(image.caption_ids)}
                 del expected["file"]
+                if image.group is None:
+                    del expected["group"]
                 assert metadata == expected
             # Our readers.
             found, captions, owners = [], [], []

@@ -302,6 +302,32 @@ def test_an_overwriting_run_that_fails_leaves_no_index_of_replaced_shards(tmp_pa
     assert json.loads((out / "sizes.json").read_text()) == {}
 
 
+def test_groups_are_in_the_json_and_counted(tmp_path, make_images):
+    images = make_images(5)
+    groups = [7, None, "frog", "frog", "gone"]
+    grouped = [replace(image, group=group) for image, group in zip(images, groups, strict=True)]
+    (tmp_path / "root" / images[4].file).write_bytes(b"no picture")
+    entry = write_shards(grouped, tmp_path / "root", tmp_path / "out", on_error="skip")["tiny-train"]
+    assert entry["groups"] == 2
+    content = read_members(tmp_path / "out" / "tiny-train-000000.tar")
+    records = [json.loads(data) for name, data in content.items() if name.endswith(".json")]
+    assert [record.get("group", "none") for record in records] == [7, "none", "frog", "frog"]
+    assert "groups" not in write_shards(images[:4], tmp_path / "root", tmp_path / "without")["tiny-train"]
+
+
+def test_shards_with_another_txt_are_other_contents(tmp_path, make_images):
+    images, root, out = make_images(2), tmp_path / "root", tmp_path / "out"
+    write_shards(images, root, out)
+    before = read_folder(out)
+    with pytest.raises(UserError, match="--overwrite"):
+        write_shards(images, root, out, txt="all")
+    assert read_folder(out) == before
+    write_shards(images, root, out, txt="all", overwrite=True)
+    content = read_members(out / "tiny-train-000000.tar")
+    assert content["tiny-train-00000001.txt"] == b"1-0\n1-1"
+    assert json.loads(content["tiny-train-00000001.json"])["captions"] == ["1-0", "1-1"]
+
+
 def test_wrong_arguments(tmp_path, make_images):
     images = make_images(1)
     (tmp_path / "file").write_text("")
@@ -491,6 +517,7 @@ def test_training_splits():
         ({"shard_size_mb": 0}, "shard_size_mb must be more than 0, got 0"),
         ({"shard_size_mb": float("nan")}, "shard_size_mb must be more than 0, got nan"),
         ({"resize": 0}, "resize must be at least 1, got 0"),
+        ({"txt": "al"}, "unknown txt 'al' (did you mean 'all'?); known: all, first"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"quality": 0}, "quality must be 1 to 100, got 0"),
         ({"quality": 101}, "quality must be 1 to 100, got 101"),
@@ -732,7 +759,7 @@ def test_what_differs_from_the_interrupted_run_is_not_trusted(tmp_path, interrup
     assert write_options(tmp_path, interrupted, "out", samples_per_shard=2, overwrite=True)[1] == whole
 
 
-@pytest.mark.parametrize("options", [{"resize": 3}, {"on_error": "skip"}, {"samples_per_shard": 3}])
+@pytest.mark.parametrize("options", [{"resize": 3}, {"on_error": "skip"}, {"samples_per_shard": 3}, {"txt": "all"}])
 def test_other_options_than_those_of_the_interrupted_run(tmp_path, interrupted, options):
     options = {"samples_per_shard": 2, "overwrite": True, **options}
     _, whole = write_options(tmp_path, interrupted, "whole", **options)

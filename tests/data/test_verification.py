@@ -333,6 +333,31 @@ def test_image_that_ends_early(folder, image_format, extension, expected):
     assert problem.startswith(f"{SECOND}: {KEY}: {expected}")
 
 
+def test_txt_with_all_captions(folder):
+    """Which captions a txt must have is an option in the manifest."""
+    edit_shard(folder, set_data(f"{KEY}.txt", b"2 one\n2 two"))
+    assert problems(folder) == [f"{SECOND}: {KEY}: its txt is not the first caption of its json"]
+    edit_manifest(folder, lambda entry: entry["options"].update(txt="all"))
+    others = [(FIRST, 0), (FIRST, 1), (SECOND, 3), (THIRD, 4)]
+    assert problems(folder) == [
+        f"{shard}: tiny-train-{index:08d}: its txt is not all captions of its json, one a line"
+        for shard, index in others
+    ]
+
+
+def test_groups(folder):
+    """A group is optional, and the manifest says how many there are."""
+    edit_shard(folder, change_record(group="frog"))
+    assert problems(folder) == ["manifest.json: tiny-train: says 0 groups, its shards have 1"]
+    edit_manifest(folder, lambda entry: entry.update(groups=1))
+    assert problems(folder) == []
+    edit_shard(folder, change_record(group=[1]))
+    assert f"{SECOND}: {KEY}: 'group' of its json must be a whole number or a string, it is a list" in problems(folder)
+    edit_manifest(folder, lambda entry: entry.update(groups="1"))
+    with pytest.raises(UserError, match="is damaged"):
+        problems(folder)
+
+
 def test_no_captions(folder):
     edit_shard(folder, change_record(captions=[], caption_ids=[]))
     assert problems(folder) == [

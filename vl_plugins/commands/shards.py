@@ -9,6 +9,7 @@ from typing import Any
 from vl_plugins.commands import shards_info, shards_verify
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
 from vl_plugins.data.caption_table import read_caption_table
+from vl_plugins.data.captions import TXT
 from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_ids
 from vl_plugins.data.manifest import REJECTED_FILE
 from vl_plugins.data.parallel import usable_cores
@@ -23,8 +24,8 @@ DEFAULT_QUALITY = 95
 
 DESCRIPTION = """\
 Write {what}, as shards: tar files
-with the image file (as it is, unless --resize is given), the first caption (.txt) and all captions
-with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
+with the image file (as it is, unless --resize is given), the first caption (.txt, see --txt) and all
+captions with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
 the same bytes, and one that was stopped goes on where it was; shards of the same data set and split
 with other contents are an error unless --overwrite is given. With --features an array file (.npy) of
 region or grid features stands in place of each image file, for models that take these."""
@@ -86,6 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     rejected: list[RejectedImage] = []
     images, source = arguments.read(arguments, rejected if arguments.on_error == "skip" else None)
     _check_splits_left(images, rejected, arguments.split)
+    if arguments.group_key is not None:
+        if all(image.group is None for image in images):
+            raise UserError(f"--group-key {arguments.group_key}: no image has a group there")
+        source["group_key"] = arguments.group_key
     entries = write_shards(
         images,
         arguments.images,
@@ -93,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         features=arguments.features,
         samples_per_shard=arguments.samples_per_shard,
         shard_size_mb=arguments.shard_size_mb,
+        txt=arguments.txt,
         resize=arguments.resize,
         quality=DEFAULT_QUALITY if arguments.quality is None else arguments.quality,
         workers=arguments.workers,
@@ -231,6 +237,12 @@ def _add_common_options(
         "features of W values as (N, W)",
     )
     reading.add_argument("--split", nargs="+", metavar="SPLIT", help="only these splits (default: all there are)")
+    reading.add_argument(
+        "--group-key",
+        metavar="KEY",
+        help="field of each image, or column, that says which images belong together, such as pictures of one object "
+        "or frames of a video: --same-group of a training keeps them apart or takes them for positives",
+    )
 
     writing = parser.add_argument_group("what to write")
     writing.add_argument(
@@ -246,6 +258,13 @@ def _add_common_options(
         type=float,
         metavar="MB",
         help="instead of a number of images, the megabytes that a shard has at most",
+    )
+    writing.add_argument(
+        "--txt",
+        choices=TXT,
+        default="first",
+        help="what .txt has: the first caption, as open_clip trains on it, or each caption in a line, as "
+        "CLIP_benchmark reads it (default: %(default)s); the readers of vl-plugins take all captions from .json",
     )
     writing.add_argument(
         "--resize", type=int, metavar="PIXELS", help="reduce larger images to this shorter side (default: leave all)"
@@ -292,6 +311,7 @@ def _read_karpathy(
         dataset,
         dataset_name=arguments.dataset_name,
         join_restval=not arguments.leave_restval,
+        group_key=arguments.group_key,
         rejected=rejected,
     )
     # Before the official files, which need not cover splits that are not written.
@@ -317,6 +337,7 @@ def _read_coco_captions(
         image_root=arguments.images,
         dataset_name="coco" if arguments.dataset_name is None else arguments.dataset_name,
         split_name=arguments.split_name,
+        group_key=arguments.group_key,
         rejected=rejected,
     )
     return _of_splits(images, rejected, arguments.split), {
@@ -335,6 +356,7 @@ def _read_table(
         caption_columns=arguments.caption_column,
         split_column=arguments.split_column,
         id_column=arguments.id_column,
+        group_column=arguments.group_key,
         # Shells make it hard to give a tab itself.
         delimiter="\t" if arguments.delimiter == r"\t" else arguments.delimiter,
         dataset_name=arguments.dataset_name,

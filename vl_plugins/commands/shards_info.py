@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vl_plugins.errors import MissingExtraError, UserError
+from vl_plugins.errors import UserError
+from vl_plugins.optional import require
 from vl_plugins.tables import align_columns
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ MOST_ROWS = 12
 DESCRIPTION = """\
 Print what shards contain: numbers, captions per image, lengths of captions and sizes of images, and
 the pictures and captions that occur more than once, which a contrastive loss takes for negatives of
-each other. Draw a contact sheet of samples from all over the shards. Shards of other programs
+each other. With --contact-sheet, draw samples from all over the shards. Shards of other programs
 (img2dataset, webdataset: jpg and txt, perhaps json) will do; name-000.tar, name-001.tar, ... are
 then a split called name. Pixels are not decoded, except those of the contact sheet. Of shards with
 features, the numbers of features stand in place of the sizes of images."""
@@ -38,7 +39,8 @@ example:
 REPEATS = """\
 A repeat in a batch is a false negative: two images that show or say the same, which a contrastive loss pushes apart. \
 The training reader of vl-plugins holds such captions back, so that equal ones of different images never meet in a \
-batch of one process. Pictures it does not compare; leave repeated ones out when you make the shards."""
+batch of one process. Pictures it does not compare; leave repeated ones out when you make the shards, or give them a \
+group in common (--group-key)."""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -62,49 +64,40 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="B",
         help="images in a batch, for the repeats to expect in it (default: %(default)s)",
     )
-    sheet = parser.add_mutually_exclusive_group()
-    sheet.add_argument(
-        "--contact-sheet",
-        type=Path,
-        metavar="FILE",
-        help="the picture, a .png (default: <name of DIR>-contact-sheet.png in the current folder)",
+    parser.add_argument(
+        "--contact-sheet", type=Path, metavar="FILE", help="draw samples into this .png (default: draw nothing)"
     )
-    sheet.add_argument("--no-contact-sheet", action="store_true", help="draw no picture")
     parser.add_argument(
         "--samples",
         type=int,
         default=DEFAULT_SAMPLES,
         metavar="N",
-        help="samples on the contact sheet, at most 60 (default: %(default)s)",
+        help="number of samples on the contact sheet, at most 60 (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the shards, print what they contain, and draw the contact sheet; the progress bar goes to standard error."""
+    """Read the shards, print what they contain, and draw a contact sheet; the progress bar goes to standard error."""
     # Here, because every command imports this module and most need no shards.
     from vl_plugins.data.contact_sheet import MOST_SAMPLES
     from vl_plugins.data.statistics import shard_statistics
     from vl_plugins.data.storage import Folder
 
-    sheet = None if arguments.no_contact_sheet else arguments.contact_sheet or _default_sheet(arguments.folder)
+    sheet = arguments.contact_sheet
     # Before the shards are read, which may take minutes.
     if not 1 <= arguments.samples <= MOST_SAMPLES:
         raise UserError(f"--samples must be 1 to {MOST_SAMPLES}, got {arguments.samples}")
-    reason = None
     if sheet is not None:
         if sheet.suffix.lower() != ".png":
             raise UserError(f"--contact-sheet must be a .png file, got {sheet}")
-        reason = _missing_extra()
-        if reason is not None:
-            if arguments.contact_sheet is not None:
-                raise reason
-            sheet = None
+        require("matplotlib", extra="eval")
 
     folder = Folder(arguments.folder)
     statistics = shard_statistics(folder, splits=arguments.split, batch_size=arguments.batch_size)
     pictured = {name: split for name, split in statistics.items() if split.places and split.features is None}
+    reason = None
     if sheet is not None and not pictured:
         sheet = None
         if any(split.places for split in statistics.values()):
@@ -149,6 +142,8 @@ def _format_split(split: "SplitStatistics") -> Iterator[str]:
     counts = split.captions_per_image
     yield from _entry("captions per image", f"min {min(counts)}, max {max(counts)}")
     yield from _histogram(_few_rows(counts), "images")
+    if split.groups:
+        yield from _entry("groups", f"{split.groups:,}")
     yield from _entry("words per caption", _format_range(split.words))
     if split.widths is not None:
         yield from _entry("width", f"{_format_range(split.widths)} pixels")
@@ -256,23 +251,6 @@ def _as_json(split: "SplitStatistics") -> dict[str, Any]:
     for key in ("repeated_pictures", "repeated_captions"):
         values[key] = vars(values[key])
     return values
-
-
-def _default_sheet(folder: str) -> Path:
-    location = folder if "://" in folder else Path(folder).resolve().as_posix()
-    name = location.partition("://")[2] if "://" in location else location
-    return Path(f"{name.rstrip('/').rpartition('/')[2] or 'shards'}-contact-sheet.png")
-
-
-def _missing_extra() -> MissingExtraError | None:
-    """Return the error if there is nothing to draw with."""
-    from vl_plugins.optional import require
-
-    try:
-        require("matplotlib", extra="eval")
-    except MissingExtraError as error:
-        return error
-    return None
 
 
 def _draw(folder: Any, statistics: Mapping[str, "SplitStatistics"], number: int, sheet: Path) -> None:

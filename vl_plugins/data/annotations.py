@@ -1,7 +1,7 @@
 """Annotation files of captioned images, read into one checked record per image."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -17,6 +17,7 @@ __all__ = [
     "check_caption",
     "check_name",
     "check_unique",
+    "get_group",
     "get_value",
     "place_of",
     "read_json",
@@ -40,6 +41,8 @@ class CaptionedImage:
         split: name of the split, such as ``"train"``; letters, digits, ``_`` and ``-`` only.
         dataset: name of the data set; letters, digits, ``_`` and ``-`` only.
         filename: name of the image file as the annotation file gives it.
+        group: id of the images of the data set that belong together, such as pictures of one object or frames of a
+            video; None for an image that is in no group.
 
     Raises:
         UserError: there is no caption, a caption is blank, there are more or fewer ids than captions, a text is not
@@ -53,6 +56,7 @@ class CaptionedImage:
     split: str
     dataset: str
     filename: str
+    group: int | str | None = None
 
     def __post_init__(self):
         # Both become part of keys and shard names, where a dot or a slash has a meaning of its own.
@@ -62,8 +66,9 @@ class CaptionedImage:
         path = PureWindowsPath(self.file)
         if path.anchor or ".." in path.parts:
             raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
-        for kind, text in (("path", self.file), ("file name", self.filename), ("image id", str(self.image_id))):
-            _check_unicode(kind, text)
+        for kind, text in (("path", self.file), ("file name", self.filename), ("image id", self.image_id)):
+            _check_unicode(kind, str(text))
+        _check_unicode("group", str(self.group))
         if not self.captions:
             raise UserError("it has no captions; every image needs at least one")
         if len(self.caption_ids) != len(self.captions):
@@ -168,6 +173,20 @@ def get_value(item: Any, key: str, expected: type) -> Any:
     return value
 
 
+def get_group(item: Mapping[str, Any], key: str | None) -> int | str | None:
+    """Return the group under ``key``; None without a key, and where there is none or it is blank.
+
+    Raises:
+        UserError: it is neither a string nor a whole number.
+    """
+    value = None if key is None else item.get(key)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if type(value) not in (int, str):
+        raise UserError(f"group {key!r} must be a string or a whole number, got {value!r:.60}")
+    return value
+
+
 def place_of(kind: str, number: int | str, name: Any = None) -> str:
     r"""Return how messages call an entry; the name is left out unless it is a string.
 
@@ -199,6 +218,7 @@ def read_karpathy(
     *,
     dataset_name: str | None = None,
     join_restval: bool = True,
+    group_key: str | None = None,
     rejected: list[RejectedImage] | None = None,
 ) -> list[CaptionedImage]:
     """Read an annotation file in the format of Karpathy's COCO and Flickr30K splits.
@@ -210,6 +230,7 @@ def read_karpathy(
         dataset_name: name given to the data set; by default the one in the file, or else ``dataset``.
         join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO) or stay a split of
             their own.
+        group_key: field of an image with its ``group``.
         rejected: a list to which images with wrong entries are appended, as long as their split is known. None
             raises on the first one.
 
@@ -240,7 +261,7 @@ def read_karpathy(
     collector = ImageCollector(rejected)
     for position, item in enumerate(items):
         try:
-            collector.add(_parse_image(item, dataset, name, join_restval))
+            collector.add(_parse_image(item, dataset, name, join_restval, group_key))
         except UserError as error:
             known = item if isinstance(item, dict) else {}
             split = _joined(known["split"], join_restval) if known.get("split") in SPLITS else None
@@ -248,7 +269,7 @@ def read_karpathy(
     return collector.images
 
 
-def _parse_image(item: Any, dataset: str, name: str, join_restval: bool) -> CaptionedImage:
+def _parse_image(item: Any, dataset: str, name: str, join_restval: bool, group_key: str | None) -> CaptionedImage:
     filename = get_value(item, "filename", str)
     split = get_value(item, "split", str)
     if split not in SPLITS:
@@ -264,6 +285,7 @@ def _parse_image(item: Any, dataset: str, name: str, join_restval: bool) -> Capt
         split=_joined(split, join_restval),
         dataset=name,
         filename=filename,
+        group=get_group(item, group_key),
     )
 
 

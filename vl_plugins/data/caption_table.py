@@ -13,6 +13,7 @@ from vl_plugins.data.annotations import (
     RejectedImage,
     check_caption,
     check_name,
+    get_group,
     get_value,
     place_of,
 )
@@ -40,10 +41,11 @@ class _Columns:
     captions: tuple[str, ...]
     split: str | None
     id: str | None
+    group: str | None
 
 
 @dataclass
-class _Group:
+class _Gathered:
     """The rows of one image while they are gathered; ``problem`` is the first wrong one, with its place."""
 
     line: int
@@ -51,6 +53,7 @@ class _Group:
     filename: str
     split: str
     id: str | None = None
+    group: int | str | None = None
     captions: list[str] = field(default_factory=list)
     caption_ids: list[int] = field(default_factory=list)
     problem: tuple[str, UserError] | None = None
@@ -63,6 +66,7 @@ def read_caption_table(
     caption_columns: Sequence[str] | None = None,
     split_column: str | None = None,
     id_column: str | None = None,
+    group_column: str | None = None,
     delimiter: str | None = None,
     dataset_name: str | None = None,
     split_name: str = "train",
@@ -74,8 +78,8 @@ def read_caption_table(
     spreadsheets do it. JSON Lines have an object in each line, and a caption column may hold a list of captions.
 
     Rows with the same path are one image, at the place of the first, with the captions of all in their order; their
-    split and id must agree. With several caption columns an empty one means that the row has fewer captions. Image
-    ids are integers when every id of the table is a plain decimal one of up to 18 digits and strings otherwise;
+    split, id and group must agree. With several caption columns an empty one means that the row has fewer captions.
+    Image ids are integers when every id of the table is a plain decimal one of up to 18 digits and strings otherwise;
     without an id column they are running numbers of the images. Caption ids are running numbers of the captions.
 
     Args:
@@ -86,6 +90,7 @@ def read_caption_table(
             ``caption1``, ``caption_2``, ``caption 3``, ... in the order of the table.
         split_column: column with the split; by default ``split``, if present.
         id_column: column with the image id; by default the first present of ``image_id`` and ``id``, if any.
+        group_column: column with the ``group`` of the image; by default there are no groups.
         delimiter: one character between fields; by default a comma in CSV and a tab in TSV.
         dataset_name: name given to the data set; by default that of the file, with ``_`` for characters other than
             letters, digits, ``_`` and ``-``.
@@ -118,32 +123,33 @@ def read_caption_table(
         names, rows = _read_json_lines(file)
     else:
         names, rows = _read_delimited(file, DELIMITERS[suffix] if delimiter is None else delimiter)
-    columns = _choose_columns(file, names, image_column, caption_columns, split_column, id_column)
+    columns = _choose_columns(file, names, image_column, caption_columns, split_column, id_column, group_column)
 
     collector = ImageCollector(rejected)
-    groups = _group_rows(file, rows, columns, split_name, collector)
-    ids = [group.id for group in groups if group.id is not None]
+    gathered = _gather_rows(file, rows, columns, split_name, collector)
+    ids = [image.id for image in gathered if image.id is not None]
     as_integers = all(CANONICAL_INT.fullmatch(value) for value in ids)
-    for number, group in enumerate(groups):
-        place = place_of("line", group.line, group.filename)
+    for number, image in enumerate(gathered):
+        place = place_of("line", image.line, image.filename)
         try:
-            if group.problem is not None:
-                place, error = group.problem
+            if image.problem is not None:
+                place, error = image.problem
                 raise error
-            image_id = number if group.id is None else int(group.id) if as_integers else group.id
+            image_id = number if image.id is None else int(image.id) if as_integers else image.id
             collector.add(
                 CaptionedImage(
                     image_id=image_id,
-                    file=group.file,
-                    captions=tuple(group.captions),
-                    caption_ids=tuple(group.caption_ids),
-                    split=group.split,
+                    file=image.file,
+                    captions=tuple(image.captions),
+                    caption_ids=tuple(image.caption_ids),
+                    split=image.split,
                     dataset=dataset_name,
-                    filename=group.filename,
+                    filename=image.filename,
+                    group=image.group,
                 )
             )
         except UserError as error:
-            collector.reject(file, place, group.split, error)
+            collector.reject(file, place, image.split, error)
     return collector.images
 
 
@@ -240,11 +246,12 @@ def _choose_columns(
     captions: Sequence[str] | None,
     split: str | None,
     id_: str | None,
+    group: str | None,
 ) -> _Columns:
     """Check the columns asked for and choose the others."""
     if not names:
         raise UserError(f"{file} has no rows")
-    asked = [name for name in (image, *(captions or ()), split, id_) if name is not None]
+    asked = [name for name in (image, *(captions or ()), split, id_, group) if name is not None]
     for name in asked:
         if name not in names:
             raise UserError(f"{file}: {unknown_name('column', name, names)}")
@@ -264,6 +271,7 @@ def _choose_columns(
         captions=captions,
         split=_first_present(SPLIT_COLUMNS, free) if split is None else split,
         id=_first_present(ID_COLUMNS, free) if id_ is None else id_,
+        group=group,
     )
 
 
@@ -271,16 +279,16 @@ def _first_present(candidates: Sequence[str], names: Sequence[str]) -> str | Non
     return next((name for name in candidates if name in names), None)
 
 
-def _group_rows(
+def _gather_rows(
     file: Path, rows: Iterator[_Row] | list[_Row], columns: _Columns, split_name: str, collector: ImageCollector
-) -> list[_Group]:
+) -> list[_Gathered]:
     """Return the images in order of appearance; rows that belong to none are rejected."""
-    groups: dict[str, _Group] = {}
+    gathered: dict[str, _Gathered] = {}
     number_of_captions = 0
     empty = True
     for line, row in rows:
         empty = False
-        place, split, group = place_of("line", line), None if columns.split is not None else split_name, None
+        place, split, image = place_of("line", line), None if columns.split is not None else split_name, None
         try:
             if isinstance(row, UserError):
                 raise row
@@ -291,32 +299,36 @@ def _group_rows(
                 check_name("split", named)
                 split = named
             path = str(PurePosixPath(filename))
-            group = groups.get(path)
-            if group is None:
-                group = groups[path] = _Group(line, path, filename, split)
-                group.id = _id(row, columns.id)
+            image = gathered.get(path)
+            if image is None:
+                image = gathered[path] = _Gathered(line, path, filename, split)
+                image.id, image.group = _id(row, columns.id), get_group(row, columns.group)
             else:
-                _check_agreement(group, split, _id(row, columns.id))
+                _check_agreement(image, split, _id(row, columns.id), get_group(row, columns.group))
             captions = _captions(row, columns.captions)
         except UserError as error:
-            if group is None:
+            if image is None:
                 collector.reject(file, place, split, error)
             else:
-                group.problem = group.problem or (place, error)
+                image.problem = image.problem or (place, error)
             continue
-        group.captions += captions
-        group.caption_ids += range(number_of_captions, number_of_captions + len(captions))
+        image.captions += captions
+        image.caption_ids += range(number_of_captions, number_of_captions + len(captions))
         number_of_captions += len(captions)
     if empty:
         raise UserError(f"{file} has no rows")
-    return list(groups.values())
+    return list(gathered.values())
 
 
-def _check_agreement(group: _Group, split: str, image_id: str | None) -> None:
-    for kind, value, first in (("split", split, group.split), ("id", image_id, group.id)):
+def _check_agreement(image: _Gathered, split: str, image_id: str | None, group: int | str | None) -> None:
+    for kind, value, first in (
+        ("split", split, image.split),
+        ("id", image_id, image.id),
+        ("group", group, image.group),
+    ):
         if value != first:
             raise UserError(
-                f"{kind} {value!r}, but {first!r} for the same image in line {group.line}; rows of one image must agree"
+                f"{kind} {value!r}, but {first!r} for the same image in line {image.line}; rows of one image must agree"
             )
 
 

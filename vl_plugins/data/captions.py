@@ -1,8 +1,13 @@
-"""Captions as text: when two of them say the same, and how many an image shows."""
+"""Captions as text: when two of them say the same, how many an image shows, and a sample's ``.txt``."""
+
+from collections.abc import Sequence
 
 from vl_plugins.errors import UserError
 
-__all__ = ["normalise_caption", "parse_captions_per_image"]
+__all__ = ["TXT", "normalise_caption", "parse_captions_per_image", "txt_content"]
+
+# What the `.txt` of a sample has: a caption, or a line for each.
+TXT = ("first", "all")
 
 
 def normalise_caption(text: str) -> str:
@@ -33,3 +38,14 @@ def parse_captions_per_image(value: str | int) -> str | int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise UserError(f"captions per image must be 'random', 'first', 'all' or a positive number, got {text!r}")
+
+
+def txt_content(captions: Sequence[str], txt: str) -> str:
+    r"""Return the ``.txt`` of a sample: the first caption as it is, or all of them in a line each.
+
+    A line break within one of several captions becomes a space: a reader of lines would take the rest for a caption.
+
+    >>> txt_content(["A dog.", "A\nbig dog."], "all")
+    'A dog.\nA big dog.'
+    """
+    return captions[0] if txt == "first" else "\n".join(" ".join(caption.splitlines()) for caption in captions)

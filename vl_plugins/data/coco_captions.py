@@ -12,6 +12,7 @@ from vl_plugins.data.annotations import (
     RejectedImage,
     check_name,
     check_unique,
+    get_group,
     get_value,
     place_of,
     read_json,
@@ -39,6 +40,7 @@ def read_coco_captions(
     image_root: str | Path | None = None,
     dataset_name: str = "coco",
     split_name: str | None = None,
+    group_key: str | None = None,
     rejected: list[RejectedImage] | None = None,
 ) -> list[CaptionedImage]:
     """Read COCO's official caption files, or others in their format.
@@ -53,6 +55,7 @@ def read_coco_captions(
         image_root: folder of the images; None looks for no folder in it.
         dataset_name: name given to the data set.
         split_name: name of the split instead of that of the file, where there is one file only.
+        group_key: field of an image with its ``group``.
         rejected: a list to which images with a wrong entry or a wrong annotation are appended, once each, and
             images that only annotations mention. None raises on the first one.
 
@@ -100,6 +103,7 @@ def read_coco_captions(
                     split=split,
                     dataset=dataset_name,
                     filename=filename,
+                    group=get_group(entry.item, group_key),
                 )
                 collector.add(image)
             except UserError as error:

@@ -4,6 +4,7 @@ Both readers are iterable data sets that already yield batches, for ``DataLoader
 ``webdataset.WebLoader``. They can be pickled when the image transform and the tokenizer can.
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -19,10 +20,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vl_plugins.data.batching import DistinctBatches, Sample
+from vl_plugins.data.batching import REMEDIES, SAME_GROUP, DistinctBatches, Group, Sample
 from vl_plugins.data.captions import normalise_caption, parse_captions_per_image
 from vl_plugins.data.feature_arrays import decode_features
-from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest, read_sizes
+from vl_plugins.data.manifest import (
+    MANIFEST_FILE,
+    SIZES_FILE,
+    ForeignManifestError,
+    read_manifest,
+    read_sizes,
+    to_json,
+)
 from vl_plugins.data.shard_files import INPUTS, TEXTS, expand_shards, input_of, locate, read_samples
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import MissingExtraError, UserError, check_name
@@ -79,12 +87,14 @@ class ShardInfo:
         num_captions: number of captions in these shards.
         min_captions: smallest number of captions of an image in the splits that the shards belong to.
         max_captions: largest number of captions of an image in the splits that the shards belong to.
+        has_groups: whether an image in these splits is in a group.
     """
 
     num_samples: int
     num_captions: int
     min_captions: int
     max_captions: int
+    has_groups: bool = False
 
 
 def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
@@ -118,6 +128,7 @@ def read_shard_info(shards: str | Sequence[str]) -> ShardInfo | None:
         num_captions=sum(fact["captions"] for fact in facts),
         min_captions=min(entry["captions_per_image"]["min"] for entry in entries),
         max_captions=max(entry["captions_per_image"]["max"] for entry in entries),
+        has_groups=any(entry.get("groups") for entry in entries),
     )
 
 
@@ -161,6 +172,7 @@ def training_pipeline(
     with_labels: bool = False,
     with_keys: bool = False,
     allow_duplicate_captions: bool = False,
+    same_group: str = "apart",
     on_error: str = "skip",
     rank: int | None = None,
     world_size: int | None = None,
@@ -187,6 +199,9 @@ def training_pipeline(
     waits for one of the next batches of its worker. If there is none, it shows another of its captions; with
     ``"first"`` and ``"all"``, or where all of them are there, it is left out of this epoch, and a warning says how many
     such images there are.
+
+    Images of one group, ``group`` of their ``json`` in one data set, do not meet in a batch of one process either. With
+    ``same_group="positive"`` they may, whatever their captions, and have the same label in all processes.
 
     A sample or shard that cannot be read is logged as a warning that names it and left out, or is an error: see
     ``on_error``. A worker that lacks images makes up the number of its batches with images that its process has shown
@@ -218,22 +233,27 @@ def training_pipeline(
             array files, which take more: 36 regions of 2,048 float32 are 0.3 MB.
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
             itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
-            the captions: ``labels.repeat_interleave(k)``.
+            the captions: ``labels.repeat_interleave(k)``. With ``same_group="positive"`` images of one group have a
+            label together: a negative number, 63 bits of a hash of data set and group.
         with_keys: whether batches end with a list of the keys of the images.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
+        same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` takes them for positives
+            of each other.
         on_error: ``"skip"`` leaves out what cannot be read; ``"raise"`` stops at it while iterating.
         rank: number of this process; by default from the environment or ``torch.distributed``.
         world_size: number of processes; by default likewise.
 
     Raises:
         UserError: a shard does not exist or is listed twice; their number of images is not known, or too small for one
-            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known; ``inputs`` is
-            none of the two. While iterating: no batch can be made, because nothing can be read or too many images share
-            their captions; the features of a batch are not of the same W; with
-            ``on_error="raise"``, a sample or shard cannot be read, or a shard has fewer samples than ``sizes.json``
-            says. From a worker of a ``DataLoader`` it arrives as a ``UserError`` too.
+            batch in every process; ``captions_per_image`` is malformed, or ``"all"`` and k is not known; ``inputs`` or
+            ``same_group`` is none of the two; ``same_group`` is ``"positive"`` without groups or labels. While
+            iterating: no batch can be made, because nothing can be read or too many images share their captions or
+            groups; the features of a batch are not of the same W; with ``on_error="raise"``, a sample or shard cannot
+            be read, or a shard has fewer samples than ``sizes.json`` says. From a worker of a ``DataLoader`` it arrives
+            as a ``UserError`` too.
     """
     check_name("inputs", inputs, INPUTS)
+    check_name("same_group", same_group, SAME_GROUP)
     if on_error not in ("skip", "raise"):
         raise UserError(f"on_error must be 'skip' or 'raise', got {on_error!r}")
     shards = expand_shards(shards)
@@ -247,6 +267,17 @@ def training_pipeline(
         if info is None:
             raise UserError(f"captions_per_image 'all' needs a {MANIFEST_FILE} beside the shards, or num_captions")
         num_captions = info.max_captions
+
+    if same_group == "positive":
+        if not with_labels:
+            raise UserError(
+                "same_group 'positive' needs with_labels=True: equal labels are what makes images positives"
+            )
+        info = read_shard_info(shards)
+        if info is not None and not info.has_groups:
+            raise UserError(
+                "same_group 'positive' needs shards with groups: write them with `vl-plugins shards --group-key`"
+            )
 
     sizes = _read_sizes(shards)
     if sizes is None and num_samples is None:
@@ -288,6 +319,7 @@ def training_pipeline(
         with_labels=with_labels,
         with_keys=with_keys,
         allow_duplicate_captions=allow_duplicate_captions,
+        same_group=same_group,
         on_error=on_error,
         rank=rank,
         world_size=world_size,
@@ -367,6 +399,7 @@ class TrainingPipeline(IterableDataset):
     with_labels: bool
     with_keys: bool
     allow_duplicate_captions: bool
+    same_group: str
     on_error: str
     rank: int
     world_size: int
@@ -392,6 +425,7 @@ class TrainingPipeline(IterableDataset):
             prepare=lambda sample: self._prepare(sample, epoch, on_error),
             other_captions=lambda sample, taken: self._other_captions(sample, taken, epoch),
             allow_duplicates=self.allow_duplicate_captions,
+            same_group=self.same_group,
             source=_names({part.url for part in share.slices}),
         )
         for number, batch in enumerate(batches, 1):
@@ -402,13 +436,14 @@ class TrainingPipeline(IterableDataset):
     def _warn_of_left_out(self, batches: DistinctBatches, epoch: int, worker: int) -> None:
         logger.warning(
             "images left out of epoch %d by worker %d: %d, such as %s. No batch had a place for them where another "
-            "image does not have the same caption, such as %r; --allow-duplicate-captions "
-            "(allow_duplicate_captions=True) lets such images meet",
+            "image does not have the same %s, such as %r; %s lets such images meet",
             epoch,
             worker,
             len(batches.left_out),
             min(batches.left_out.values()),
+            batches.obstacle,
             batches.example,
+            REMEDIES.get(batches.obstacle),
         )
 
     def _share(self, epoch: int, worker: int, num_workers: int) -> "_Share":
@@ -452,7 +487,7 @@ class TrainingPipeline(IterableDataset):
             captions = rng.sample(captions, min(self.num_captions, len(captions)))
         return list(islice(cycle(captions), self.num_captions))
 
-    def _other_captions(self, sample: Sample, taken: set[str], epoch: int) -> list[str] | None:
+    def _other_captions(self, sample: Sample, taken: set[str | Group], epoch: int) -> list[str] | None:
         if self.selection in ("first", "all"):
             return None
         captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
@@ -466,11 +501,17 @@ class TrainingPipeline(IterableDataset):
             image = self.image_transform(image)
         return image, sample._replace(image=b"")  # what has been decoded need not be kept
 
+    def _label(self, sample: Sample) -> int:
+        if self.same_group == "apart" or sample.group is None:
+            return sample.position
+        digest = hashlib.blake2b(to_json(sample.group), digest_size=8).digest()
+        return ~(int.from_bytes(digest, "big") >> 1)  # negative, as no position is
+
     def _collate(self, batch: list[tuple[Tensor, Sample]]) -> tuple[Any, ...]:
         images, samples = zip(*batch, strict=True)
         images = _stack(images, samples, self.inputs)
         texts = self.tokenizer([caption for sample in samples for caption in sample.shown])
-        labels = (torch.tensor([sample.position for sample in samples]),) if self.with_labels else ()
+        labels = (torch.tensor([self._label(sample) for sample in samples]),) if self.with_labels else ()
         keys = ([sample.key for sample in samples],) if self.with_keys else ()
         return images, texts, *labels, *keys
 
@@ -583,7 +624,7 @@ def _parse(samples: Iterable[dict[str, Any]], inputs: str, on_error: OnError) ->
         except Exception as error:
             on_error(f"sample {key} of {url}", error)
         else:
-            yield Sample(key, sample["__position__"], captions, captions, image, url)
+            yield Sample(key, sample["__position__"], captions, captions, image, url, _read_group(sample))
 
 
 def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
@@ -624,8 +665,7 @@ def read_captions(sample: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: it has none, or something else in their place.
     """
-    metadata = json.loads(sample["json"]) if "json" in sample else {}
-    captions = metadata.get("captions") if isinstance(metadata, dict) else None
+    captions = _metadata(sample).get("captions")
     if captions is None:
         if "txt" not in sample:
             raise ValueError("it has no captions; expected a list 'captions' in json, or txt")
@@ -633,6 +673,18 @@ def read_captions(sample: dict[str, Any]) -> list[str]:
     if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"'captions' must be a list of strings, got {captions!r:.60}")
     return captions
+
+
+def _read_group(sample: dict[str, Any]) -> Group | None:
+    metadata = _metadata(sample)
+    dataset, group = metadata.get("dataset"), metadata.get("group")
+    # In shards of other programs it may be anything.
+    return Group(dataset if isinstance(dataset, str) else None, group) if type(group) in (int, str) else None
+
+
+def _metadata(sample: dict[str, Any]) -> dict[str, Any]:
+    metadata = json.loads(sample["json"]) if "json" in sample else {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 class _Warn:

@@ -16,12 +16,13 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
+from vl_plugins.data.captions import TXT, txt_content
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, with_array_files
 from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, check_name
 from vl_plugins.optional import require
 
 __all__ = ["is_training_split", "write_shards"]
@@ -42,13 +43,15 @@ class _Encoding:
 
     Args:
         root: folder of the image files, or of the array files in their place.
-        resize: see :func:`write_shards`.
+        txt: see :func:`write_shards`.
+        resize: likewise.
         quality: likewise.
         on_error: likewise.
         feature_dim: number of values of every feature, 0 where no array file can be used; None for image files.
     """
 
     root: Path
+    txt: str
     resize: int | None
     quality: int
     on_error: str
@@ -86,6 +89,7 @@ def write_shards(
     features: str | os.PathLike | None = None,
     samples_per_shard: int = 1000,
     shard_size_mb: float | None = None,
+    txt: str = "first",
     resize: int | None = None,
     quality: int = 95,
     workers: int = 1,
@@ -100,9 +104,9 @@ def write_shards(
 
     Image ``j`` of a split, in source order or shuffled by ``seed``, has the key ``<dataset>-<split>-<j, eight digits>``
     and three members: ``.jpg``, ``.png`` or ``.webp`` (the bytes of the image file; the extension follows the content),
-    ``.txt`` (the first caption) and ``.json`` (``image_id``, ``captions``, ``caption_ids``, ``split``, ``dataset``,
-    ``filename``, ``width``, ``height``). An image that turns out to be unusable leaves its key unused, so the keys and
-    shards of all others do not depend on it.
+    ``.txt`` (see ``txt``) and ``.json`` (``image_id``, ``captions``, ``caption_ids``, ``split``, ``dataset``,
+    ``filename``, ``width``, ``height``; ``group`` of an image that is in one). An image that turns out to be unusable
+    leaves its key unused, so the keys and shards of all others do not depend on it.
 
     With ``features`` the first member is ``.npy``, the bytes of an array file of region or grid features (N, W) as
     :func:`~vl_plugins.data.feature_arrays.decode_features` takes it, and the ``.json`` has ``num_features`` (N) and
@@ -126,6 +130,8 @@ def write_shards(
             ``<name of the image file>.npy``.
         samples_per_shard: number of images per shard; not used when ``shard_size_mb`` is given.
         shard_size_mb: size in megabytes (10^6 bytes) that no shard exceeds, unless one image alone does.
+        txt: what ``.txt`` has. ``"first"``: the first caption, as open_clip trains on it. ``"all"``: each caption in a
+            line, as CLIP_benchmark reads it; open_clip would take them for one text. Our readers take ``.json``.
         resize: number of pixels that the shorter side of larger images is reduced to; by default files stay untouched.
         quality: of JPEG and WebP images that are resized, 1 to 100.
         workers: number of processes. They are started by the method ``spawn``: a script that asks for more than one
@@ -148,6 +154,7 @@ def write_shards(
             an argument is out of range, ``resize`` is given with ``features``, or ``seed`` and no split is for
             training. No partial shard is left behind.
     """
+    check_name("txt", txt, TXT)
     _check_options(samples_per_shard, shard_size_mb, resize, quality, workers, on_error)
     if (image_root is None) == (features is None):
         raise UserError("give either image_root or features, the folder that files are read from")
@@ -173,10 +180,11 @@ def write_shards(
 
     root = Path(image_root if features is None else features)
     feature_dim = None if features is None else _first_feature_dim(images, root)
-    encoding = _Encoding(root, resize, quality, on_error, feature_dim)
+    encoding = _Encoding(root, txt, resize, quality, on_error, feature_dim)
     options = {
         **({} if features is None else {"inputs": "features"}),
         **({"samples_per_shard": samples_per_shard} if shard_size_mb is None else {"shard_size_mb": shard_size_mb}),
+        **({} if txt == "first" else {"txt": txt}),
         **({} if resize is None else {"resize": resize, "quality": quality}),
         "on_error": on_error,
     }
@@ -264,9 +272,10 @@ def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int
     except (OSError, ValueError):
         return 0
     if encoding.feature_dim is None:
-        members = _members(key, image, "webp", b"", {"width": MOST, "height": MOST})
+        members = _members(key, image, encoding.txt, "webp", b"", {"width": MOST, "height": MOST})
     else:
-        members = _members(key, image, FEATURE_EXTENSION, b"", {"num_features": MOST, "feature_dim": MOST})
+        most = {"num_features": MOST, "feature_dim": MOST}
+        members = _members(key, image, encoding.txt, FEATURE_EXTENSION, b"", most)
     return _size_in_tar(members) + _padded(size)
 
 
@@ -399,12 +408,12 @@ def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, b
             raise UserError(
                 f"its features have {info.feature_dim} values each, those of the first image {encoding.feature_dim}"
             )
-        return _members(key, image, FEATURE_EXTENSION, data, info._asdict())
+        return _members(key, image, encoding.txt, FEATURE_EXTENSION, data, info._asdict())
     if encoding.resize is None:
         info = inspect_image(data, decode=False)
     else:
         data, info = resize_image(data, encoding.resize, quality=encoding.quality)
-    return _members(key, image, info.extension, data, {"width": info.width, "height": info.height})
+    return _members(key, image, encoding.txt, info.extension, data, {"width": info.width, "height": info.height})
 
 
 def _read_file(image: CaptionedImage, root: Path) -> bytes:
@@ -416,7 +425,9 @@ def _read_file(image: CaptionedImage, root: Path) -> bytes:
         raise UserError(f"cannot read the file: {error}") from error
 
 
-def _members(key: str, image: CaptionedImage, extension: str, data: bytes, size: Mapping[str, int]) -> dict[str, bytes]:
+def _members(
+    key: str, image: CaptionedImage, txt: str, extension: str, data: bytes, size: Mapping[str, int]
+) -> dict[str, bytes]:
     metadata = {
         "image_id": image.image_id,
         "captions": image.captions,
@@ -424,11 +435,12 @@ def _members(key: str, image: CaptionedImage, extension: str, data: bytes, size:
         "split": image.split,
         "dataset": image.dataset,
         "filename": image.filename,
+        **({} if image.group is None else {"group": image.group}),
         **size,
     }
     return {
         f"{key}.{extension}": data,
-        f"{key}.txt": image.captions[0].encode(),
+        f"{key}.txt": txt_content(image.captions, txt).encode(),
         f"{key}.json": to_json(metadata),
     }
 
@@ -471,7 +483,7 @@ def _fingerprint(shard: _Shard, encoding: _Encoding) -> str:
         except (OSError, ValueError):
             state = None
         images.append([key, vars(image), state])
-    options = [encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
+    options = [encoding.txt, encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
     return hashlib.sha256(to_json([images, options])).hexdigest()
 
 
@@ -508,12 +520,16 @@ def _manifest_entry(
     rejected: int,
 ) -> dict[str, Any]:
     captions_per_image = sum((result.captions_per_image for result in written), Counter())
+    left_out = {item.image for result in written for item in result.rejected}
+    groups = {image.group for shard in shards for image in shard.images.values() if image.file not in left_out}
+    groups.discard(None)
     return {
         "source": source,
         "options": options,
         "images": captions_per_image.total(),
         "captions": number_of_captions(captions_per_image),
         "rejected": rejected,
+        **({"groups": len(groups)} if groups else {}),
         "captions_per_image": {
             "min": min(captions_per_image),
             "max": max(captions_per_image),

@@ -109,6 +109,7 @@ class SplitStatistics:
         repeated_captions: captions of different images whose texts
             :func:`vl_plugins.data.captions.normalise_caption` makes equal.
         places: of all samples, unusable ones too.
+        groups: number of groups of images, as the manifest has it.
     """
 
     shards: int
@@ -128,6 +129,7 @@ class SplitStatistics:
     repeated_pictures: Repeats
     repeated_captions: Repeats
     places: Sequence[Place]
+    groups: int = 0
 
 
 class ShardSample(NamedTuple):
@@ -233,6 +235,8 @@ def _is_entry(entry: Any) -> bool:
     """Return whether an entry of the manifest has what is used here."""
     if not isinstance(entry, dict) or type(entry.get("rejected")) is not int:
         return False
+    if type(entry.get("groups", 0)) is not int:
+        return False
     shards = entry.get("shards")
     return (
         isinstance(entry.get("source"), dict)
@@ -296,6 +300,7 @@ def _split_statistics(
         repeated_pictures=_repeated_pictures(folder, pictures, batch_size),
         repeated_captions=texts.repeats(batch_size),
         places=places,
+        groups=entry.get("groups", 0) if entry is not None else 0,
     )
 
 

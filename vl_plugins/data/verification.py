@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from vl_plugins.data.annotations import check_caption
+from vl_plugins.data.captions import txt_content
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features
 from vl_plugins.data.images import IMAGE_EXTENSIONS, inspect_image
 from vl_plugins.data.json_text import parse_json
@@ -55,8 +56,10 @@ RECORD_FIELDS = {
     "split": (str,),
     "dataset": (str,),
     "filename": (str,),
+    "group": ID,
     **{field: (int,) for fields in SIZE_FIELDS.values() for field in fields},
 }
+OPTIONAL_FIELDS = {"group"}
 ELEMENTS = {"captions": (str,), "caption_ids": ID}
 TYPE_NAMES = {int: "a whole number", str: "a string", list: "a list", dict: "an object"}
 
@@ -117,7 +120,7 @@ def verify_shards(
             elif file not in present:
                 problems.append(f"{file}: does not exist")
             else:
-                tasks.append(_Task(name, file, entry["shards"][file], _kind_of_input(entry)))
+                tasks.append(_Task(name, file, entry["shards"][file], _options(entry)))
 
     reports: dict[str, list[_Report]] = {name: [] for name in selected}
     read_again = map_in_processes(partial(_verify_shard, folder), tasks, workers)
@@ -132,7 +135,7 @@ def verify_shards(
             reports[task.split].append(report._replace(samples=[]))
             bar.update()
     for name, entry in selected.items():
-        problems += _check_histogram(name, entry, reports[name])
+        problems += _check_counts(name, entry, reports[name], len(unique[name].groups))
     every = [report for of_split in reports.values() for report in of_split]
     return Verification(
         shards=len(every),
@@ -146,7 +149,19 @@ class _Task(NamedTuple):
     split: str
     file: str
     facts: dict[str, Any]
-    input_kind: str  # "image" or "features"
+    options: "_Options"
+
+
+class _Options(NamedTuple):
+    """How samples were written.
+
+    Args:
+        input_kind: what a sample has of an image, ``"image"`` or ``"features"``.
+        txt: as for :func:`vl_plugins.data.shards.write_shards`.
+    """
+
+    input_kind: str
+    txt: str
 
 
 class _Ids(NamedTuple):
@@ -155,6 +170,7 @@ class _Ids(NamedTuple):
     key: str
     image: list[int | str]
     captions: list[int | str]
+    groups: list[int | str]
 
 
 class _Report(NamedTuple):
@@ -197,6 +213,8 @@ def _is_entry(entry: Any) -> bool:
     numbers = ("images", "captions", "rejected")
     if not isinstance(entry, dict) or not all(type(entry.get(key)) is int for key in numbers):
         return False
+    if type(entry.get("groups", 0)) is not int:
+        return False
     shards, counts = entry.get("shards"), entry.get("captions_per_image")
     if not isinstance(shards, dict) or not isinstance(counts, dict):
         return False
@@ -215,9 +233,13 @@ def _is_facts(facts: Any) -> bool:
     return all(type(facts.get(key)) is int for key in ("samples", "captions", "bytes"))
 
 
-def _kind_of_input(entry: Mapping[str, Any]) -> str:
+def _options(entry: Mapping[str, Any]) -> _Options:
     options = entry.get("options")
-    return "features" if isinstance(options, dict) and options.get("inputs") == "features" else "image"
+    options = options if isinstance(options, dict) else {}
+    return _Options(
+        input_kind="features" if options.get("inputs") == "features" else "image",
+        txt="all" if options.get("txt") == "all" else "first",
+    )
 
 
 def _left_over_of(name: str) -> str | None:
@@ -305,7 +327,7 @@ def _check_totals(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
             yield f"{place}: says {key} {counts[key]} captions per image, its histogram {function(histogram)}"
 
 
-def _check_histogram(name: str, entry: Mapping[str, Any], reports: Sequence[_Report]) -> Iterator[str]:
+def _check_counts(name: str, entry: Mapping[str, Any], reports: Sequence[_Report], groups: int) -> Iterator[str]:
     # Where a shard differs already, so must the whole.
     if len(reports) < len(entry["shards"]) or not all(report.as_listed for report in reports):
         return
@@ -317,6 +339,8 @@ def _check_histogram(name: str, entry: Mapping[str, Any], reports: Sequence[_Rep
             f"{MANIFEST_FILE}: {name}: says captions per image are {_format_histogram(listed)}, its shards have "
             f"{_format_histogram(counted)}"
         )
+    if groups != entry.get("groups", 0):
+        yield f"{MANIFEST_FILE}: {name}: says {entry.get('groups', 0):,} groups, its shards have {groups:,}"
 
 
 def _format_histogram(histogram: Mapping[int, int]) -> str:
@@ -328,9 +352,13 @@ class _UniqueIds:
 
     Args:
         split: ``<dataset>-<split>``.
+
+    Attributes:
+        groups: all there are.
     """
 
     def __init__(self, split: str):
+        self.groups: set[int | str] = set()
         self._split = split
         self._last: tuple[str, str] | None = None  # key and its shard
         self._shard_of: dict[str, str] = {}
@@ -344,7 +372,8 @@ class _UniqueIds:
             if self._last and keys[0] < self._last[0]:
                 yield f"{shard}: begins with {keys[0]}, but {self._last[1]} before it ends with {self._last[0]}"
             self._last = keys[-1], shard
-        for key, images, captions in samples:
+        for key, images, captions, groups in samples:
+            self.groups.update(groups)
             if self._shard_of.setdefault(key, shard) != shard:
                 yield f"{shard}: {key}: {self._shard_of[key]} has a sample of this key too"
             for kind, ids in (("image", images), ("caption", captions)):
@@ -360,7 +389,7 @@ class _BrokenArchive(Exception):
 
 def _verify_shard(folder: Folder, task: _Task) -> _Report:
     """Read a shard from beginning to end. A function of the module, because it runs in other processes."""
-    contents = _Contents(task.split, task.input_kind)
+    contents = _Contents(task.split, task.options)
     problems = []
     facts = task.facts
     ended = False
@@ -496,13 +525,13 @@ class _Contents:
 
     Args:
         split: ``<dataset>-<split>``.
-        input_kind: what a sample has of an image, ``"image"`` or ``"features"``.
+        options: of the split.
     """
 
-    def __init__(self, split: str, input_kind: str):
+    def __init__(self, split: str, options: _Options):
         self._split = split
-        self._input_kind = input_kind
-        self._expected = (input_kind, "txt", "json")
+        self._options = options
+        self._expected = (options.input_kind, "txt", "json")
         self._ids: dict[str, _Ids] = {}  # by key
         self._kinds: dict[str, set[str]] = {}  # likewise
         self._last_key = ""
@@ -593,14 +622,15 @@ class _Contents:
 
     def _end(self, sample: _Sample) -> None:
         record = sample.content.get("json")
-        ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], []))
+        ids = self._ids.setdefault(sample.key, _Ids(sample.key, [], [], []))
         kinds = self._kinds.setdefault(sample.key, set())
         if record is not None:
-            sample.problems += _check_record(record, self._split, self._input_kind)
-            sample.problems += _compare(record, sample.content, self._input_kind)
+            sample.problems += _check_record(record, self._split, self._options.input_kind)
+            sample.problems += _compare(record, sample.content, self._options)
             # What occurs again has been counted.
             if "json" not in kinds:
                 ids.image.extend([record["image_id"]] if _has(record, "image_id") else [])
+                ids.groups.extend([record["group"]] if _has(record, "group") else [])
                 ids.captions.extend(record["caption_ids"] if _has(record, "caption_ids") else [])
                 self.captions_per_image.update([len(record["captions"])] if _has(record, "captions") else [])
         kinds.update(sample.content)
@@ -634,7 +664,8 @@ def _check_record(record: Mapping[str, Any], split: str, input_kind: str) -> Ite
     expected_fields = {key: types for key, types in RECORD_FIELDS.items() if key not in others}
     for key, types in expected_fields.items():
         if key not in record:
-            yield f"its json has no {key!r}"
+            if key not in OPTIONAL_FIELDS:
+                yield f"its json has no {key!r}"
         elif type(record[key]) not in types:
             expected = " or ".join(TYPE_NAMES[of] for of in types)
             yield f"{key!r} of its json must be {expected}, it is {_kind_of(record[key])}"
@@ -662,17 +693,18 @@ def _check_record(record: Mapping[str, Any], split: str, input_kind: str) -> Ite
         yield f"its json says data set {record['dataset']!r} and split {record['split']!r}, but it is in {split}"
 
 
-def _compare(record: Mapping[str, Any], content: Mapping[str, Any], input_kind: str) -> Iterator[str]:
+def _compare(record: Mapping[str, Any], content: Mapping[str, Any], options: _Options) -> Iterator[str]:
     """Yield where json, txt and image, or features, of a sample contradict each other."""
     # Without any caption there is no first one, which is a problem already.
     captions = record["captions"] if _has(record, "captions") else []
-    if content.get("txt") is not None and captions and content["txt"] != captions[0]:
-        yield "its txt is not the first caption of its json"
-    size, fields = content.get(input_kind), SIZE_FIELDS[input_kind]
+    if content.get("txt") is not None and captions and content["txt"] != txt_content(captions, options.txt):
+        expected = "the first caption of its json" if options.txt == "first" else "all captions of its json, one a line"
+        yield f"its txt is not {expected}"
+    size, fields = content.get(options.input_kind), SIZE_FIELDS[options.input_kind]
     if size is not None and all(_has(record, field) for field in fields):
         said = tuple(record[field] for field in fields)
         if said != size:
-            what = "pixels, its image has" if input_kind == "image" else "values, its array has"
+            what = "pixels, its image has" if options.input_kind == "image" else "values, its array has"
             yield f"its json says {said[0]} x {said[1]} {what} {size[0]} x {size[1]}"
 
 

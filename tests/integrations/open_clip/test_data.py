@@ -6,9 +6,11 @@ import open_clip_train.main
 import pytest
 import torch
 
+from tests.reference import losses as reference
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
+from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import Training
 
@@ -73,10 +75,12 @@ def test_all_captions_of_shards_of_others_are_refused_before_training(args, toy_
 
 
 @pytest.mark.parametrize(
-    "options", [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}], ids=["duplicates", "on-read-error"]
+    "options",
+    [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}, {"same_group": "positive"}],
+    ids=["duplicates", "on-read-error", "same-group"],
 )
-def test_flags_of_the_training_reader_need_it(args, options):
-    with_ours = choose_reader(PluginOptions(loss="unified", **options), args())
+def test_flags_of_the_training_reader_need_it(args, grouped_shards, options):
+    with_ours = choose_reader(PluginOptions(loss="unified", **options), args("--train-data", grouped_shards[0]))
     assert with_ours == Reader("random", validation=True, **options)
     flag = "--" + next(iter(options)).replace("_", "-")
     needs = f"{flag} is for training shards that the reader of vl_plugins reads, .* give --captions-per-image too"
@@ -87,7 +91,8 @@ def test_flags_of_the_training_reader_need_it(args, options):
     only_validation.train_data = None
     with pytest.raises(UserError, match=needs):
         choose_reader(PluginOptions(loss="unified", **options), only_validation)
-    assert choose_reader(PluginOptions(captions_per_image="first", **options), args()).captions_per_image == "first"
+    arguments = args("--train-data", grouped_shards[0])
+    assert choose_reader(PluginOptions(captions_per_image="first", **options), arguments).captions_per_image == "first"
 
 
 @pytest.fixture
@@ -226,10 +231,61 @@ def test_what_the_flags_ask_for_reaches_the_reader(args, toy_shards, tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*shard .*toy-train-000003\.tar"):
         list(read(arguments, Reader("first", on_read_error="raise"))["train"].dataloader)
 
+    with pytest.raises(UserError, match="same_group 'positive' needs shards with groups"):
+        read(arguments, Reader("first", same_group="positive"))
+
     arguments = args("--warmup", "1", "--batch-size", "64")
     assert len(list(read(arguments, Reader("all", allow_duplicate_captions=True))["train"].dataloader)) == 1
     with pytest.raises(UserError, match="no batch of 64 images with different captions"):
         list(read(arguments, Reader("all"))["train"].dataloader)
+
+
+def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
+    """Value and gradient of the training loss are those of loops over pairs, with groups in place of images."""
+    shards, groups = grouped_shards
+    assert 1 < len(set(groups)) < 64
+    arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "32")
+    training = Training()
+    reader = choose_reader(PluginOptions(loss="unified", same_group="positive", captions_per_image=2), arguments)
+    loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 20}), image_ids=training.image_ids)
+    for images, texts in read(arguments, reader, training)["train"].dataloader:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(len(side), 8, generator=generator, dtype=torch.float64) for side in (images, texts)]
+        features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]
+        value = loss(*features, torch.tensor(1.0))
+
+        batch = [groups[int(key.rpartition("-")[2])] for key in training.batch_keys()]
+        assert len(set(batch)) < len(batch), "images of a group meet"
+        pairs = [(row, column) for row in range(len(batch)) for column in range(2 * len(batch))]
+        positives = {(row, column) for row, column in pairs if batch[row] == batch[column // 2]}
+        unit = [torch.nn.functional.normalize(feature, dim=1) for feature in features]
+        similarities = unit[0] @ unit[1].T
+        values, derivatives = reference.pair_losses(
+            reference.unified,
+            similarities.tolist(),
+            positives,
+            set(pairs) - positives,
+            symmetric=True,
+            margin=0.2,
+            scale=20,
+        )
+        expected = torch.zeros_like(similarities)
+        for derivative in derivatives.values():
+            for (row, column), number in derivative.items():
+                expected[row, column] += number / len(values)
+        torch.testing.assert_close(value.item(), sum(values.values()) / len(values))
+        gradients = torch.autograd.grad(value, features)
+        torch.testing.assert_close(gradients, torch.autograd.grad(similarities, features, expected))
+
+
+def test_images_of_a_group_are_kept_apart_by_default(args, grouped_shards):
+    shards, groups = grouped_shards
+    arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "4")
+    training = Training()
+    reader = choose_reader(PluginOptions(loss="unified"), arguments)
+    assert reader.same_group == "apart"
+    for _ in read(arguments, reader, training)["train"].dataloader:
+        assert len({groups[int(key.rpartition("-")[2])] for key in training.batch_keys()}) == 4
 
 
 def test_more_workers_than_shards(args, toy_shards):

@@ -56,6 +56,8 @@ def test_every_loss_is_among_the_cases():
 def test_gradients_of_two_processes_are_those_of_one():
     work = jobs(Batch((4, 4)), dtypes=(torch.float64, torch.bfloat16))
     work += [job for batch in UNUSUAL.values() for job in jobs(batch, OURS, (torch.float64,))]
+    of_groups = Batch((4, 4), image_ids=(-(2**63), 1, -1, 5, -1, -(2**63), 0, 7))
+    work += jobs(of_groups, ["unified"], (torch.float64,))
     check(work, 2)
 
 

@@ -349,6 +349,10 @@ WRONG = {
     "resampled": (["--captions-per-image", "random", "--dataset-resampled"], "give it without --dataset-resampled"),
     "table": (["--captions-per-image", "random", "--train-data", "captions.csv"], "needs WebDataset shards (.tar)"),
     "duplicates": (["--allow-duplicate-captions"], "--allow-duplicate-captions is for training shards that the reader"),
+    "same-group-without-loss": (
+        ["--same-group", "positive", "--captions-per-image", "random"],
+        "--same-group positive needs --loss: open_clip's own loss takes all other images for negatives",
+    ),
     "read-error": (
         ["--on-read-error", "raise"],
         "--on-read-error is for training shards that the reader of vl_plugins",

@@ -81,6 +81,7 @@ def test_values_by_their_path():
         ({"data": {"batch_size": True}}, "batch_size must be an integer"),
         ({"data": {"workers": 1.5}}, "workers must be an integer"),
         ({"data": {"inputs": "regions"}}, "unknown inputs 'regions'; known: features, images"),
+        ({"data": {"same_group": "positve"}}, "unknown same_group 'positve' .did you mean 'positive'"),
         ({"data": {"captions_per_image": "some"}}, "captions per image must be"),
         ({"image": {"pooling": "avg"}}, "image: .*trunk"),
         ({"text": "gru"}, "text must be a mapping"),

@@ -279,6 +279,16 @@ def test_a_learned_similarity_is_trained_and_loaded(toy_shards, tmp_path):
     assert model.grid == (4, 4)
 
 
+@pytest.mark.parametrize("same_group", ["apart", "positive"])
+def test_images_of_a_group(grouped_shards, same_group):
+    shards, groups = grouped_shards
+    plain = settings(data={"train": shards, "batch_size": 4, "same_group": same_group})
+    made = build_trainer(parse_config(plain))
+    labels = torch.cat([labels for *_, labels in DataLoader(made.dataset, batch_size=None)])
+    assert len(labels) == 64
+    assert len(labels.unique()) == (64 if same_group == "apart" else len(set(groups)))
+
+
 @pytest.mark.parametrize(
     ("trainer", "host", "captions"),
     [("TwoStreamMetricLoss", TwoStreamMetricLoss, 1), ("MetricLossOnly", MetricLossOnly, 2)],
