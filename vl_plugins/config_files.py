@@ -46,10 +46,10 @@ def read_yaml(path: Path, extra: str) -> Any:
 
     class UniqueKeys(yaml.SafeLoader):
         def construct_mapping(self, node, deep=False):
-            keys = [self.construct_object(key) for key, _ in node.value]
+            texts = [key.value for key, _ in node.value]
             for number, (key, _) in enumerate(node.value):
-                if keys[number] in keys[:number]:
-                    raise yaml.MarkedYAMLError(problem=f"duplicate key {keys[number]!r}", problem_mark=key.start_mark)
+                if key.value in texts[:number]:
+                    raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             return super().construct_mapping(node, deep)
 
     try:

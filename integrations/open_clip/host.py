@@ -40,14 +40,23 @@ def trainer() -> ModuleType:
         UserError: the installed version is older or newer, or has other functions than the launcher replaces.
     """
     require("open_clip", extra="open-clip")
-    installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
-    if not OLDEST <= installed < TOO_NEW:
-        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
+    check_version()
     require("webdataset", extra="open-clip")
     for module, functions in adapter().CHECKED.items():
         for name, expected in functions.items():
             _check_signature(module, name, expected)
     return importlib.import_module("open_clip_train.main")
+
+
+def check_version() -> None:
+    """Check the installed version, without importing it.
+
+    Raises:
+        UserError: it is older or newer than those that are known.
+    """
+    installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
+    if not OLDEST <= installed < TOO_NEW:
+        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
 
 
 def adapter() -> ModuleType:

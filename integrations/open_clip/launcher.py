@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
             print(format_help(), end="")
             return 0
         options, host_options, host_argv = parse_arguments(argv)
+        host.check_version()
         check_command_line(options, host_options)
         host.trainer()
         return _run(options, host_options, host_argv)

@@ -1,6 +1,7 @@
 """Misspelled names and missing files of a command line, found before open_clip and torch are imported."""
 
 import importlib.util
+import sys
 from argparse import Namespace
 from importlib import resources
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.errors import UserError, check_name, unknown_name
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.optional import require
 from vl_plugins.registry import list_losses
 
 __all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
@@ -31,10 +33,15 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
 
 def check_model_name(name: str, model_config: str | None = None) -> None:
     """Raise ``UserError`` where no configuration file has that name; names with a schema pass."""
-    folders = [Path(str(resources.files("vl_plugins.configs"))) / "models"]
     open_clip = importlib.util.find_spec("open_clip")
-    if open_clip is not None:
-        folders.append(Path(open_clip.origin).parent / "model_configs")
+    if open_clip is None:
+        require("open_clip", extra="open-clip")
+    if "open_clip" in sys.modules:  # it is asked later, and may know more
+        return
+    folders = [
+        Path(str(resources.files("vl_plugins.configs"))) / "models",
+        Path(open_clip.origin).parent / "model_configs",
+    ]
     if model_config is not None:
         path = Path(model_config)
         folders.append(path if path.is_dir() else path.parent)

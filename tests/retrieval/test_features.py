@@ -131,8 +131,8 @@ BOTH = {"image_features": IMAGES, "caption_features": CAPTIONS, "image_of_captio
         (npz(**BOTH, caption_ids=np.array(1)), "caption_ids must be a list of whole numbers or strings"),
         (npz(**BOTH, vl_plugins=np.array("[1")), "cannot be read"),
         (npz(**BOTH, vl_plugins=np.array("[1]")), "vl_plugins is not a JSON object"),
-        (npz(**BOTH | {"image_features": np.float32(1)}), "cannot be shared evenly"),
-        (npz(**BOTH | {"image_features": IMAGES[:0]}), "cannot be shared evenly"),
+        (npz(**BOTH | {"image_features": np.float32(1)}), "must be (I, D) and (C, D), or sets"),
+        (npz(**BOTH | {"image_features": IMAGES[:0]}), "must be (I, D) and (C, D), or sets"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, monkeypatch, content, message):

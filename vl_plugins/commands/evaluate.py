@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments, results, members, items), indent=2), flush=True)
     else:
         _print(results, items, trials)
-    for file, name in zip(arguments.save_features or (), _names(arguments), strict=True):
+    for file, name in zip(arguments.save_features or (), _names(arguments), strict=False):
         save_features(members[name], file)
     if arguments.report:
         kept = collection and collection.with_captions(trials[0].captions)
@@ -206,6 +206,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--normalize is for --features; what a model encodes has norm 1")
     if arguments.max_captions is not None and arguments.max_captions < 1:
         raise UserError(f"--max-captions must be at least 1, got {arguments.max_captions}")
+    for names in ([*features, *_names(arguments)], arguments.save_features or []):
+        if len(set(names)) < len(names):
+            raise UserError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
     # Names and files, before torch and open_clip are imported.
     from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.open_clip.names import check_file, check_model_name
@@ -218,9 +221,6 @@ def _check(arguments: argparse.Namespace) -> None:
         check_file("--features", file)
     if arguments.shards:
         expand_shards(arguments.shards)
-    for names in ([*features, *_names(arguments)], arguments.save_features or []):
-        if len(set(names)) < len(names):
-            raise UserError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
     if arguments.save_features:
         from vl_plugins.retrieval.features import features_file
 
