@@ -49,6 +49,7 @@ from vl_plugins.optional import require
 from vl_plugins.options import construct
 from vl_plugins.randomness import random_states, seed_everything, set_random_states
 from vl_plugins.retrieval.metrics import format_metrics_table
+from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["LATEST", "Run", "build_loss_of", "build_miner_of", "build_trainer", "build_vocabulary", "dry_run"]
 
@@ -238,8 +239,9 @@ class _MadeUp(Dataset):
 class Run:
     """A training with its folder: metrics and checkpoints after each epoch, and going on where it was stopped.
 
-    The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, as open_clip's trainer writes it,
-    ``tensorboard/``, ``latest.pt`` with everything that going on needs, and ``best.pt``, the model with the best RSUM.
+    The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
+    :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with everything that going on
+    needs, and ``best.pt``, the model with the best RSUM.
 
     Args:
         config: what to train.
@@ -336,11 +338,12 @@ class Run:
         is_best = False
         if self._validation is not None:
             trainer.set_to_eval()
-            self._metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
-            self._report(step)
-            trainer.step_lr_plateau_schedulers(self._metrics["rsum"])
-            is_best = self.best is None or self._metrics["rsum"] > self.best
-            self.best = self._metrics["rsum"] if is_best else self.best
+            metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
+            self._metrics = percent_names(metrics)
+            self._report(metrics, step)
+            trainer.step_lr_plateau_schedulers(metrics["rsum"])
+            is_best = self.best is None or metrics["rsum"] > self.best
+            self.best = metrics["rsum"] if is_best else self.best
         model = {
             "epoch": self.epoch,
             "models": states_of(self.towers.parts),
@@ -363,16 +366,13 @@ class Run:
             },
         )
 
-    def _report(self, step: int) -> None:
-        metrics = self._metrics
+    def _report(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info(f"epoch {self.epoch}: {metrics['num_samples']} images, {metrics['num_captions']} captions")
         for line in format_metrics_table({f"epoch {self.epoch}": metrics}).splitlines():
             logger.info(line)
-        # As open_clip's trainer: recalls are fractions, and rsum is the sum of six in percent.
-        row = {name: value / 100 if "_R@" in name else value for name, value in metrics.items()}
-        for name, value in row.items():
+        for name, value in self._metrics.items():
             self._writer.add_scalar(name if name.startswith(ACCURACY) else f"val/{name}", value, step)
-        self._rows.append({**row, "epoch": self.epoch})
+        self._rows.append({**self._metrics, "epoch": self.epoch})
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
 
     def _open(self) -> None:
