@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.reader import (
+    TrainingPipeline,
     check_first_sample,
     evaluation_pipeline,
     expand_shards,
@@ -71,8 +72,8 @@ def build_loss_of(config: Config) -> nn.Module:
     """Return the loss of a configuration, with its reducer and distance; of sets by smooth-Chamfer unless it says else.
 
     Raises:
-        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
-            the model makes them.
+        UserError: an unknown name or option, an option out of its range, a distance that does not compare sets where
+            the model makes them, or a loss for embeddings of another width.
     """
     options = {}
     for kind in ("reducer", "distance"):
@@ -82,6 +83,7 @@ def build_loss_of(config: Config) -> nn.Module:
     with naming("loss"):
         loss = build_loss(config.loss, **options)
         if config.head is None:
+            _check_width(config)
             return loss
         named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
         if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
@@ -102,6 +104,28 @@ def build_miner_of(config: Config, loss: nn.Module) -> nn.Module | None:
     of_loss = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
     with naming("miner"):
         return build_component("miner", config.miner, **of_loss)
+
+
+def _check_width(config: Config) -> None:
+    _, own = split_specification("loss", config.loss)
+    for option in ("embedding_size", "descriptors_dim"):
+        if own.get(option, config.dim) != config.dim:
+            raise UserError(f"loss: {option} is {own[option]!r}, but dim is {config.dim}: give the same")
+
+
+def _check_classes(loss: nn.Module, dataset: Any) -> None:
+    """Raise ``UserError`` for a loss with fewer classes than labels: those of our reader are positions of images."""
+    num_classes = getattr(loss, "num_classes", None)
+    if num_classes is None or not isinstance(dataset, TrainingPipeline):
+        return
+    if dataset.sizes is None:
+        raise UserError(f"loss: {type(loss).__name__} needs a sizes.json beside the shards, which numbers their images")
+    images = sum(dataset.sizes)
+    if num_classes < images:
+        raise UserError(
+            f"loss: for {type(loss).__name__} each of the {images} training images is a class of its own, but "
+            f"num_classes is {num_classes}"
+        )
 
 
 def _compares_sets(loss: nn.Module) -> bool:
@@ -166,6 +190,8 @@ def build_trainer(
         loss.to(device)
     if dataset is None:
         dataset = _training_data(config, towers)
+    for loss in loss_funcs.values():
+        _check_classes(loss, dataset)
 
     models: dict[str, nn.Module] = dict(towers.parts)
     trainer = CrossModalTrainer

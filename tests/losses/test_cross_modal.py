@@ -10,7 +10,7 @@ from pytorch_metric_learning.losses import (
     ProxyAnchorLoss,
     SelfSupervisedLoss,
 )
-from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.miners import BatchEasyHardMiner, BatchHardMiner
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
@@ -105,4 +105,11 @@ def test_the_hosts_miner_of_several_processes_is_refused(sides):
     images, texts = sides
     miner = distributed.DistributedMinerWrapper(BatchHardMiner(), efficient=True)
     with pytest.raises(ValueError, match=r"use vl_plugins\.losses\.wrappers\.DistributedMinerWrapper"):
+        cross_modal_loss(ContrastiveLoss(), images, LABELS, texts, TEXT_LABELS, miner=miner)
+
+
+def test_a_miner_with_an_option_of_a_wrong_type(sides):
+    images, texts = sides
+    miner = BatchEasyHardMiner(allowed_pos_range=5)
+    with pytest.raises(UserError, match="miner BatchEasyHardMiner fails, see its options: 'int' object is not"):
         cross_modal_loss(ContrastiveLoss(), images, LABELS, texts, TEXT_LABELS, miner=miner)

@@ -41,7 +41,7 @@ def cross_modal_loss(
         text_slots: (C, K, D), likewise.
 
     Raises:
-        UserError: a loss that cannot compare two sets.
+        UserError: a loss that cannot compare two sets, or a miner that fails with a ``TypeError``.
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
             image's own caption: :class:`vl_plugins.losses.wrappers.DistributedMinerWrapper` keeps it.
     """
@@ -69,7 +69,10 @@ def one_direction(
 ) -> Tensor:
     """Return the loss of queries that look for candidates; see :func:`cross_modal_loss` for the shapes and errors."""
     check_miner(miner)
-    pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
+    try:
+        pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
+    except TypeError as error:  # the first that pytorch-metric-learning says of most options of a wrong type
+        raise UserError(f"miner {type(miner).__name__} fails, see its options: {error}") from error
     try:
         return loss(queries, query_labels, pairs, candidates, candidate_labels)
     except ValueError as error:

@@ -301,6 +301,35 @@ def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
         build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
 
 
+def test_a_loss_with_parameters_is_trained_and_saved(toy_shards, tmp_path):
+    loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16}
+    plain = settings(toy_shards, trainer="MetricLossOnly", loss=loss, training={"epochs": 1}, accuracy=False)
+    run = Run(parse_config(plain), tmp_path / "run")
+    before = run.loss.proxies.detach().clone()
+    run.train()
+    assert (run.loss.proxies != before).all()
+    saved = torch.load(tmp_path / "run" / LATEST, weights_only=True)
+    assert torch.equal(saved["loss_funcs"]["metric_loss"]["proxies"], run.loss.proxies)
+    assert saved["optimizers"]["metric_loss_optimizer"]["state"]
+    resumed = Run(parse_config(plain), tmp_path / "run", resume=True)
+    assert torch.equal(resumed.loss.proxies, run.loss.proxies)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_classes": 63}, "each of the 64 training images is a class of its own, but num_classes is 63"),
+        ({"embedding_size": 8}, "embedding_size is 8, but dim is 16"),
+        ({}, "ProxyAnchorLoss takes no ref_emb .*MetricLossOnly"),
+    ],
+)
+def test_a_loss_with_parameters_that_do_not_fit(toy_shards, tmp_path, changed, message):
+    loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16, **changed}
+    trainer = "MetricLossOnly" if changed else "CrossModalTrainer"
+    with pytest.raises(UserError, match=message):
+        train(settings(toy_shards, trainer=trainer, loss=loss, accuracy=False), tmp_path / "run")
+
+
 def test_accuracy_and_validation_can_be_left_out(toy_shards, tmp_path):
     plain = settings(toy_shards, training={"epochs": 1})
     plain["data"]["val"] = None
