@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from vl_plugins.errors import unknown_name
-from vl_plugins.options import construct
+from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.options import construct, constructor_options
 
 __all__ = ["create_component", "list_components", "resolve_components"]
 
@@ -58,7 +58,7 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
         options: what its constructor takes. A distance, reducer or embedding regularizer may be given by class name.
 
     Raises:
-        UserError: an unknown kind, name or option.
+        UserError: an unknown kind, name or option, or an option of a wrong type.
         ValueError: an option out of its range.
 
     >>> create_component("miner", "BatchHardMiner", distance="CosineSimilarity").distance
@@ -69,7 +69,11 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
     name = short_names.get(name, name)
     if name not in classes:
         raise unknown_name(kind, name, [*short_names, *classes])
-    return construct(kind, name, classes[name], resolve_components(options))
+    options = resolve_components(options)
+    component = construct(kind, name, classes[name], options)
+    if classes[name].__module__.startswith("pytorch_metric_learning."):  # ours look at their options themselves
+        _check_types(kind, name, classes[name], options)
+    return component
 
 
 def list_components(kind: str) -> tuple[str, ...]:
@@ -89,6 +93,20 @@ def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for option, value in options.items()
     }
+
+
+def _check_types(kind: str, name: str, component_class: type, options: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for plain data of a wrong type, on which pytorch-metric-learning would fail later."""
+    defaults = constructor_options(component_class, options)
+    for option, value in options.items():
+        default = defaults[option]
+        if isinstance(default, (int, float)) and (value is None or isinstance(value, (str, list, tuple, dict))):
+            wanted = "true or false" if isinstance(default, bool) else "a number"
+            raise UserError(f"{option} of {kind} {name!r} must be {wanted}, got {value!r} (default: {default!r})")
+        if option in KIND_OF_OPTION and isinstance(value, (int, float, list, tuple, dict)):
+            raise UserError(
+                f"{option} of {kind} {name!r} must be the name of a {KIND_OF_OPTION[option]}, got {value!r}"
+            )
 
 
 def _component_classes(kind: str) -> dict[str, type]:

@@ -16,6 +16,7 @@ from open_clip_train.precision import get_autocast
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.retrieval import encoding, format_metrics_table
+from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["encode_batches", "evaluate", "validation_metrics"]
 
@@ -52,8 +53,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Stand in for ``open_clip_train.train.evaluate``, with retrieval over all captions where our reader reads ``val``.
 
-    Metrics go where open_clip's go, under its names and units: recalls are fractions, and only ``rsum`` is the papers'
-    sum of six percentages. The zero-shot ImageNet evaluation stays open_clip's.
+    Metrics go where open_clip's go, in a record of their own under the names of
+    :func:`vl_plugins.retrieval.names.percent_names`. The zero-shot ImageNet evaluation stays open_clip's.
     """
     if not isinstance(data.get("val"), AllCaptions):
         return host_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
@@ -65,18 +66,18 @@ def evaluate(
     if epoch % args.val_frequency and epoch != args.epochs:
         return metrics
     model.eval()
-    in_percent = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
+    found = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
     if not is_master(args):
         return metrics
-    logging.info(f"Eval Epoch: {epoch} {in_percent['num_samples']} images, {in_percent['num_captions']} captions")
-    for line in format_metrics_table({f"epoch {epoch}": in_percent}).splitlines():
+    logging.info(f"Eval Epoch: {epoch} {found['num_samples']} images, {found['num_captions']} captions")
+    for line in format_metrics_table({f"epoch {epoch}": found}).splitlines():
         logging.info(line)
-    if "image_circular_variance" in in_percent:
+    if "image_circular_variance" in found:
         logging.info(
-            f"Circular variance of the sets: images {in_percent['image_circular_variance']:.4g}, "
-            f"captions {in_percent['caption_circular_variance']:.4g}"
+            f"Circular variance of the sets: images {found['image_circular_variance']:.4g}, "
+            f"captions {found['caption_circular_variance']:.4g}"
         )
-    retrieval = {name: value / 100 if "_R@" in name else value for name, value in in_percent.items()}
+    retrieval = percent_names(found)
     _report({**retrieval, "epoch": epoch}, data, epoch, args, tb_writer)
     return {**metrics, **retrieval}
 

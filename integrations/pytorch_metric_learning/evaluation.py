@@ -31,14 +31,14 @@ def evaluate_towers(
     device: torch.device | str,
     accuracy: Mapping[str, Any] | bool = True,
 ) -> dict[str, float]:
-    """Return retrieval metrics of all images and all captions, recalls in percent.
+    """Return retrieval metrics of all images and all captions, rates in percent.
 
     Args:
         towers: in evaluation mode on ``device``.
         batches: of :func:`vl_plugins.data.reader.evaluation_pipeline`.
         device: where the towers are.
-        accuracy: options of ``AccuracyCalculator``, whose metrics, [0, 1], are there too under
-            ``accuracy_calculator/<direction>_<metric>``; True for its defaults here, False for none.
+        accuracy: options of ``AccuracyCalculator``, whose metrics are there too, in percent, under
+            ``accuracy_calculator/<direction>_<metric>_percent``; True for its defaults here, False for none.
     """
     encoded = join(encode_batches(towers, batches, device))
     similarity = None if towers.similarity is None else copy.deepcopy(towers.similarity).cpu()
@@ -50,6 +50,8 @@ def evaluate_towers(
 
 def accuracies(encoded: Encoded, distance: BaseDistance, options: Mapping[str, Any]) -> dict[str, float]:
     """Return what ``AccuracyCalculator`` finds with images as queries and captions as references, and the reverse.
+
+    Its numbers are fractions; here they are in percent, as all others of a training.
 
     Raises:
         UserError: options that it refuses.
@@ -64,7 +66,7 @@ def accuracies(encoded: Encoded, distance: BaseDistance, options: Mapping[str, A
     images = encoded.images, torch.arange(len(encoded.images))
     captions = encoded.captions, encoded.image_of_caption
     return {
-        f"{ACCURACY}/{direction}_{name}": float(value)
+        f"{ACCURACY}/{direction}_{name}_percent": 100 * float(value)
         for direction, sides in zip(DIRECTIONS, ((images, captions), (captions, images)), strict=True)
         for name, value in calculator.get_accuracy(*sides[0], *sides[1]).items()
     }

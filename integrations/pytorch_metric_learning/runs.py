@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.reader import (
+    TrainingPipeline,
     check_first_sample,
     evaluation_pipeline,
     training_pipeline,
@@ -49,6 +50,7 @@ from vl_plugins.optional import require
 from vl_plugins.options import construct
 from vl_plugins.randomness import random_states, seed_everything, set_random_states
 from vl_plugins.retrieval.metrics import format_metrics_table
+from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["LATEST", "Run", "build_loss_of", "build_miner_of", "build_trainer", "build_vocabulary", "dry_run"]
 
@@ -70,8 +72,8 @@ def build_loss_of(config: Config) -> nn.Module:
     """Return the loss of a configuration, with its reducer and distance; of sets by smooth-Chamfer unless it says else.
 
     Raises:
-        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
-            the model makes them.
+        UserError: an unknown name or option, an option out of its range, a distance that does not compare sets where
+            the model makes them, or a loss for embeddings of another width.
     """
     options = {}
     for kind in ("reducer", "distance"):
@@ -81,6 +83,7 @@ def build_loss_of(config: Config) -> nn.Module:
     with naming("loss"):
         loss = build_loss(config.loss, **options)
         if config.head is None:
+            _check_width(config)
             return loss
         named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
         if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
@@ -101,6 +104,28 @@ def build_miner_of(config: Config, loss: nn.Module) -> nn.Module | None:
     of_loss = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
     with naming("miner"):
         return build_component("miner", config.miner, **of_loss)
+
+
+def _check_width(config: Config) -> None:
+    _, own = split_specification("loss", config.loss)
+    for option in ("embedding_size", "descriptors_dim"):
+        if own.get(option, config.dim) != config.dim:
+            raise UserError(f"loss: {option} is {own[option]!r}, but dim is {config.dim}: give the same")
+
+
+def _check_classes(loss: nn.Module, dataset: Any) -> None:
+    """Raise ``UserError`` for a loss with fewer classes than labels: those of our reader are positions of images."""
+    num_classes = getattr(loss, "num_classes", None)
+    if num_classes is None or not isinstance(dataset, TrainingPipeline):
+        return
+    if dataset.sizes is None:
+        raise UserError(f"loss: {type(loss).__name__} needs a sizes.json beside the shards, which numbers their images")
+    images = sum(dataset.sizes)
+    if num_classes < images:
+        raise UserError(
+            f"loss: for {type(loss).__name__} each of the {images} training images is a class of its own, but "
+            f"num_classes is {num_classes}"
+        )
 
 
 def _compares_sets(loss: nn.Module) -> bool:
@@ -165,6 +190,8 @@ def build_trainer(
         loss.to(device)
     if dataset is None:
         dataset = _training_data(config, towers)
+    for loss in loss_funcs.values():
+        _check_classes(loss, dataset)
 
     models: dict[str, nn.Module] = dict(towers.parts)
     trainer = CrossModalTrainer
@@ -238,8 +265,9 @@ class _MadeUp(Dataset):
 class Run:
     """A training with its folder: metrics and checkpoints after each epoch, and going on where it was stopped.
 
-    The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, as open_clip's trainer writes it,
-    ``tensorboard/``, ``latest.pt`` with everything that going on needs, and ``best.pt``, the model with the best RSUM.
+    The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
+    :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with everything that going on
+    needs, and ``best.pt``, the model with the best RSUM.
 
     Args:
         config: what to train.
@@ -336,11 +364,12 @@ class Run:
         is_best = False
         if self._validation is not None:
             trainer.set_to_eval()
-            self._metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
-            self._report(step)
-            trainer.step_lr_plateau_schedulers(self._metrics["rsum"])
-            is_best = self.best is None or self._metrics["rsum"] > self.best
-            self.best = self._metrics["rsum"] if is_best else self.best
+            metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
+            self._metrics = percent_names(metrics)
+            self._report(metrics, step)
+            trainer.step_lr_plateau_schedulers(metrics["rsum"])
+            is_best = self.best is None or metrics["rsum"] > self.best
+            self.best = metrics["rsum"] if is_best else self.best
         model = {
             "epoch": self.epoch,
             "models": states_of(self.towers.parts),
@@ -363,16 +392,13 @@ class Run:
             },
         )
 
-    def _report(self, step: int) -> None:
-        metrics = self._metrics
+    def _report(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info(f"epoch {self.epoch}: {metrics['num_samples']} images, {metrics['num_captions']} captions")
         for line in format_metrics_table({f"epoch {self.epoch}": metrics}).splitlines():
             logger.info(line)
-        # As open_clip's trainer: recalls are fractions, and rsum is the sum of six in percent.
-        row = {name: value / 100 if "_R@" in name else value for name, value in metrics.items()}
-        for name, value in row.items():
+        for name, value in self._metrics.items():
             self._writer.add_scalar(name if name.startswith(ACCURACY) else f"val/{name}", value, step)
-        self._rows.append({**row, "epoch": self.epoch})
+        self._rows.append({**self._metrics, "epoch": self.epoch})
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
 
     def _open(self) -> None:

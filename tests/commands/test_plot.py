@@ -14,7 +14,7 @@ from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss
 from vl_plugins.plots import attention, gradients, training, weights
 
-ROW = {"epoch": 1, "rsum": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
+ROW = {"epoch": 1, "rsum_percent": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def drawn(monkeypatch):
 def make_run(folder, name, rsum=300.0):
     checkpoints = folder / name / "checkpoints"
     checkpoints.mkdir(parents=True)
-    (checkpoints / "results.jsonl").write_text(json.dumps({**ROW, "rsum": rsum}) + "\n")
+    (checkpoints / "results.jsonl").write_text(json.dumps({**ROW, "rsum_percent": rsum}) + "\n")
     return folder / name
 
 
@@ -64,7 +64,7 @@ def test_runs_are_named_by_folder_or_by_hand(tmp_path, monkeypatch, drawn, run_c
     checkpoints = make_run(tmp_path, "folder", rsum=4.0) / "checkpoints"
     file = make_run(tmp_path, "file", rsum=5.0) / "checkpoints" / "results.jsonl"
     run_command("training", f"ours={clip}", ".", unified, checkpoints, file)
-    rsums = {name: rows[0]["rsum"] for name, rows in drawn["runs"].items()}
+    rsums = {name: rows[0]["rsum_percent"] for name, rows in drawn["runs"].items()}
     assert rsums == {"ours": 1.0, "here": 2.0, "lr=0.1": 3.0, "folder": 4.0, "file": 5.0}
     assert str(drawn["out"]) == "training_curves.png"
 

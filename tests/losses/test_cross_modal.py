@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import ContrastiveLoss, MultipleLosses, NTXentLoss, SelfSupervisedLoss
-from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.losses import (
+    ContrastiveLoss,
+    FastAPLoss,
+    MultipleLosses,
+    NTXentLoss,
+    ProxyAnchorLoss,
+    SelfSupervisedLoss,
+)
+from pytorch_metric_learning.miners import BatchEasyHardMiner, BatchHardMiner
+from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
 from vl_plugins.errors import UserError
@@ -83,3 +91,25 @@ def test_the_same_labels_for_both_sides_do_not_make_them_one_set(sides):
 def test_a_loss_without_references_is_refused(loss):
     with pytest.raises(UserError, match=f"{type(loss).__name__} takes no ref_emb"):
         check_takes_references(loss)
+
+
+@pytest.mark.parametrize("loss", [ProxyAnchorLoss(num_classes=10, embedding_size=5), FastAPLoss()])
+def test_a_loss_that_refuses_references_when_called(sides, loss):
+    images, texts = sides
+    with pytest.raises(UserError, match=f"{type(loss).__name__} takes no ref_emb .*MetricLossOnly"):
+        cross_modal_loss(loss, images, LABELS, texts, TEXT_LABELS)
+
+
+def test_the_hosts_miner_of_several_processes_is_refused(sides):
+    """It would drop each image's own caption, see tests/pml/test_distributed.py."""
+    images, texts = sides
+    miner = distributed.DistributedMinerWrapper(BatchHardMiner(), efficient=True)
+    with pytest.raises(ValueError, match=r"use vl_plugins\.losses\.wrappers\.DistributedMinerWrapper"):
+        cross_modal_loss(ContrastiveLoss(), images, LABELS, texts, TEXT_LABELS, miner=miner)
+
+
+def test_a_miner_with_an_option_of_a_wrong_type(sides):
+    images, texts = sides
+    miner = BatchEasyHardMiner(allowed_pos_range=5)
+    with pytest.raises(UserError, match="miner BatchEasyHardMiner fails, see its options: 'int' object is not"):
+        cross_modal_loss(ContrastiveLoss(), images, LABELS, texts, TEXT_LABELS, miner=miner)

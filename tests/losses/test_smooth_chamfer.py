@@ -490,3 +490,26 @@ def test_description():
     assert SmoothChamferLoss.equation
     assert SmoothChamferLoss.paper.startswith("Kim et al. 2023")
     assert SmoothChamferLoss()._record_these == ["mmd_weight", "diversity_weight"]
+
+
+class WithStatistic(SmoothChamferLoss):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.add_to_recordable_attributes(name="statistic", is_stat=True)
+
+
+def test_it_collects_statistics_where_its_base_does():
+    assert create_loss("smooth_chamfer", collect_stats=True).collect_stats
+    assert SmoothChamferLoss(UnifiedLoss(collect_stats=True)).collect_stats
+    assert not SmoothChamferLoss(collect_stats=False).collect_stats
+    assert not hasattr(WithStatistic(), "statistic")
+    loss = WithStatistic(collect_stats=True)
+    loss.statistic = 5
+    loss(**call_with())
+    assert loss.statistic == 0, "each call of a loss of pytorch-metric-learning begins with reset_stats"
+
+
+def test_names_of_its_parts_are_those_of_its_base():
+    assert SmoothChamferLoss().sub_loss_names() == ["loss"]
+    loss = SmoothChamferLoss(embedding_regularizer=regularizers.LpRegularizer())
+    assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]

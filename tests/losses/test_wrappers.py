@@ -4,12 +4,12 @@ import pickle
 import pytest
 import torch
 from pytorch_metric_learning import losses, miners
-from pytorch_metric_learning.utils import common_functions
+from pytorch_metric_learning.utils import common_functions, distributed
 
 from tests.pml.loops import LOSSES, call_with, check, embeddings_of, expected, make_loss, own_losses
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.wrappers import CrossBatchMemory, SelfSupervisedLoss
+from vl_plugins.losses.wrappers import CrossBatchMemory, DistributedMinerWrapper, SelfSupervisedLoss
 from vl_plugins.miners import HardestNegativeMiner
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [CrossBatchMemory, SelfSupervisedLoss])
@@ -164,6 +164,14 @@ def test_miners_of_the_easiest_positive():
     assert loss(embeddings, labels, enqueue_mask=mask) > 0
     hard = miners.BatchEasyHardMiner(pos_strategy="hard", neg_strategy="hard")
     assert CrossBatchMemory(VLCLoss(), 5, MEMORY, miner=hard)(embeddings, labels) > 0
+
+
+@pytest.mark.parametrize("wrapper", [distributed.DistributedMinerWrapper, DistributedMinerWrapper])
+def test_miners_of_several_processes(wrapper):
+    """Its indices would be those of the queues of all processes, one after the other."""
+    loss = CrossBatchMemory(VLCLoss(), 5, MEMORY, miner=wrapper(HardestNegativeMiner(), efficient=True))
+    with pytest.raises(ValueError, match="wrap the CrossBatchMemory in a DistributedLossWrapper"):
+        loss(*batch(1, 6))
 
 
 @LOSSES

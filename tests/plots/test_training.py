@@ -12,11 +12,17 @@ from vl_plugins.plots.training import MARKERS, _draw_training_curves, plot_train
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
     return {
         "epoch": epoch,
-        "rsum": rsum,
+        "rsum_percent": rsum,
         "positive_similarity": positive,
         "hardest_negative_similarity": negative,
-        "image_to_text_R@1": 40.0,
+        "image_to_text_R@1_percent": 40.0,
     }
+
+
+def host_row(epoch, recall):
+    """What open_clip's own validation writes, the same recall six times."""
+    recalls = {f"{way}_R@{k}": recall for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    return {"image_to_text_mean_rank": 2.5, **recalls, "clip_val_loss": 0.7, "epoch": epoch, "num_samples": 24}
 
 
 def write_rows(path, rows):
@@ -42,16 +48,22 @@ def test_blank_lines_and_rows_of_zero_shot_classification_are_left_out(tmp_path)
     assert read_results(file) == [row(1)]
 
 
+def test_recalls_of_open_clips_own_validation_are_fractions(tmp_path):
+    file = write_rows(tmp_path / "results.jsonl", [host_row(1, 0.25), host_row(2, 0.5)])
+    assert [item["rsum_percent"] for item in read_results(file)] == [150.0, 300.0]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"epoch": 1, "rsum"', r"results.jsonl, line 2 is not JSON"),
+        ('{"epoch": 1, "rsum_percent"', r"results.jsonl, line 2 is not JSON"),
         ("[1, 2]", r"results.jsonl, line 2 is not a JSON object: \[1, 2\]"),
         (
             '{"epoch": 1, "image_to_text_R@1": 0.5}',
-            r"line 2 has no number for rsum, positive_.*open_clip's own validation",
+            r"line 2 has no number for rsum_percent, positive_.*open_clip's own Recall@1, 5 and 10",
         ),
-        (json.dumps({**row(1), "rsum": "300"}), r"line 2 has no number for rsum;"),
+        (json.dumps({**row(1), "rsum_percent": "300"}), r"line 2 has no number for rsum_percent;"),
+        (json.dumps({**host_row(1, 0.5), "image_to_text_R@5": None}), r"line 2 has no number for rsum_percent,"),
         (json.dumps({**row(1), "epoch": None}), r"line 2 has no number for epoch;"),
         (b"\xff\xfe", r"line 2 is not JSON"),
     ],
@@ -102,6 +114,16 @@ def test_lines_hold_the_rows():
     assert positive.get_color() != similarity_axes.lines[2].get_color()
     legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (rsum_axes, similarity_axes)]
     assert legends == [["clip", "unified"], ["positives", "hardest negatives"]]
+
+
+def test_runs_without_similarities(tmp_path):
+    pytest.importorskip("matplotlib")
+    stock = read_results(write_rows(tmp_path / "results.jsonl", [host_row(1, 0.25), host_row(2, 0.5)]))
+    rsum_axes, similarity_axes = _draw_training_curves({"stock": stock, "unified": [row(1)]}).axes
+    assert rsum_axes.lines[0].get_xydata().tolist() == [[1, 150], [2, 300]]
+    assert similarity_axes.lines[0].get_color() == rsum_axes.lines[1].get_color()
+    (rsum_axes,) = _draw_training_curves({"stock": stock}).axes
+    assert [line.get_label() for line in rsum_axes.lines] == ["stock"]
 
 
 def test_many_runs_can_be_told_apart():

@@ -5,8 +5,9 @@ import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
 from tests.pml.loops import LOSSES, expected, own_losses
-from tests.pml.processes import CASES, LABELS, MEMORY, REF_LABELS, WORLD_SIZE, share, steps
+from tests.pml.processes import CASES, LABELS, MEMORY, OWN_LABELS, REF_LABELS, WORLD_SIZE, mined, share, steps
 from tests.processes import in_processes
+from tests.reference.distances import cosine
 from vl_plugins.miners import HardestNegativeMiner
 
 
@@ -80,16 +81,19 @@ def own_anchors(rank, sets):
 
 @LOSSES
 def test_each_process_computes_its_own_anchors(results, name):
-    for case in ("efficient, one set", "efficient, two sets", "efficient, one set, miner", "host, efficient, one set"):
+    miners = {
+        "efficient, one set, miner": HardestNegativeMiner(),
+        "efficient, two sets, miner": HardestNegativeMiner(k=2),
+    }
+    for case in ("efficient, one set", "efficient, two sets", "host, efficient, one set", *miners):
         sets = 2 if "two" in case else 1
         for rank in range(WORLD_SIZE):
             call = own_anchors(rank, sets)
-            if "miner" in case:
-                # The other process's copies of the embeddings are none of these; the own ones are left out.
-                a, p, n = HardestNegativeMiner()(
-                    *(call[key] for key in ("embeddings", "labels", "ref_emb", "ref_labels"))
-                )
-                call["indices_tuple"] = a[a != p], p[a != p], n[a != p]
+            if case in miners:
+                a, p, n = miners[case](*(call[key] for key in ("embeddings", "labels", "ref_emb", "ref_labels")))
+                # Of one set, the other process's copies of the embeddings are none of these; the own ones are left out.
+                kept = a != p if sets == 1 else a >= 0
+                call["indices_tuple"] = a[kept], p[kept], n[kept]
             value, (of_anchors, of_candidates) = expected(name, call)
             if sets == 1:  # the own embeddings are among the candidates, with their gradient
                 gradients = [of_anchors + of_candidates[: LABELS.shape[1]]]
@@ -113,6 +117,32 @@ def test_the_host_leaves_out_the_pairs_of_equal_index(results, name):
         compare(name, actual, value, own, f"rank {rank}")
         (ours,) = results[rank][name, "efficient, two sets"]
         assert not torch.allclose(actual[0], ours[0])
+
+
+def hardest_triplets():
+    """Return by loops the triplets of the joined batch: each image, its caption and the hardest other one."""
+    shares = [share(rank, labels=OWN_LABELS, ref_labels=OWN_LABELS) for rank in range(WORLD_SIZE)]
+    images, captions = (torch.cat([own[part] for own in shares]).detach() for part in (0, 2))
+    triplets = []
+    for a, image in enumerate(images):
+        others = [c for c in range(len(captions)) if c != a]
+        triplets.append((a, a, max(others, key=lambda c: cosine(image, captions[c]))))
+    return triplets
+
+
+def test_the_miner_keeps_the_pairs_of_equal_index():
+    """Each image with its only caption: the host mines nothing, ours what one process mines in the joined batch."""
+    rows = OWN_LABELS.shape[1]
+    found, values = [], []
+    for rank, ((of_host, host_value), (of_ours, value)) in enumerate(in_processes(mined, WORLD_SIZE)):
+        assert [len(indices) for indices in of_host] == [0, 0, 0]
+        assert host_value == 0
+        # Own candidates come first: their places in the joined batch.
+        places = [*range(rank * rows, (rank + 1) * rows), *range((1 - rank) * rows, (2 - rank) * rows)]
+        found += [(places[a], places[p], places[n]) for a, p, n in zip(*map(torch.Tensor.tolist, of_ours), strict=True)]
+        values.append(value)
+    assert found == hardest_triplets()
+    assert min(values) > 0.01
 
 
 @pytest.mark.parametrize("case", ["memory", "memory, masked"])

@@ -164,14 +164,15 @@ def _register_training(pictures: argparse._SubParsersAction) -> None:
     parser = pictures.add_parser(
         "training",
         help="RSUM and similarities of positives and hardest negatives over epochs",
-        description="Draw RSUM, and the mean similarity of positives and of hardest negatives, over the epochs.",
+        description="Draw RSUM, and the mean similarity of positives and of hardest negatives, over the epochs; of "
+        "open_clip's own validation, which writes no similarities, RSUM alone.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="a run folder of open_clip (LOGS/NAME) or a results.jsonl; NAME=PATH names it in the picture",
+        help="a run folder of either trainer (LOGS/NAME of open_clip's) or its results.jsonl; NAME=PATH names it",
     )
     parser.add_argument(
         "--out",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from vl_plugins.errors import UserError
+from vl_plugins.losses.wrappers import check_miner
 
 __all__ = ["check_takes_references", "cross_modal_loss", "one_direction", "pair_loss_of"]
 
@@ -38,6 +39,11 @@ def cross_modal_loss(
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)``.
         image_slots: (B, K, D), from which the sets were made; for the regularization.
         text_slots: (C, K, D), likewise.
+
+    Raises:
+        UserError: a loss that cannot compare two sets, or a miner that fails with a ``TypeError``.
+        ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
+            image's own caption: :class:`vl_plugins.losses.wrappers.DistributedMinerWrapper` keeps it.
     """
     if text_labels is image_labels:
         text_labels = text_labels.clone()  # the same object makes pytorch-metric-learning take both for one set
@@ -61,9 +67,18 @@ def one_direction(
     candidates: Tensor,
     candidate_labels: Tensor,
 ) -> Tensor:
-    """Return the loss of queries that look for candidates; see :func:`cross_modal_loss` for the shapes."""
-    pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
-    return loss(queries, query_labels, pairs, candidates, candidate_labels)
+    """Return the loss of queries that look for candidates; see :func:`cross_modal_loss` for the shapes and errors."""
+    check_miner(miner)
+    try:
+        pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
+    except TypeError as error:  # the first that pytorch-metric-learning says of most options of a wrong type
+        raise UserError(f"miner {type(miner).__name__} fails, see its options: {error}") from error
+    try:
+        return loss(queries, query_labels, pairs, candidates, candidate_labels)
+    except ValueError as error:
+        if "ref_emb is not supported" in str(error):  # as many losses of pytorch-metric-learning say when called
+            raise _takes_no_references(loss) from error
+        raise
 
 
 def pair_loss_of(loss: nn.Module) -> nn.Module:
@@ -83,7 +98,11 @@ def check_takes_references(loss: nn.Module) -> None:
     parameters = inspect.signature(loss.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and not {"labels", "ref_emb", "ref_labels"} <= parameters.keys():
-        raise UserError(
-            f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
-            "the trainers MetricLossOnly and TwoStreamMetricLoss give it both as one set"
-        )
+        raise _takes_no_references(loss)
+
+
+def _takes_no_references(loss: nn.Module) -> UserError:
+    return UserError(
+        f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
+        "the trainers MetricLossOnly and TwoStreamMetricLoss give it both as one set"
+    )

@@ -7,6 +7,7 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import BaseReducer
+from pytorch_metric_learning.regularizers import BaseRegularizer
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
@@ -86,9 +87,10 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         backend: str | None = None,
         **base_options,
     ):
+        base = _base_loss(base, {"alpha": alpha, "set_size": set_size, "backend": backend}, distance, base_options)
         # Not the base class's: reducer, distance and embedding regularizer are those of the base loss.
-        ModuleWithRecords.__init__(self)
-        self.base = _base_loss(base, {"alpha": alpha, "set_size": set_size, "backend": backend}, distance, base_options)
+        ModuleWithRecords.__init__(self, base.collect_stats)
+        self.base = base
         self.mmd_weight = non_negative("mmd_weight", mmd_weight)
         self.diversity_weight = non_negative("diversity_weight", diversity_weight)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
@@ -112,6 +114,11 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     def reducer(self) -> BaseReducer:
         """That of the base."""
         return self.base.reducer
+
+    @property
+    def embedding_regularizer(self) -> BaseRegularizer | None:
+        """That of the base."""
+        return self.base.embedding_regularizer
 
     @property
     def symmetric(self) -> bool:
@@ -144,6 +151,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         Raises:
             ValueError: labels missing, or tensors that do not fit each other, the distance or the reducer.
         """
+        self.reset_stats()
         if ref_emb is embeddings:
             ref_emb = None
         # Here, so that gradients in half precision are rounded once, not for each term.

@@ -1,5 +1,7 @@
 """Wrappers of pytorch-metric-learning that take the losses of this package, and give right values with them."""
 
+from collections.abc import Callable
+
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
@@ -10,7 +12,7 @@ from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple, PairLoss
 from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss
 
-__all__ = ["CrossBatchMemory", "DistributedLossWrapper", "SelfSupervisedLoss"]
+__all__ = ["CrossBatchMemory", "DistributedLossWrapper", "DistributedMinerWrapper", "SelfSupervisedLoss"]
 
 
 class _TakesPairLosses:
@@ -49,8 +51,8 @@ class CrossBatchMemory(_TakesPairLosses, losses.CrossBatchMemory):
         miner: a miner of pytorch-metric-learning, or None.
 
     Raises:
-        ValueError: another loss, tensors of wrong shapes, more embeddings than the queue holds, or a miner that chooses
-            the easiest positive, which would be the anchor's own copy.
+        ValueError: another loss, tensors of wrong shapes, more embeddings than the queue holds, a miner that chooses
+            the easiest positive, which would be the anchor's own copy, or a ``DistributedMinerWrapper``.
 
     Reference:
         Wang et al. 2020, Cross-Batch Memory for Embedding Learning.
@@ -109,6 +111,11 @@ class CrossBatchMemory(_TakesPairLosses, losses.CrossBatchMemory):
             input_indices_tuple = tuple(
                 index if position in anchors_at else own_copies[index]
                 for position, index in enumerate(input_indices_tuple)
+            )
+        if isinstance(self.miner, distributed.DistributedMinerWrapper):
+            raise ValueError(
+                "the miner of a CrossBatchMemory looks into its own queue: give it the miner itself, and for several "
+                "processes wrap the CrossBatchMemory in a DistributedLossWrapper"
             )
         if (
             do_remove_self_comparisons
@@ -195,6 +202,47 @@ class DistributedLossWrapper(distributed.DistributedLossWrapper):
             all_labels = torch.cat([ref_labels, distributed.all_gather(ref_labels)])
             indices_tuple = loss_and_miner_utils.get_all_pairs_indices(labels.to(emb.device), all_labels)
         return super().forward_regular_loss(emb, labels, indices_tuple, ref_emb, ref_labels, world_size)
+
+
+class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
+    """Mines among the embeddings of all processes, for a :class:`DistributedLossWrapper` with the same ``efficient``.
+
+    ``pytorch_metric_learning.utils.distributed.DistributedMinerWrapper``, whose ``efficient=True`` takes ``ref_emb``
+    for the embeddings themselves and drops each pair (i, i): of images and their captions, all positive pairs. Here
+    they are mined.
+
+    Called in each process as ``miner(embeddings, labels, ref_emb=None, ref_labels=None)`` with batches of one size.
+    With ``efficient=True`` the process's own embeddings are the anchors, and the others are indices of all references,
+    the process's own first. With ``efficient=False`` each process mines in the whole batch.
+
+    Args:
+        miner: a miner of pytorch-metric-learning.
+        efficient: see above.
+
+    Raises:
+        TypeError: ``miner`` is not a ``BaseMiner``.
+    """
+
+    def forward(
+        self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> IndicesTuple:
+        if not self.efficient or ref_emb is None or torch.distributed.get_world_size() == 1:
+            return super().forward(emb, labels, ref_emb, ref_labels)
+        all_ref_emb, all_ref_labels, _ = distributed.gather(ref_emb, ref_labels)
+        return self.miner(emb, labels, all_ref_emb, all_ref_labels)
+
+
+def check_miner(miner: Callable | None) -> None:
+    """Raise ``ValueError`` for a miner that would leave out each image's own caption."""
+    if (
+        isinstance(miner, distributed.DistributedMinerWrapper)
+        and not isinstance(miner, DistributedMinerWrapper)
+        and miner.efficient
+    ):
+        raise ValueError(
+            "pytorch-metric-learning's DistributedMinerWrapper(efficient=True) drops each pair (i, i) of ref_emb: use "
+            "vl_plugins.losses.wrappers.DistributedMinerWrapper"
+        )
 
 
 def _subclasses(base: type) -> set[type]:

@@ -1,4 +1,4 @@
-"""Curves of retrieval quality over training, from the ``results.jsonl`` that open_clip's trainer writes."""
+"""Curves of retrieval quality over training, from the ``results.jsonl`` of a run."""
 
 import json
 import os
@@ -13,7 +13,9 @@ from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_fi
 
 __all__ = ["find_results", "plot_training_curves", "read_results"]
 
-CURVE_KEYS = ("epoch", "rsum", "positive_similarity", "hardest_negative_similarity")
+CURVE_KEYS = ("epoch", "rsum_percent", "positive_similarity", "hardest_negative_similarity")
+# What open_clip's own validation writes, as fractions.
+HOST_RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -41,14 +43,15 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the validation results of a run, one row per epoch in the order of epochs.
 
     Rows without an ``epoch`` (open_clip's zero-shot classification alone) are left out. Where an epoch occurs twice,
-    as after resuming a run, the later row counts.
+    as after resuming a run, the later row counts. Of open_clip's own validation, which writes no similarities, RSUM is
+    that of its recalls: of each image and its first caption.
 
     Args:
         run: a ``results.jsonl``, or a run folder that holds one.
 
     Returns:
-        At least one row, each with at least ``epoch``, ``rsum`` (percent, [0, 600]), ``positive_similarity`` and
-        ``hardest_negative_similarity``; all numbers as they stand in the file.
+        At least one row, each with at least ``epoch`` and ``rsum_percent``, [0, 600]; where vl_plugins validated, with
+        ``positive_similarity`` and ``hardest_negative_similarity`` too; all else as it stands in the file.
 
     Raises:
         UserError: no such file, a line that is not a JSON object, or a row that lacks one of these numbers.
@@ -66,11 +69,15 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise UserError(f"{path}, line {number} is not a JSON object: {line.decode()}")
         if "epoch" not in row:
             continue
-        missing = [key for key in CURVE_KEYS if not isinstance(row.get(key), Real)]
+        needed = CURVE_KEYS
+        if all(isinstance(row.get(name), Real) for name in HOST_RECALLS):
+            needed = ("epoch",)
+            row["rsum_percent"] = 100 * sum(row[name] for name in HOST_RECALLS)
+        missing = [key for key in needed if not isinstance(row.get(key), Real)]
         if missing:
             raise UserError(
-                f"{path}, line {number} has no number for {', '.join(missing)}; open_clip's own validation does not "
-                "write these, vl_plugins' validation does"
+                f"{path}, line {number} has no number for {', '.join(missing)}; vl_plugins' validation writes these, "
+                "and open_clip's own Recall@1, 5 and 10 in both directions are enough, too"
             )
         rows[row["epoch"]] = row
     if not rows:
@@ -80,7 +87,8 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: str | os.PathLike[str]) -> None:
     """Draw RSUM and the similarities of positives and hardest negatives over epochs, as Figures 3 and 4 of
-    "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval" do.
+    "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval" do; RSUM alone where no run has
+    similarities.
 
     Args:
         runs: name -> rows as :func:`read_results` returns them, ordered by epoch.
@@ -104,7 +112,8 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
     figure = new_figure(10, 4.2)
     figure.get_layout_engine().set(wspace=0.06)
     ticker = require("matplotlib.ticker", extra="eval")
-    rsum_axes, similarity_axes = figure.subplots(1, 2)
+    has_similarities = any("positive_similarity" in row for rows in runs.values() for row in rows)
+    rsum_axes, *others = figure.subplots(1, 2 if has_similarities else 1, squeeze=False)[0]
 
     for index, (name, rows) in enumerate(runs.items()):
         # The shift pairs a repeated colour with another marker.
@@ -116,20 +125,22 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
             "markevery": 1 + len(rows) // 12,
         }
         epochs = [row["epoch"] for row in rows]
-        rsum_axes.plot(epochs, [row["rsum"] for row in rows], label=name, **style)
-        similarity_axes.plot(epochs, [row["positive_similarity"] for row in rows], "-", **style)
-        hardest_negatives = [row["hardest_negative_similarity"] for row in rows]
-        similarity_axes.plot(epochs, hardest_negatives, "--", markerfacecolor="white", **style)
+        rsum_axes.plot(epochs, [row["rsum_percent"] for row in rows], label=name, **style)
+        compared = [row for row in rows if "positive_similarity" in row]
+        epochs = [row["epoch"] for row in compared]
+        for axes in others if compared else ():
+            axes.plot(epochs, [row["positive_similarity"] for row in compared], "-", **style)
+            hardest_negatives = [row["hardest_negative_similarity"] for row in compared]
+            axes.plot(epochs, hardest_negatives, "--", markerfacecolor="white", **style)
 
     rsum_axes.set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
     rsum_axes.legend()
-    similarity_axes.set(title="Similarity of pairs", ylabel="mean cosine similarity")
-    for label, line_style, face in (("positives", "-", "0.3"), ("hardest negatives", "--", "white")):
-        similarity_axes.plot(
-            [], [], line_style, marker="o", color="0.3", markerfacecolor=face, markersize=4, label=label
-        )
-    similarity_axes.legend()
-    for axes in (rsum_axes, similarity_axes):
+    for axes in others:
+        axes.set(title="Similarity of pairs", ylabel="mean cosine similarity")
+        for label, line_style, face in (("positives", "-", "0.3"), ("hardest negatives", "--", "white")):
+            axes.plot([], [], line_style, marker="o", color="0.3", markerfacecolor=face, markersize=4, label=label)
+        axes.legend()
+    for axes in (rsum_axes, *others):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         axes.grid(alpha=0.3)

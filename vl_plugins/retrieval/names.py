@@ -1,11 +1,13 @@
-"""The same metrics under the names and in the units of other tools, to compare with their outputs."""
+"""The same metrics under other names: in a training's results, and as other tools name them, in their units."""
 
 import re
 from collections.abc import Mapping
 
-__all__ = ["clip_benchmark_names", "eccv_caption_names"]
+__all__ = ["clip_benchmark_names", "eccv_caption_names", "percent_names"]
 
 Results = Mapping[str, Mapping[str, float]]
+
+IN_PERCENT = re.compile(r"rsum|.*_(R@\d+|mean_average_precision_at_r|r_precision)")
 
 WAYS = {"i2t": "image_to_text", "t2i": "text_to_image"}
 ECCV_CAPTION_PREFIXES = {"coco-1k": "coco_1k", "coco-5k": "coco_5k", "cxc": "cxc", "eccv-caption": "eccv"}
@@ -27,6 +29,20 @@ def clip_benchmark_names(metrics: Mapping[str, float]) -> dict[str, float]:
         f"{retrieved[way]}_retrieval_recall@{k}": value / 100
         for way, k, value in ((*name.split("_R@"), value) for name, value in metrics.items() if "_R@" in name)
     }
+
+
+def percent_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as a training's ``results.jsonl`` names them: what is in percent says so.
+
+    open_clip writes fractions as ``image_to_text_R@1`` there.
+
+    Args:
+        metrics: of :func:`vl_plugins.retrieval.retrieval_metrics`.
+
+    >>> percent_names({"image_to_text_R@1": 50.0, "image_to_text_mean_rank": 2.0, "rsum": 420.0})
+    {'image_to_text_R@1_percent': 50.0, 'image_to_text_mean_rank': 2.0, 'rsum_percent': 420.0}
+    """
+    return {f"{name}_percent" if IN_PERCENT.fullmatch(name) else name: value for name, value in metrics.items()}
 
 
 def eccv_caption_names(results: Results) -> dict[str, dict[str, float]]:

@@ -51,7 +51,7 @@ def test_sets_are_trained_validated_saved_resumed_and_evaluated(tmp_path, toy_sh
     capsys.readouterr()
     assert vl_plugins([*evaluate, "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum"])
+    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum_percent"])
     assert result["caption_circular_variance"] == pytest.approx(row["caption_circular_variance"], rel=1e-5)
     assert vl_plugins(evaluate) == 0
     assert "circular variance of the sets: images 0." in capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_trainer_flags(tmp_path, data, flags):
     finished = launch(tmp_path, *SHORT, *data, "--name", "run", *SETS, *flags)
     assert finished.returncode == 0
     (row,) = results(tmp_path)
-    assert row["rsum"] > 0
+    assert row["rsum_percent"] > 0
     state = checkpoint(tmp_path, "run")["state_dict"]
     assert state["_extra_state"]["head_kwargs"]["num_slots"] == 3
     assert all(tensor.isfinite().all() for name, tensor in state.items() if name != "_extra_state")

@@ -221,17 +221,19 @@ def test_unified_trains_validates_and_says_so(tmp_path, train_data, val_data):
     assert [row["epoch"] for row in rows] == [1, 2]
     for row in rows:
         assert (row["num_samples"], row["num_captions"]) == (24, 120)
-        recalls = [row[f"{direction}_R@{k}"] for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-        assert all(0 <= recall <= 1 for recall in recalls), "open_clip's unit is the fraction"
-        assert row["rsum"] == pytest.approx(100 * sum(recalls))
+        recalls = [row[f"{way}_R@{k}_percent"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+        assert 1 < max(recalls) <= 100
+        assert row["rsum_percent"] == pytest.approx(sum(recalls))
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "logs/run/tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
+    assert [event.value for event in events.Scalars("val/rsum_percent")] == pytest.approx(
+        [row["rsum_percent"] for row in rows]
+    )
     assert len(events.Scalars("train/unified_loss")) == 8
     (wandb_log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"val/rsum" in wandb_log.read_bytes()
+    assert b"val/rsum_percent" in wandb_log.read_bytes()
     assert b"train/unified_loss" in wandb_log.read_bytes()
 
 
@@ -263,7 +265,7 @@ def test_trainer_flags(tmp_path, train_data, val_data, flags):
     values = logged_losses(finished, "Unified")
     assert values
     assert all(0 < value < 2 for value in values)
-    assert "rsum" in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text()
+    assert "rsum_percent" in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text()
     # The step must have been taken: nothing in the model is as a fresh model of the same seed has it.
     state = checkpoint(tmp_path, "run")["state_dict"]
     assert all(tensor.isfinite().all() for tensor in state.values())

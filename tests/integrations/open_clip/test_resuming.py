@@ -294,7 +294,7 @@ def test_other_settings_are_noticed(caplog):
 def test_results_of_epochs_to_be_repeated_are_dropped(tmp_path):
     file = tmp_path / "results.jsonl"
     resuming.drop_later_results(tmp_path, 1)
-    lines = [json.dumps({"epoch": epoch, "rsum": 3.5}) + "\n" for epoch in (1, 2, 3)]
+    lines = [json.dumps({"epoch": epoch, "rsum_percent": 3.5}) + "\n" for epoch in (1, 2, 3)]
     file.write_text("".join(lines) + '{"epoch": 4, "rs')
     resuming.drop_later_results(tmp_path, 2)
     assert file.read_text() == "".join(lines[:2])

@@ -67,10 +67,11 @@ def test_metrics_of_a_known_model(setting, caplog):
         metrics = evaluate(model, data, 2, args, host_evaluate=host_evaluate)
     (row,) = results(args)
     # Image 0 finds its second caption first; image 1 ties with caption 0, which is not its own, and the tie counts.
-    assert (row["image_to_text_R@1"], row["image_to_text_mean_rank"]) == pytest.approx((2 / 3, 4 / 3))
+    assert (row["image_to_text_R@1_percent"], row["image_to_text_mean_rank"]) == pytest.approx((200 / 3, 4 / 3))
     # Caption 0 ranks image 0 behind image 1, and behind image 2 by a tie.
-    assert (row["text_to_image_R@1"], row["text_to_image_mean_rank"]) == pytest.approx((5 / 6, 8 / 6))
-    assert row["rsum"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
+    assert (row["text_to_image_R@1_percent"], row["text_to_image_mean_rank"]) == pytest.approx((500 / 6, 8 / 6))
+    assert not [name for name in row if name.endswith(("R@1", "R@5", "R@10"))], "open_clip's names stand for fractions"
+    assert row["rsum_percent"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
     assert (row["epoch"], row["num_samples"], row["num_captions"]) == (2, 3, 6)
     assert metrics == {**{name: value for name, value in row.items() if name != "epoch"}, "host": []}
     assert "3 images, 6 captions" in caplog.text

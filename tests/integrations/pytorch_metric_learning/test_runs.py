@@ -56,11 +56,13 @@ def test_what_the_folder_holds(trained):
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == parse_config(plain)
     best = torch.load(folder / "best.pt", weights_only=True)
-    assert best["metrics"]["rsum"] == max(row["rsum"] for row in rows)
-    assert best["epoch"] == max(rows, key=lambda row: (row["rsum"], -row["epoch"]))["epoch"]
+    assert best["metrics"]["rsum_percent"] == max(row["rsum_percent"] for row in rows)
+    assert best["epoch"] == max(rows, key=lambda row: (row["rsum_percent"], -row["epoch"]))["epoch"]
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
-    assert [event.step for event in events.Scalars("val/rsum")] == [3, 7, 11]
+    assert [event.value for event in events.Scalars("val/rsum_percent")] == pytest.approx(
+        [row["rsum_percent"] for row in rows]
+    )
+    assert [event.step for event in events.Scalars("val/rsum_percent")] == [3, 7, 11]
     assert [event.step for event in events.Scalars("train/total_loss")] == [0, 2, 4, 6, 8, 10]
     assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([0.01] * 4 + [0.1] * 2)
     assert [event.step for event in events.Scalars("lr/image_trunk")] == [8, 10]
@@ -85,13 +87,14 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
         ranks = reference.direction(rows, answers)["rank"]
         assert row[f"{way}_median_rank"] == reference.median(ranks)
         for k in (1, 5, 10):
-            recall = sum(rank <= k for rank in ranks) / len(ranks)
-            assert row[f"{way}_R@{k}"] == pytest.approx(recall)
-            rsum += 100 * recall
-    assert row["rsum"] == pytest.approx(rsum)
+            recall = 100 * sum(rank <= k for rank in ranks) / len(ranks)
+            assert row[f"{way}_R@{k}_percent"] == pytest.approx(recall)
+            rsum += recall
+    assert row["rsum_percent"] == pytest.approx(rsum)
     # A hit among ties is one for AccuracyCalculator; random vectors have none.
-    assert row["accuracy_calculator/image_to_text_precision_at_1"] == pytest.approx(row["image_to_text_R@1"])
-    assert row["accuracy_calculator/text_to_image_precision_at_1"] == pytest.approx(row["text_to_image_R@1"])
+    for way in ("image_to_text", "text_to_image"):
+        accuracy = row[f"accuracy_calculator/{way}_precision_at_1_percent"]
+        assert accuracy == pytest.approx(row[f"{way}_R@1_percent"])
     same, _, _ = load_any_model(folder / LATEST)
     torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
 
@@ -115,8 +118,8 @@ def test_the_command_line_evaluates_its_checkpoint(trained, toy_shards, capsys):
     assert vl_plugins_main([*map(str, arguments)]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     row = results(folder)[-1]
-    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum"])
-    assert result["metrics"]["plain"]["image_to_text_R@5"] == pytest.approx(100 * row["image_to_text_R@5"])
+    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum_percent"])
+    assert result["metrics"]["plain"]["image_to_text_R@5"] == pytest.approx(row["image_to_text_R@5_percent"])
     assert vl_plugins_main([*map(str, arguments), "--model", "vl-tiny"]) == 2
     assert "already specifies its model; drop vl-tiny" in capsys.readouterr().err
 
@@ -152,7 +155,7 @@ def test_region_features(toy_scenes, tmp_path):
     plain["data"]["inputs"] = "features"
     metrics = train(plain, tmp_path / "run")
     # A model that knows nothing finds 41.7 and 20.8 percent among the first ten of 24 images with 120 captions.
-    assert metrics["image_to_text_R@10"] > 50
+    assert metrics["image_to_text_R@10_percent"] > 50
     arguments = ["evaluate", "--checkpoint", tmp_path / "run" / LATEST, "--device", "cpu", "--workers", "0"]
     assert vl_plugins_main([*map(str, arguments), "--shards", plain["data"]["val"]]) == 0
     with pytest.raises(UserError, match="features"):
@@ -183,13 +186,13 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(trained, tmp_path, m
             train(plain, tmp_path / "run")
     metrics = train(plain, tmp_path / "run", resume=True)
     assert results(tmp_path / "run") == results(folder)
-    assert metrics["rsum"] == results(folder)[-1]["rsum"]
+    assert metrics["rsum_percent"] == results(folder)[-1]["rsum_percent"]
     of_both = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path / "run")]
     for part, state in of_both[0]["models"].items():
         torch.testing.assert_close(of_both[1]["models"][part], state, rtol=0, atol=0)
     assert of_both[0]["random"]["python"] == of_both[1]["random"]["python"]
     assert torch.equal(of_both[0]["random"]["torch"], of_both[1]["random"]["torch"])
-    rsum = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("val/rsum")
+    rsum = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("val/rsum_percent")
     assert [event.step for event in rsum] == [3, 7, 11]
 
 
@@ -254,8 +257,8 @@ def test_any_loss_by_its_name(toy_shards, tmp_path, name):
         plain["loss"] = {"name": name, "base": "unified"}
         plain["accuracy"] = {"include": ["precision_at_1"]}
     metrics = train(plain, tmp_path / "run")
-    assert 0 <= metrics["rsum"] <= 600
-    of_sets = {"image_circular_variance", "accuracy_calculator/text_to_image_precision_at_1"}
+    assert 0 <= metrics["rsum_percent"] <= 600
+    of_sets = {"image_circular_variance", "accuracy_calculator/text_to_image_precision_at_1_percent"}
     assert of_sets.intersection(metrics) == (of_sets if name == "smooth_chamfer" else set())
 
 
@@ -322,6 +325,35 @@ def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
         build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
 
 
+def test_a_loss_with_parameters_is_trained_and_saved(toy_shards, tmp_path):
+    loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16}
+    plain = settings(toy_shards, trainer="MetricLossOnly", loss=loss, training={"epochs": 1}, accuracy=False)
+    run = Run(parse_config(plain), tmp_path / "run")
+    before = run.loss.proxies.detach().clone()
+    run.train()
+    assert (run.loss.proxies != before).all()
+    saved = torch.load(tmp_path / "run" / LATEST, weights_only=True)
+    assert torch.equal(saved["loss_funcs"]["metric_loss"]["proxies"], run.loss.proxies)
+    assert saved["optimizers"]["metric_loss_optimizer"]["state"]
+    resumed = Run(parse_config(plain), tmp_path / "run", resume=True)
+    assert torch.equal(resumed.loss.proxies, run.loss.proxies)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_classes": 63}, "each of the 64 training images is a class of its own, but num_classes is 63"),
+        ({"embedding_size": 8}, "embedding_size is 8, but dim is 16"),
+        ({}, "ProxyAnchorLoss takes no ref_emb .*MetricLossOnly"),
+    ],
+)
+def test_a_loss_with_parameters_that_do_not_fit(toy_shards, tmp_path, changed, message):
+    loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16, **changed}
+    trainer = "MetricLossOnly" if changed else "CrossModalTrainer"
+    with pytest.raises(UserError, match=message):
+        train(settings(toy_shards, trainer=trainer, loss=loss, accuracy=False), tmp_path / "run")
+
+
 def test_accuracy_and_validation_can_be_left_out(toy_shards, tmp_path):
     plain = settings(toy_shards, training={"epochs": 1})
     plain["data"]["val"] = None
@@ -330,7 +362,9 @@ def test_accuracy_and_validation_can_be_left_out(toy_shards, tmp_path):
     plain = settings(toy_shards, training={"epochs": 1}, accuracy={"include": ["mean_average_precision"], "k": 3})
     metrics = train(plain, tmp_path / "b")
     named = {name for name in metrics if name.startswith("accuracy_calculator/")}
-    assert named == {f"accuracy_calculator/{way}_mean_average_precision" for way in ("image_to_text", "text_to_image")}
+    assert named == {
+        f"accuracy_calculator/{way}_mean_average_precision_percent" for way in ("image_to_text", "text_to_image")
+    }
     with pytest.raises(UserError, match=r"accuracy: .*mean_reciprocal_rank"):
         train({**plain, "accuracy": {"include": ["recall"]}}, tmp_path / "c")
 
