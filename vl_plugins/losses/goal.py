@@ -21,7 +21,7 @@ __all__ = ["GOALLoss"]
 
 
 class GOALLoss(HardestNegativeLoss):
-    """GOAL: a triplet weight times a pair weight as gradient. Fine-tuning gained by (nca, con), lost by (cir, sig_ms).
+    """GOAL: a triplet weight times a pair weight as gradient; in fine-tuning (nca, con) gained, (cir, sig_ms) lost.
 
     There are 3 triplet weights and 5 pair weights; negatives are the hardest. :func:`vl_plugins.functional.goal_loss`
     has the formulas, which combination is which known loss, and where the paper's text and its authors' code differ.
