@@ -91,7 +91,8 @@ def _plugin_parser() -> Parser:
     group.add_argument(
         "--loss-kwargs",
         **kwargs,
-        help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale",
+        help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale; "
+        "goal fine-tunes best with pair_weight=con, its default",
     )
     group.add_argument(
         "--miner",

@@ -26,7 +26,10 @@ LOSSES = {
     "vlc": (kernels.vlc_loss, {"scale": 5.0}),
     "triplet_hn": (kernels.triplet_hn_loss, {"margin": 0.2}),
     "goal, con, con": (kernels.goal_loss, {"triplet_weight": "con", "pair_weight": "con", "margin": 0.3}),
-    "goal, cir, sig_ms": (kernels.goal_loss, {"eps": 0.4, "alpha": 3.0}),
+    "goal, cir, sig_ms": (
+        kernels.goal_loss,
+        {"triplet_weight": "cir", "pair_weight": "sig_ms", "eps": 0.4, "alpha": 3.0},
+    ),
     "goal, con, lin_ms": (kernels.goal_loss, {"triplet_weight": "con", "pair_weight": "lin_ms", "eps": 0.4}),
 }
 
@@ -67,7 +70,7 @@ NAMES = {
     "unified": {"margin": 0.1, "scale": 20.0},
     "vlc": {"scale": 5.0},
     "triplet_hn": {"margin": 0.2},
-    "goal": {"eps": 0.4},
+    "goal": {"triplet_weight": "cir", "pair_weight": "sig_ms", "eps": 0.4},
 }
 
 
@@ -212,7 +215,7 @@ def errors(rank):
 
 def warnings_of_collapse(rank):
     """Return what is said of a collapsed model where one process has no pairs to watch."""
-    loss = create_loss("goal")
+    loss = create_loss("goal", triplet_weight="cir", pair_weight="sig_ms")
     loss.ring = Ring()
     # Process 0 has no anchors, and every other positive of those of process 1.
     x, y = torch.ones(2 * rank, 2), torch.ones(2, 2)

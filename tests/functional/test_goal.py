@@ -56,7 +56,7 @@ def value_and_gradient(values, leaf, upstream=1.0):
 
 
 @ALL_COMBINATIONS
-@pytest.mark.parametrize("options", [{}, OTHER_OPTIONS], ids=["default options", "other options"])
+@pytest.mark.parametrize("options", [reference.DEFAULTS, OTHER_OPTIONS], ids=["options of the paper", "other options"])
 @pytest.mark.parametrize("mining", MININGS)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["both directions", "rows only"])
 def test_value_and_gradient_equal_the_loops(triplet, pair, options, mining, symmetric):
@@ -147,7 +147,7 @@ def test_gradient_of_the_embeddings_equals_the_loops(triplet, pair, mining):
     images = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     texts = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     similarities = normalize(images) @ normalize(texts).T
-    options = {"symmetric": True, "triplet_weight": triplet, "pair_weight": pair}
+    options = {"symmetric": True, "triplet_weight": triplet, "pair_weight": pair, **reference.DEFAULTS}
     _, gradient = of_loops(similarities.detach(), (positive_mask, negative_mask), MININGS[mining], **options)
     expected = torch.autograd.grad(similarities, (images, texts), gradient, retain_graph=True)
     values = goal_loss(similarities, positive_mask, negative_mask, mining=mining, reduction="none", **options)
@@ -178,7 +178,7 @@ def test_given_triplets_equal_the_loops(triplet, pair, dtype):
         values.append(value)
         for column, derivative in derivatives.items():
             gradient[a][column] += (k + 1) * derivative
-    actual = goal_triplet_loss(similarities, *torch.tensor(triplets).T, triplet, pair)
+    actual = goal_triplet_loss(similarities, *torch.tensor(triplets).T, triplet, pair, **reference.DEFAULTS)
     torch.testing.assert_close(
         value_and_gradient(actual, similarities),
         (similarities.new_tensor(values), similarities.new_tensor(gradient)),
@@ -315,6 +315,22 @@ def test_the_value_is_the_violation():
         assert (values >= 0).all()
 
 
+@pytest.mark.parametrize("similarity", [0.4, 0.5, 0.6])
+@pytest.mark.parametrize("triplet", [None, "cir"], ids=["default", "cir"])
+def test_wrong_triplets_in_the_middle_pull_about_as_strongly_as_those_of_triplet_hn(triplet, similarity):
+    # Where pairs lie in fine-tuning. Eq. 8 as it is written gives such a triplet a weight of 0.01.
+    options = {} if triplet is None else {"triplet_weight": triplet}
+    similarities = torch.tensor([[similarity, similarity + 0.02]], requires_grad=True)
+    masks = (torch.tensor([[True, False]]), torch.tensor([[False, True]]))
+    mined = goal_loss(similarities, *masks, symmetric=False, **options)
+    given = goal_triplet_loss(similarities, *torch.tensor([[0], [0], [1]]), **options).sum()
+    for value in (mined, given):
+        (gradient,) = torch.autograd.grad(value, similarities)
+        pull, push = gradient[0].tolist()
+        assert -1 <= pull <= -0.25
+        assert 0.25 <= push <= 1
+
+
 @pytest.fixture(params=[False, True], ids=["subnormal numbers", "flushed to zero"])
 def flush_denormal(request):
     if not torch.set_flush_denormal(request.param):
@@ -330,7 +346,7 @@ def test_the_value_is_zero_exactly_where_the_triplet_weight_is(triplet, pair):
     s_n = torch.linspace(-1, 1, 4001)
     similarities = torch.stack([torch.full_like(s_n, 0.95), s_n], dim=1).requires_grad_()
     masks = [torch.tensor([[True, False]]).expand(4001, 2), torch.tensor([[False, True]]).expand(4001, 2)]
-    options = {"tau": 150.0, "margin": 0.25}
+    options = {"tau": 150.0, "margin": 0.25, "offset": 0.0}
     weight = triplet_weight(similarities[:, 0], similarities[:, 1], triplet, **options)
     assert (weight == 0).any()
     assert (weight > 0).any()

@@ -18,7 +18,7 @@ LOSSES = {
 }
 # GOAL's loops need the whole batch, so test_goal.py compares with them.
 GOAL = {
-    "goal": goal_loss,
+    "goal-cir-sig_ms": partial(goal_loss, triplet_weight="cir", pair_weight="sig_ms"),
     "goal-con-con": partial(goal_loss, triplet_weight="con", pair_weight="con"),
     "goal-nca-lin_ms-all": partial(goal_loss, triplet_weight="nca", pair_weight="lin_ms", mining="all"),
 }

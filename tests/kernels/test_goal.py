@@ -29,7 +29,7 @@ def path(request, monkeypatch):
 
 
 @ALL_COMBINATIONS
-@pytest.mark.parametrize("options", [{}, OTHER_OPTIONS], ids=["default options", "other options"])
+@pytest.mark.parametrize("options", [reference.DEFAULTS, OTHER_OPTIONS], ids=["options of the paper", "other options"])
 def test_equal_to_the_loops(monkeypatch, triplet, pair, options):
     monkeypatch.setattr(tiles, "CPU_TILE", 1)
     x, y, *labels = vectors(20, 35, 4, seed=0, labels=12)
@@ -144,7 +144,7 @@ def test_the_value_is_zero_exactly_where_the_triplet_weight_is(triplet):
     # tau * (s_n - s_p) passes through where the float32 logistic function and logarithm are subnormal and zero
     s_n = torch.linspace(-1, 1, 2001)
     s_p = torch.full_like(s_n, 0.95)
-    options = {"tau": 150.0, "margin": 0.25}
+    options = {"tau": 150.0, "margin": 0.25, "offset": 0.0}
     weight = triplet_weight(s_p, s_n, triplet, **options)
     assert (weight == 0).any()
     assert (weight > 0).any()

@@ -23,7 +23,9 @@ from vl_plugins.kernels.vectors import compare
 triplet_hn_loss = triplet.triplet_hn_loss
 LOSSES = {
     "triplet_hn": (triplet_hn_loss, functional.triplet_hn_loss),
-    "goal": (goal.goal_loss, functional.goal_loss),
+    "goal": tuple(
+        partial(loss, triplet_weight="cir", pair_weight="sig_ms") for loss in (goal.goal_loss, functional.goal_loss)
+    ),
     "goal of no others": tuple(
         partial(loss, triplet_weight="nca", pair_weight="sig") for loss in (goal.goal_loss, functional.goal_loss)
     ),
@@ -391,7 +393,7 @@ def test_compiled_callers_have_the_same_values():
     pairs = equal_label_pairs(*labels)
 
     def caller(x, y):
-        return 2 * goal.goal_loss(x + 1, y, *labels, pairs=pairs, backend="tiled")
+        return 2 * goal.goal_loss(x + 1, y, *labels, "cir", "sig_ms", pairs=pairs, backend="tiled")
 
     expected = loss_and_gradients(caller, x, y)
     actual = loss_and_gradients(torch.compile(caller, backend="eager"), x, y)

@@ -68,7 +68,7 @@ PROBLEMS = {
         "LpDistance is neither CosineSimilarity nor DotProductSimilarity",
     ),
     "sets": (
-        GOALLoss(distance=SmoothChamferSimilarity()),
+        GOALLoss("cir", "sig_ms", distance=SmoothChamferSimilarity()),
         "SmoothChamferSimilarity is neither CosineSimilarity nor DotProductSimilarity",
     ),
     "power": (

@@ -113,7 +113,7 @@ def test_triplets_of_a_miner(triplet, pair, sets):
 @ALL_COMBINATIONS
 def test_average_of_non_zero_keeps_the_triplets_with_a_weight(triplet, pair):
     # Steep weights, so that some are 0 in single precision too.
-    options = {"triplet_weight": triplet, "margin": 0.2, "tau": 200.0}
+    options = {"triplet_weight": triplet, "margin": 0.2, "tau": 200.0, "offset": 0.0}
     call = {key: value.detach().float() if "emb" in key else value for key, value in call_with(2).items()}
     positive_mask = LABELS[:, None] == OTHER_LABELS
     triplets = torch.where(positive_mask[:, :, None] & ~positive_mask[:, None, :])
@@ -124,6 +124,7 @@ def test_average_of_non_zero_keeps_the_triplets_with_a_weight(triplet, pair):
         triplet,
         margin=0.2,
         tau=200.0,
+        offset=0.0,
     )
     kept = weights > 0
     assert 0 < kept.sum() < len(kept)
@@ -138,7 +139,7 @@ def test_average_of_non_zero_keeps_the_triplets_with_a_weight(triplet, pair):
     rows, columns = torch.where(positive_mask)
     hardest = similarities.masked_fill(positive_mask, -2)
     kept = sum(
-        triplet_weight(similarities[positive_mask], negatives, triplet, margin=0.2, tau=200.0) > 0
+        triplet_weight(similarities[positive_mask], negatives, triplet, margin=0.2, tau=200.0, offset=0.0) > 0
         for negatives in (hardest.max(dim=1).values[rows], hardest.max(dim=0).values[columns])
     ).bool()
     torch.testing.assert_close(average(**call), mined[kept].mean())
@@ -165,9 +166,9 @@ def test_cir_lin_is_circle_loss_on_one_triplet_per_anchor():
 
 def test_defaults():
     loss = GOALLoss()
-    assert (loss.triplet_weight, loss.pair_weight) == ("cir", "sig_ms")
+    assert (loss.triplet_weight, loss.pair_weight) == ("nca", "con")
     numbers = ("margin", "tau", "offset", "alpha", "beta", "lam", "eps", "warmup_steps")
-    assert [getattr(loss, name) for name in numbers] == [0.2, 10.0, 0.0, 2.0, 10.0, 0.5, 0.1, 0]
+    assert [getattr(loss, name) for name in numbers] == [0.2, 10.0, 0.5, 2.0, 10.0, 0.5, 0.1, 0]
     assert isinstance(loss.reducer, MeanReducer)
     assert set(loss._record_these) == set(numbers) - {"warmup_steps"}
     call = call_with(2)

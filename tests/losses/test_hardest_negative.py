@@ -107,7 +107,7 @@ VARIANTS = {
     "image to text": lambda **kwargs: TripletHNLoss(symmetric=False, **kwargs),
     "goal con": lambda **kwargs: GOALLoss("con", "sig", **kwargs),
     "goal nca": lambda **kwargs: GOALLoss("nca", "lin_ms", **kwargs),
-    "goal cir": GOALLoss,
+    "goal cir": lambda **kwargs: GOALLoss("cir", "sig_ms", **kwargs),
     "goal as circle loss": lambda **kwargs: GOALLoss("cir", "lin", offset=1.0, **kwargs),
 }
 

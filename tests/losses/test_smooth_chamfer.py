@@ -24,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 BASES = {
     "triplet_hn": {"margin": 0.3},
     "unified": {"scale": 10, "margin": 0.1},
-    "goal": {"pair_weight": "sig"},
+    "goal": {"triplet_weight": "cir", "pair_weight": "sig"},
     "vlc": {"scale": 10, "symmetric": False},
 }
 
@@ -221,7 +221,7 @@ def test_plain_embeddings_are_sets_of_one(dtype):
         lambda: losses.ContrastiveLoss(pos_margin=1, neg_margin=0, distance=smooth_chamfer()),
         lambda: losses.NTXentLoss(distance=smooth_chamfer(), reducer=reducers.SumReducer()),
         lambda: UnifiedLoss(scale=7, distance=MILSimilarity(K)),
-        lambda: GOALLoss(alpha=3, distance=smooth_chamfer(normalize_embeddings=False)),
+        lambda: GOALLoss("cir", "sig_ms", alpha=3, distance=smooth_chamfer(normalize_embeddings=False)),
         lambda: losses.TripletMarginLoss(distance=MatchProbability(learnable=False)),
     ],
     ids=["contrastive", "NT-Xent", "unified", "GOAL", "triplet margin"],

@@ -92,7 +92,7 @@ CLOSED_FORMS = {
     ),
 } | {
     f"goal {triplet_kind} {pair_kind}": (
-        create_loss("goal", triplet_weight=triplet_kind, pair_weight=pair_kind),
+        create_loss("goal", triplet_weight=triplet_kind, pair_weight=pair_kind, **reference.DEFAULTS),
         lambda p, n, kinds=(triplet_kind, pair_kind): goal(kinds, p, n),
     )
     for triplet_kind in TRIPLET_WEIGHTS

@@ -41,7 +41,7 @@ class Reference:
     """Has second derivatives, with its own distance."""
 
 
-GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "eps": 0.2}
+GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
 
 # A loss that is not here fails the whole suite.
 REFERENCES = {

@@ -5,6 +5,7 @@ Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrie
 
 import math
 
+# Of the paper; GOALLoss has another offset.
 DEFAULTS = {
     "margin": 0.2,
     "tau": 10.0,

@@ -30,20 +30,52 @@ PAIR_WEIGHTS = ("con", "lin", "sig", "sig_ms", "lin_ms")
 MININGS = ("hardest", "all")
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The weights and options of :func:`goal_loss`, and the one place of their defaults.
+
+    Raises:
+        ValueError: an unknown weight.
+    """
+
+    triplet_weight: str = "nca"
+    pair_weight: str = "con"
+    margin: float = 0.2
+    tau: float = 10.0
+    offset: float = 0.5
+    alpha: float = 2.0
+    beta: float = 10.0
+    lam: float = 0.5
+    eps: float = 0.1
+
+    def __post_init__(self):
+        check_name("triplet_weight", self.triplet_weight, TRIPLET_WEIGHTS)
+        check_name("pair_weight", self.pair_weight, PAIR_WEIGHTS)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a pair is compared with others of the batch."""
+        return self.pair_weight in ("sig_ms", "lin_ms")
+
+    def floor(self, least_positive: Tensor) -> Tensor:
+        """Return above which similarity negatives are chosen to be compared with, 0-D."""
+        return least_positive - self.eps
+
+
 def goal_loss(
     similarities: Tensor,
     positive_mask: Tensor,
     negative_mask: Tensor,
-    triplet_weight: str = "cir",
-    pair_weight: str = "sig_ms",
+    triplet_weight: str = Objective.triplet_weight,
+    pair_weight: str = Objective.pair_weight,
     *,
-    margin: float = 0.2,
-    tau: float = 10.0,
-    offset: float = 0.0,
-    alpha: float = 2.0,
-    beta: float = 10.0,
-    lam: float = 0.5,
-    eps: float = 0.1,
+    margin: float = Objective.margin,
+    tau: float = Objective.tau,
+    offset: float = Objective.offset,
+    alpha: float = Objective.alpha,
+    beta: float = Objective.beta,
+    lam: float = Objective.lam,
+    eps: float = Objective.eps,
     mining: str = "hardest",
     symmetric: bool = True,
     reduction: str = "mean",
@@ -73,6 +105,21 @@ def goal_loss(
     T and P carry no gradient of their own. An anchor without negatives gives 0. Memory is that of a few matrices like
     ``similarities``, for all weights.
 
+    The paper's text and its authors' code (https://github.com/microsoft/VSE_Gradient) differ in three points:
+
+    ===============  =========================  ====================================  ============
+    point            text                       code                                  default here
+    ===============  =========================  ====================================  ============
+    exponent of cir  ``offset=0`` (Eq. 8)       ``offset=0.5``                        0.5
+    T of con         1 if the margin is         1 for every triplet, as with          as the text
+                     violated, else 0 (Eq. 5)   ``margin`` > 2 here
+    tau              not given; Figure 2 is     1 in the loss, 10 in its functions    10
+                     drawn with 10
+    ===============  =========================  ====================================  ============
+
+    The paper has its best results with (cir, sig_ms). By Eq. 8 to the letter, a triplet with both similarities at 0.5,
+    as is common in fine-tuning, has T = 0.007, so hardly anything is learned from it; with ``offset=0.5`` T is 0.5.
+
     Args:
         similarities: (A, C), cosines of anchors x candidates, [-1, 1]. (con, con) and (nca, con) take any similarity.
         positive_mask: (A, C), bool.
@@ -81,7 +128,8 @@ def goal_loss(
         pair_weight: con, lin, sig, sig_ms or lin_ms.
         margin: m of triplet weight con, >= 0.
         tau: inverse temperature of triplet weights nca and cir, > 0.
-        offset: added in the exponent of triplet weight cir: 0 in the paper; 1 is Circle loss with m = 0.
+        offset: added in the exponent of triplet weight cir, 0 in the paper's text and 0.5 in its code; 1 is Circle
+            loss with m = 0.
         alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
         beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
@@ -128,16 +176,16 @@ def goal_triplet_loss(
     anchors: Tensor,
     positives: Tensor,
     negatives: Tensor,
-    triplet_weight: str = "cir",
-    pair_weight: str = "sig_ms",
+    triplet_weight: str = Objective.triplet_weight,
+    pair_weight: str = Objective.pair_weight,
     *,
-    margin: float = 0.2,
-    tau: float = 10.0,
-    offset: float = 0.0,
-    alpha: float = 2.0,
-    beta: float = 10.0,
-    lam: float = 0.5,
-    eps: float = 0.1,
+    margin: float = Objective.margin,
+    tau: float = Objective.tau,
+    offset: float = Objective.offset,
+    alpha: float = Objective.alpha,
+    beta: float = Objective.beta,
+    lam: float = Objective.lam,
+    eps: float = Objective.eps,
 ) -> Tensor:
     """Return :func:`goal_loss` of each given triplet, (number of triplets,).
 
@@ -179,11 +227,11 @@ def goal_triplet_loss(
 def triplet_weight(
     anchor_positive: Tensor,
     anchor_negative: Tensor,
-    kind: str = "cir",
+    kind: str = Objective.triplet_weight,
     *,
-    margin: float = 0.2,
-    tau: float = 10.0,
-    offset: float = 0.0,
+    margin: float = Objective.margin,
+    tau: float = Objective.tau,
+    offset: float = Objective.offset,
 ) -> Tensor:
     r"""Return T, the weight of both gradients of a triplet.
 
@@ -212,11 +260,11 @@ def triplet_weight(
 def triplet_violation(
     anchor_positive: Tensor,
     anchor_negative: Tensor,
-    kind: str = "cir",
+    kind: str = Objective.triplet_weight,
     *,
-    margin: float = 0.2,
-    tau: float = 10.0,
-    offset: float = 0.0,
+    margin: float = Objective.margin,
+    tau: float = Objective.tau,
+    offset: float = Objective.offset,
 ) -> Tensor:
     r"""Return V, the value that :func:`goal_loss` reports for a triplet.
 
@@ -242,11 +290,11 @@ def triplet_violation(
 def pair_weights(
     anchor_positive: Tensor,
     anchor_negative: Tensor,
-    kind: str = "sig_ms",
+    kind: str = Objective.pair_weight,
     *,
-    alpha: float = 2.0,
-    beta: float = 10.0,
-    lam: float = 0.5,
+    alpha: float = Objective.alpha,
+    beta: float = Objective.beta,
+    lam: float = Objective.lam,
     relative_positive: float | Tensor = 0.0,
     relative_negative: float | Tensor = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -307,38 +355,6 @@ def _violation_argument(
     if kind == "nca":
         return tau * (anchor_negative - anchor_positive)
     return tau * (anchor_negative.square() - anchor_positive * (2 - anchor_positive) + offset)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The weights and options of :func:`goal_loss`.
-
-    Raises:
-        ValueError: an unknown weight.
-    """
-
-    triplet_weight: str
-    pair_weight: str
-    margin: float
-    tau: float
-    offset: float
-    alpha: float
-    beta: float
-    lam: float
-    eps: float
-
-    def __post_init__(self):
-        check_name("triplet_weight", self.triplet_weight, TRIPLET_WEIGHTS)
-        check_name("pair_weight", self.pair_weight, PAIR_WEIGHTS)
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether a pair is compared with others of the batch."""
-        return self.pair_weight in ("sig_ms", "lin_ms")
-
-    def floor(self, least_positive: Tensor) -> Tensor:
-        """Return above which similarity negatives are chosen to be compared with, 0-D."""
-        return least_positive - self.eps
 
 
 class NegativeStatistics(NamedTuple):

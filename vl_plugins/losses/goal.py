@@ -9,6 +9,7 @@ from vl_plugins.errors import check_name
 from vl_plugins.functional.goal import (
     PAIR_WEIGHTS,
     TRIPLET_WEIGHTS,
+    Objective,
     goal_loss,
     goal_triplet_loss,
     triplet_violation,
@@ -20,19 +21,21 @@ __all__ = ["GOALLoss"]
 
 
 class GOALLoss(HardestNegativeLoss):
-    """GOAL: a gradient made of one of 3 triplet weights and one of 5 pair weights, for the hardest negatives.
+    """GOAL: a triplet weight times a pair weight as gradient; in fine-tuning (nca, con) gained, (cir, sig_ms) lost.
 
-    See :func:`vl_plugins.functional.goal_loss` for the formulas and for which combination is which known loss, and
-    :class:`~vl_plugins.losses.base.PairLoss` for how to call it. With triplets as ``indices_tuple`` each given triplet
-    counts, and no negative is searched. The value is how far the triplets are from being right, not the integral of the
-    gradient; ``AvgNonZeroReducer`` keeps those with a triplet weight > 0.
+    There are 3 triplet weights and 5 pair weights; negatives are the hardest. :func:`vl_plugins.functional.goal_loss`
+    has the formulas, which combination is which known loss, and where the paper's text and its authors' code differ.
+    See :class:`~vl_plugins.losses.base.PairLoss` for how to call it. With triplets as ``indices_tuple`` each given
+    triplet counts, and no negative is searched. The value is how far the triplets are from being right, not the
+    integral of the gradient; ``AvgNonZeroReducer`` keeps those with a triplet weight > 0.
 
     Args:
         triplet_weight: con, nca or cir.
         pair_weight: con, lin, sig, sig_ms or lin_ms.
         margin: m of triplet weight con, >= 0.
         tau: inverse temperature of triplet weights nca and cir, > 0.
-        offset: added in the exponent of triplet weight cir: 0 in the paper; 1 is Circle loss with m = 0.
+        offset: added in the exponent of triplet weight cir, 0 in the paper's text and 0.5 in its code; 1 is Circle
+            loss with m = 0.
         alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
         beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
@@ -60,15 +63,15 @@ class GOALLoss(HardestNegativeLoss):
 
     def __init__(
         self,
-        triplet_weight: str = "cir",
-        pair_weight: str = "sig_ms",
-        margin: float = 0.2,
-        tau: float = 10.0,
-        offset: float = 0.0,
-        alpha: float = 2.0,
-        beta: float = 10.0,
-        lam: float = 0.5,
-        eps: float = 0.1,
+        triplet_weight: str = Objective.triplet_weight,
+        pair_weight: str = Objective.pair_weight,
+        margin: float = Objective.margin,
+        tau: float = Objective.tau,
+        offset: float = Objective.offset,
+        alpha: float = Objective.alpha,
+        beta: float = Objective.beta,
+        lam: float = Objective.lam,
+        eps: float = Objective.eps,
         **kwargs,
     ):
         super().__init__(margin=margin, **kwargs)

@@ -33,7 +33,7 @@ CASES = {
     "triplet_hn, warm-up": options("triplet_hn", margin=0.3, warmup_steps=10**6),
     "triplet_sh": options("triplet_sh", margin=0.3),
     "goal, nca and sig": options("goal", triplet_weight="nca", pair_weight="sig"),
-    "goal, cir and sig_ms": options("goal"),
+    "goal, cir and sig_ms": options("goal", triplet_weight="cir", pair_weight="sig_ms"),
     "goal, con and lin_ms": options("goal", triplet_weight="con", pair_weight="lin_ms"),
     "unified of a miner": options("unified", scale=20, miner="MultiSimilarityMiner"),
     "triplet_hn, AvgNonZeroReducer": options("triplet_hn", margin=0.1, reducer="AvgNonZeroReducer"),
@@ -50,7 +50,7 @@ RINGS = {
     "vlc, scale=learned, ring": options("vlc", scale="learned", exchange="ring"),
     "triplet_hn, ring": options("triplet_hn", margin=0.3, exchange="ring"),
     "goal, nca and sig, ring": options("goal", triplet_weight="nca", pair_weight="sig", exchange="ring"),
-    "goal, cir and sig_ms, ring": options("goal", exchange="ring"),
+    "goal, cir and sig_ms, ring": options("goal", triplet_weight="cir", pair_weight="sig_ms", exchange="ring"),
     "goal, con and lin_ms, ring": options("goal", triplet_weight="con", pair_weight="lin_ms", exchange="ring"),
     "unified, image to text only, ring": options("unified", scale=20, symmetric=False, exchange="ring"),
 }

@@ -26,7 +26,7 @@ OPTIONS = {
     "vlc": {"scale": 20},
     "triplet_hn": {"margin": 0.3},
     "triplet_sh": {"margin": 0.3},
-    "goal": {"pair_weight": "sig"},
+    "goal": {"triplet_weight": "cir", "pair_weight": "sig"},
 }
 
 
@@ -329,20 +329,23 @@ def test_a_loss_with_parameters_is_refused(monkeypatch):
 )
 @pytest.mark.parametrize("name", ["triplet_hn", "goal"])
 def test_warm_up_counts_training_steps(name, fields, arguments, calls, accum_freq):
-    if name == "goal" and arguments:
-        calls = 1  # sig_ms compares pairs with those of the other process
-    options = PluginOptions(loss=name, loss_kwargs={"warmup_steps": 5}, **fields)
+    weights = {}
+    if name == "goal":
+        weights = {"triplet_weight": "cir", "pair_weight": "sig_ms"}
+        if arguments:
+            calls = 1  # sig_ms compares pairs with those of the other process
+    options = PluginOptions(loss=name, loss_kwargs={"warmup_steps": 5, **weights}, **fields)
     two_towers = build_loss(options, accum_freq=accum_freq, **arguments)
     two_towers.continue_after(3)
     loss = two_towers.loss
     assert (loss.calls_per_step, loss.training_calls) == (calls * accum_freq, 3 * calls * accum_freq)
-    one_way = build_loss(PluginOptions(loss=name, loss_kwargs={"symmetric": False}, **fields), **arguments)
+    one_way = build_loss(PluginOptions(loss=name, loss_kwargs={"symmetric": False, **weights}, **fields), **arguments)
     assert one_way.loss.calls_per_step == 1
     if arguments:
         return
     outputs = Towers()(*batch())
     values = torch.stack([two_towers(**outputs) for _ in range(3 * accum_freq)])
-    mined = build_loss(PluginOptions(loss=name, **fields))(**outputs)
+    mined = build_loss(PluginOptions(loss=name, loss_kwargs=weights, **fields))(**outputs)
     assert values[0] > mined + 0.1
     assert torch.equal(values, torch.stack([values[0]] * 2 * accum_freq + [mined] * accum_freq))
 
