@@ -8,12 +8,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from open_clip_train.data import DataInfo, get_dataset_size
 from open_clip_train.distributed import is_master, world_info_from_env
-from torch.utils.data import DataLoader
 
 from vl_plugins.data.reader import (
+    batch_loader,
     check_first_sample,
     evaluation_pipeline,
     expand_shards,
@@ -192,24 +191,16 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
 def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
     batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
     num_samples = len(batches) * args.batch_size * args.world_size
-    loader = _loader(batches, args.workers)
+    loader = batch_loader(batches, args.workers)
     loader = RememberingLoader(loader, len(batches), num_samples, args.accum_freq, host.adapter().as_batch)
     return DataInfo(loader, shared_epoch=batches.epoch)
 
 
 def _validation_data(args, transform, tokenizer) -> AllCaptions:
-    dataloader = _loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
+    dataloader = batch_loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
     dataloader.num_samples = read_shard_info(args.val_data).num_samples
     dataloader.num_batches = math.ceil(dataloader.num_samples / args.batch_size)
     return AllCaptions(dataloader)
-
-
-def _loader(batches, workers: int) -> DataLoader:
-    # A generator of its own, because workers that persist take a number from it in the first epoch only.
-    generator = torch.Generator()
-    return DataLoader(
-        batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0, generator=generator
-    )
 
 
 def _processes() -> int:

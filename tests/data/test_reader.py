@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections import Counter
 from itertools import pairwise
+from operator import lt
 from pathlib import Path
 
 import fsspec
@@ -265,6 +266,19 @@ class TestTraining:
         assert images != sorted(images)
         neighbours = sum(abs(one - other) == 1 for one, other in pairwise(images))
         assert neighbours < 8
+
+    def test_the_shuffle_buffer_fills_while_samples_are_drawn(self, tmp_path):
+        """One of 100 starts with 5 samples and takes 3 for each sample drawn: the first batch need not wait for all."""
+        shards = write_numbered(tmp_path, [1] * 240, samples_per_shard=240)
+        reader = training_pipeline(shards, transform, tokenizer, 1, shuffle_buffer=100, with_labels=True)
+        labels = [label.item() for _, _, label in reader]
+        assert sorted(labels) == list(range(240))
+        # An epoch begins anywhere in the shard.
+        ahead = [[(label - start) % 240 - drawn for drawn, label in enumerate(labels)] for start in range(240)]
+        read = [min(5 + 2 * drawn, 100) for drawn in range(240)]
+        orders = [found for found in ahead if all(map(lt, found, read))]
+        assert orders
+        assert max(orders[0]) > 90
 
     def test_the_caption_depends_on_seed_epoch_and_image_only(self, shards):
         def captions(seed=0, epoch=0, workers=0, batch_size=4, **options):

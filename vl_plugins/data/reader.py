@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from vl_plugins.data.batching import DistinctBatches, Sample
 from vl_plugins.data.captions import normalise_caption
@@ -34,6 +34,7 @@ __all__ = [
     "ShardInfo",
     "SharedEpoch",
     "TrainingPipeline",
+    "batch_loader",
     "check_first_sample",
     "evaluation_pipeline",
     "expand_shards",
@@ -274,7 +275,8 @@ def training_pipeline(
             them, and for URLs that webdataset opens with a program, such as ``https://``. Those are read whole, each by
             one worker of one process, so there must be one for each process; a worker whose shards end early repeats
             them, and one whose shards are larger leaves a part out.
-        shuffle_buffer: number of samples held by each worker to draw the next one from. At most as many again, or
+        shuffle_buffer: number of samples held by each worker to draw the next one from. The first is drawn when a
+            twentieth of them has been read; the rest follows, two for each one drawn. At most as many again, or
             ``batch_size`` if that is more, wait for a batch without their captions. All of them are encoded images, or
             array files, which take more: 36 regions of 2,048 float32 are 0.3 MB.
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
@@ -499,11 +501,10 @@ class TrainingPipeline(IterableDataset):
         return _Share(_section(ring, mine, others), reserve, stop - first)
 
     def _passes(self, share: "_Share", epoch: int, rng: random.Random, on_error: OnError) -> Iterator[Iterator[Sample]]:
-        webdataset = require("webdataset", extra="data")
-        shuffle = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 5, rng=rng)
         slices = share.slices
         while True:
-            samples = _parse(shuffle(_read(slices, self.inputs, on_error)), self.inputs, on_error)
+            shuffled = _shuffled(_read(slices, self.inputs, on_error), self.shuffle_buffer, rng)
+            samples = _parse(shuffled, self.inputs, on_error)
             yield (sample._replace(shown=self._choose(sample.key, sample.captions, epoch)) for sample in samples)
             slices = share.reserve
 
@@ -577,6 +578,25 @@ class EvaluationPipeline(IterableDataset):
             yield images, texts, image_of_caption, number * self.batch_size + positions
 
 
+def batch_loader(batches: IterableDataset, workers: int) -> DataLoader:
+    """Return a loader of a reader's batches, whose processes serve all epochs.
+
+    It leaves torch's random numbers alone, so those of a training do not depend on where it started: a loader draws one
+    whenever it starts processes, or reads in none.
+
+    Args:
+        batches: a reader of :func:`training_pipeline` or :func:`evaluation_pipeline`.
+        workers: number of loader processes; 0 reads in this one.
+    """
+    return DataLoader(
+        batches,
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),
+    )
+
+
 class _Slice(NamedTuple):
     """Samples ``start`` to ``stop`` of a shard whose first sample has the position ``offset``; None is its end."""
 
@@ -619,6 +639,20 @@ def _section(ring: list[_Slice], start: int, stop: int) -> list[_Slice]:
             section.append(part._replace(start=lower, stop=upper))
         begin += part.stop
     return section
+
+
+def _shuffled(samples: Iterator[dict[str, Any]], size: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield samples in random order, drawn from a buffer that fills while it is drawn from.
+
+    The first batch of an epoch waits for the first fill, so it is small: a twentieth. Three samples in for each one out
+    make up for that. webdataset's ``shuffle`` takes two, and batches would be mixed less well for longer.
+    """
+    buffer = list(islice(samples, max(size // 20, 1)))
+    while buffer:
+        drawn = rng.randrange(len(buffer))
+        buffer[drawn], buffer[-1] = buffer[-1], buffer[drawn]
+        yield buffer.pop()
+        buffer.extend(islice(samples, min(3, size - len(buffer))))
 
 
 def _read(slices: Iterable[_Slice], inputs: str, on_error: OnError) -> Iterator[dict[str, Any]]:
