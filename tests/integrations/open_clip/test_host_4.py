@@ -144,6 +144,26 @@ def test_a_checkpoint_that_is_cut_off_is_named(folder, data, train, capfd):
     assert saved["loss"]["description"].startswith("unified(")
 
 
+@pytest.mark.parametrize(
+    ("version", "flags", "remedy"),
+    [
+        ("3", [], "the open_clip version and flags that wrote it, or begin a new run from its weights: --pretrained {file}"),
+        ("4", ["--head", "linear", "--head-kwargs", "dim=24"], "the open_clip version and flags that wrote it"),
+    ],
+    ids=["latest", "file-with-heads"],
+)
+def test_a_checkpoint_of_another_optimizer_is_named(version, flags, remedy, folder, data, train, capfd):
+    """Versions exempt different parameters from weight decay; here, one tower has none to train."""
+    train(version, "--loss", "unified", *flags)
+    file = f"logs/{version}/checkpoints/epoch_1.pt"
+    again = ["--resume", "latest", "--name", "3"] if version == "3" else ["--resume", file, "--name", "other"]
+    with VERSIONS[version]():
+        assert launcher.main([*SHORT, *data, "--loss", "unified", *flags, "--lock-image", "--epochs", "2", *again]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"vl_plugins: error: --resume {file}: its optimizer state does not fit")
+    assert line.endswith(f"; resume it with {remedy.format(file=file)}")
+
+
 def test_compiled_task_without_the_loss(folder, train, monkeypatch):
     compiling = []
     labels_of = TwoTowerLoss._labels_of
