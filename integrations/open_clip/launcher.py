@@ -219,9 +219,7 @@ def _checked_loss(options: PluginOptions):
         raise UserError(f"--loss {options.loss}: {error}") from error
 
 
-def _parse_args(
-    argv: Sequence[str], *, recorded: Mapping[str, Any], training, host_parse_args: Callable
-) -> Namespace:
+def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], training, host_parse_args: Callable) -> Namespace:
     """Add our options to open_clip's, which writes all of them to params.txt and wandb."""
     training.args = Namespace(**vars(host_parse_args(argv)), **recorded)
     return training.args

@@ -93,8 +93,8 @@ def unfit_optimizer_named(training: Training, *, has_heads: bool) -> Iterator[No
         # open_clip's --pretrained takes no heads.
         weights = "" if has_heads else f", or begin a new run from its weights: --pretrained {file}"
         raise UserError(
-            f"--resume {file}: its optimizer state does not fit the parameters that open_clip "
-            f"{open_clip.__version__} trains here; resume it with the open_clip version and flags that wrote it{weights}"
+            f"--resume {file}: its optimizer state does not fit the parameters that open_clip {open_clip.__version__} "
+            f"trains here; resume it with the open_clip version and flags that wrote it{weights}"
         ) from error
 
 

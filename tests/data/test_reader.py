@@ -434,6 +434,23 @@ class TestTrainingWithoutSizes:
         assert torch.equal(images, torch.full((4, 3, 4, 4), 200))
         assert sorted(texts.tolist()) == [[index, 7] for index in range(4)]
 
+    def test_pictures_with_too_many_pixels_are_left_out(self, tmp_path, caplog):
+        shard = str(tmp_path / "x.tar")
+        with webdataset.TarWriter(shard) as tar:
+            for width in (4, 5, 6, 5):
+                stream = io.BytesIO()
+                Image.new("RGB", (width, 4)).save(stream, format="PNG")
+                # Without pixels: a header is all that is read of a picture that is too large.
+                content = stream.getvalue() if width < 6 else stream.getvalue()[:45]
+                tar.write({"__key__": f"{width}-{tar.tarstream.offset}", "png": content, "txt": "0/0"})
+        options = {"num_samples": 3, "max_image_pixels": 20, "allow_duplicate_captions": True}
+        widths = [batch[0].shape[3] for batch in training_pipeline(shard, transform, tokenizer, 1, **options)]
+        assert sorted(widths) == [4, 5, 5]
+        (warning,) = caplog.messages
+        assert "6 x 4 pixels are more than max_image_pixels 20" in warning
+        with pytest.raises(UserError, match=r"cannot read sample 6-\d+ of .*6 x 4 pixels are more than"):
+            list(training_pipeline(shard, transform, tokenizer, 1, **options, on_error="raise"))
+
 
 class TestRemoteShards:
     """Behind a URL that fsspec opens; what is in memory stands for what is in a bucket."""

@@ -222,6 +222,7 @@ def training_pipeline(
     shuffle_buffer: int = 5000,
     with_labels: bool = False,
     with_keys: bool = False,
+    max_image_pixels: int | None = None,
     allow_duplicate_captions: bool = False,
     on_error: str = "skip",
     rank: int | None = None,
@@ -283,6 +284,7 @@ def training_pipeline(
             itself and keeps in every epoch: its position in ``shards`` when their sizes are known. Repeat it for
             the captions: ``labels.repeat_interleave(k)``.
         with_keys: whether batches end with a list of the keys of the images.
+        max_image_pixels: a picture with more of them, by its header, counts as one that cannot be read.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
         on_error: ``"skip"`` leaves out what cannot be read; ``"raise"`` stops at it while iterating.
         rank: number of this process; by default from the environment or ``torch.distributed``.
@@ -352,6 +354,7 @@ def training_pipeline(
         shuffle_buffer=shuffle_buffer,
         with_labels=with_labels,
         with_keys=with_keys,
+        max_image_pixels=max_image_pixels,
         allow_duplicate_captions=allow_duplicate_captions,
         on_error=on_error,
         rank=rank,
@@ -431,6 +434,7 @@ class TrainingPipeline(IterableDataset):
     shuffle_buffer: int
     with_labels: bool
     with_keys: bool
+    max_image_pixels: int | None
     allow_duplicate_captions: bool
     on_error: str
     rank: int
@@ -523,7 +527,7 @@ class TrainingPipeline(IterableDataset):
         return self._choose(sample.key, captions, epoch) if captions else None
 
     def _prepare(self, sample: Sample, epoch: int, on_error: OnError) -> tuple[Tensor, Sample] | None:
-        image = _decode(sample, self.inputs, on_error)
+        image = _decode(sample, self.inputs, on_error, self.max_image_pixels)
         if image is None:
             return None
         with seeded(self.seed, epoch, sample.key):
@@ -683,10 +687,12 @@ def _parse(samples: Iterable[dict[str, Any]], inputs: str, on_error: OnError) ->
             yield Sample(key, sample["__position__"], captions, captions, image, url)
 
 
-def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
+def _decode(sample: Sample, inputs: str, on_error: OnError, max_image_pixels: int | None = None) -> Any:
     """Return an RGB image, or an array (N, W), or None after an error that is skipped."""
     try:
-        return decode_features(sample.image) if inputs == "features" else _decode_picture(sample.image)
+        if inputs == "features":
+            return decode_features(sample.image)
+        return _decode_picture(sample.image, max_image_pixels)
     except MissingExtraError:
         raise
     # Decoders of damaged files raise nearly anything.
@@ -695,8 +701,10 @@ def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
         return None
 
 
-def _decode_picture(data: bytes) -> Any:
+def _decode_picture(data: bytes, max_pixels: int | None) -> Any:
     image = require("PIL.Image", extra="data").open(io.BytesIO(data))
+    if max_pixels is not None and image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width} x {image.height} pixels are more than max_image_pixels {max_pixels}")
     image.load()
     return image if image.mode == "RGB" else image.convert("RGB")
 
