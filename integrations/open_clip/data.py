@@ -3,17 +3,17 @@
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-import torch
 from open_clip_train.data import DataInfo, get_dataset_size
 from open_clip_train.distributed import is_master, world_info_from_env
-from torch.utils.data import DataLoader
 
 from vl_plugins.data.reader import (
+    batch_loader,
     check_first_sample,
     evaluation_pipeline,
     read_shard_info,
@@ -28,7 +28,69 @@ from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_la
 from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
 from vl_plugins.randomness import derived_seed, seed_everything
 
-__all__ = ["AllCaptions", "Reader", "choose_reader", "get_data"]
+__all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data"]
+
+# What our reader does about the flags that open_clip's data modules read, by name.
+
+FOLLOWED = frozenset(
+    {
+        "batch_size",
+        "dataset_resampled",  # by open_clip's reader
+        "dataset_type",
+        "max_image_pixels",  # in training; validation needs every image of the split
+        "seed",
+        "train_data",
+        "train_num_samples",
+        "val_data",
+        "workers",
+    }
+)
+
+_CAPTIONS = "takes captions from the list 'captions' in json, or else from txt"
+_PADDING = "pads all captions to the same length"
+
+REFUSED = MappingProxyType(
+    {
+        "bucket_chunk": _PADDING,
+        "bucket_pool": _PADDING,
+        "bucket_prefetch_pools": _PADDING,
+        "image_key": "takes images from jpg, jpeg, png or webp",
+        "json_text_key": _CAPTIONS,
+        "json_text_key_probs": _CAPTIONS,
+        "length_bucketing": _PADDING,
+        "text_key": _CAPTIONS,
+        "text_pad_multiple": _PADDING,
+        "train_data_upsampling_factors": "reads every image once in an epoch",
+    }
+)
+"""What our reader does instead; another value than the default raises an error."""
+
+TRAINING_ONLY = frozenset(
+    {"bucket_chunk", "bucket_pool", "bucket_prefetch_pools", "length_bucketing", "train_data_upsampling_factors"}
+)
+
+# Of other data, or of no consequence for what is read.
+UNRELATED = frozenset(
+    {
+        "audio_ext",
+        "audio_multiprocessing_context",
+        "csv_caption_key",
+        "csv_img_key",
+        "csv_separator",
+        "imagenet_v2",
+        "imagenet_val",
+        "naflex_batch_divisor",
+        "naflex_max_tokens_per_batch",
+        "naflex_num_train_image_tokens",
+        "naflex_pad_multiple",
+        "naflex_patch_size_probs",
+        "naflex_patch_sizes",
+        "naflex_seq_len_probs",
+        "naflex_seq_lens",
+        "use_naflex",  # a flag of ours with it raises an error
+        "val_num_samples",
+    }
+)
 
 
 class AllCaptions(DataInfo):
@@ -68,13 +130,15 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
 
     Raises:
         UserError: a shard does not exist, the number of samples is not known, there are too few shards for open_clip's
-            reader or it cannot open them, or a flag of ours is given where it cannot be followed.
+            reader or it cannot open them, a flag of ours is given where it cannot be followed, or a flag of open_clip's
+            reader where ours reads.
     """
     reader = _choose_training_reader(options, args)
     if is_shards(args.val_data, args.dataset_type):
         shards = expand_shards(args.val_data)
         asked = options.captions_per_image is not None or options.loss is not None
         if asked and read_shard_info(shards) is not None:
+            _check_flags_of_host_reader(args, "--val-data", REFUSED.keys() - TRAINING_ONLY)
             return replace(reader, validation=True)
         _check_host_can_open("--val-data", shards)
     return reader
@@ -89,6 +153,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
         if requested is not None or (
             options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
         ):
+            _check_flags_of_host_reader(args, "--train-data", REFUSED.keys())
             check_first_sample(shards[0])
             reader = Reader(
                 captions_per_image=requested or "random",
@@ -183,6 +248,7 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
         seed=args.seed,
         epoch=epoch,
         num_samples=args.train_num_samples,
+        max_image_pixels=getattr(args, "max_image_pixels", 0) or None,  # a flag of 4.x
         allow_duplicate_captions=reader.allow_duplicate_captions,
         same_group=reader.same_group,
         on_error=reader.on_read_error,
@@ -196,24 +262,16 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
 def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
     batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
     num_samples = len(batches) * args.batch_size * args.world_size
-    loader = _loader(batches, args.workers)
+    loader = batch_loader(batches, args.workers)
     loader = RememberingLoader(loader, len(batches), num_samples, args.accum_freq, host.adapter().as_batch)
     return DataInfo(loader, shared_epoch=batches.epoch)
 
 
 def _validation_data(args, transform, tokenizer) -> AllCaptions:
-    dataloader = _loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
+    dataloader = batch_loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
     dataloader.num_samples = read_shard_info(args.val_data).num_samples
     dataloader.num_batches = math.ceil(dataloader.num_samples / args.batch_size)
     return AllCaptions(dataloader)
-
-
-def _loader(batches, workers: int) -> DataLoader:
-    # A generator of its own, because workers that persist take a number from it in the first epoch only.
-    generator = torch.Generator()
-    return DataLoader(
-        batches, batch_size=None, num_workers=workers, persistent_workers=workers > 0, generator=generator
-    )
 
 
 def _processes() -> int:
@@ -244,6 +302,17 @@ def _check_for_host_reader(args: Namespace) -> None:
             f"{num_shards} shards are too few for --workers {args.workers} in {processes} processes: "
             f"give --workers {num_shards // processes} or --dataset-resampled, or write more and smaller shards"
         )
+
+
+def _check_flags_of_host_reader(args: Namespace, split: str, names: Collection[str]) -> None:
+    parser = host.parser()
+    for name in sorted(names):
+        default = parser.get_default(name)
+        if getattr(args, name, default) != default:
+            raise UserError(
+                f"--{name.replace('_', '-')} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
+                f"{REFUSED[name]}; leave the flag out"
+            )
 
 
 def _warn_of_long_warmup(args: Namespace, steps: int) -> None:

@@ -100,7 +100,9 @@ def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[st
     on_nan = options.on_nan or (None if loss is None else "stop")
     recorded = {**asdict(options), "captions_per_image": reader.captions_per_image, "on_nan": on_nan}
     replacements = {
-        "parse_args": functools.partial(_parse_args, recorded=recorded, host_parse_args=of_host.parse_args),
+        "parse_args": functools.partial(
+            _parse_args, recorded=recorded, training=training, host_parse_args=of_host.parse_args
+        ),
         "pt_load": functools.partial(resuming.read_checkpoint, training=training),
         "get_latest_checkpoint": functools.partial(
             resuming.latest_checkpoint, host_latest=of_host.get_latest_checkpoint
@@ -128,6 +130,7 @@ def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[st
         host.patched(replacements) as trainer,
         host.data_parallel_on_cpu(),
         resuming.complete_checkpoints(training),
+        resuming.unfit_optimizer_named(training, has_heads=options.head is not None),
     ):
         status = trainer.main(list(host_argv))
     return 2 if status else 0
@@ -226,9 +229,10 @@ def _checked_loss(options: PluginOptions):
         raise UserError(f"--loss {options.loss}: {error}") from error
 
 
-def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], host_parse_args: Callable) -> Namespace:
+def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], training, host_parse_args: Callable) -> Namespace:
     """Add our options to open_clip's, which writes all of them to params.txt and wandb."""
-    return Namespace(**vars(host_parse_args(argv)), **recorded)
+    training.args = Namespace(**vars(host_parse_args(argv)), **recorded)
+    return training.args
 
 
 def _create_model(model: str, *args, options: PluginOptions, loss, host_create: Callable, **kwargs):

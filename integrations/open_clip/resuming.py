@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import fsspec
+import open_clip
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ __all__ = [
     "read_checkpoint",
     "restore_loss",
     "state_of_loss",
+    "unfit_optimizer_named",
 ]
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,29 @@ def complete_checkpoints(training: Training) -> Iterator[None]:
 
     with mock.patch.object(torch, "save", save):
         yield
+
+
+@contextlib.contextmanager
+def unfit_optimizer_named(training: Training, *, has_heads: bool) -> Iterator[None]:
+    """Name the checkpoint where its optimizer state does not fit the parameters that are trained.
+
+    The parameter groups depend on open_clip's version, and on flags such as ``--lock-image``.
+
+    Raises:
+        UserError: torch's ``load_state_dict`` found other groups than those of the optimizer.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("loaded state dict"):
+            raise
+        file = training.args.resume
+        # open_clip's --pretrained takes no heads.
+        weights = "" if has_heads else f", or begin a new run from its weights: --pretrained {file}"
+        raise UserError(
+            f"--resume {file}: its optimizer state does not fit the parameters that open_clip {open_clip.__version__} "
+            f"trains here; resume it with the open_clip version and flags that wrote it{weights}"
+        ) from error
 
 
 def read_checkpoint(file: str, map_location: Any = None, *, training: Training) -> dict[str, Any]:

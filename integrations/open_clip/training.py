@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Training:
     Attributes:
         repeats: each epoch begins its random numbers anew, so that a resumed training is the same.
         continues: it goes on where an earlier run of its name was.
+        args: all options, in the trainer's own object; it puts the file in the place of ``--resume latest``.
         steps_before: of training, that the model has been through when it starts or goes on.
         loader: of the training split, where our reader reads it.
         saved: what the checkpoint that it starts from holds beside what open_clip keeps.
@@ -70,6 +72,7 @@ class Training:
 
     repeats: bool = False
     continues: bool = False
+    args: Namespace | None = None
     steps_before: int = 0
     loader: RememberingLoader | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)

@@ -8,9 +8,8 @@ import torch
 from pytorch_metric_learning.trainers import BaseTrainer, MetricLossOnly, TwoStreamMetricLoss
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from vl_plugins.data.reader import TrainingPipeline
+from vl_plugins.data.reader import TrainingPipeline, batch_loader
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoInputs, embeddings_and_slots
 from vl_plugins.losses.cross_modal import check_takes_references, cross_modal_loss
@@ -33,14 +32,18 @@ class TakesShards(BaseTrainer):
     def train(self, start_epoch: int = 1, num_epochs: int = 1) -> None:
         """Train the epochs ``start_epoch`` to ``num_epochs``."""
         self._start_epoch = start_epoch
-        super().train(start_epoch, num_epochs)
+        try:
+            super().train(start_epoch, num_epochs)
+        finally:
+            # Loader processes end with the last reference to their loader.
+            self.dataloader = self.dataloader_iter = None
 
     def initialize_dataloader(self) -> None:
         if not isinstance(self.dataset, TrainingPipeline):
             super().initialize_dataloader()
             return
-        # Workers are new in each epoch: those that persist would have random numbers that no later start can repeat.
-        self.dataloader = DataLoader(self.dataset, batch_size=None, num_workers=self.dataloader_num_workers)
+        # Its processes may serve all epochs: what they do follows from the seed and the epoch alone.
+        self.dataloader = batch_loader(self.dataset, self.dataloader_num_workers)
         self.iterations_per_epoch = self.iterations_per_epoch or len(self.dataset)
         self.dataloader_iter = self._batches((self._start_epoch - 1) * self.iterations_per_epoch)
 

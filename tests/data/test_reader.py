@@ -8,6 +8,7 @@ import tarfile
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from operator import lt
 from pathlib import Path
 
 import fsspec
@@ -281,6 +282,19 @@ class TestTraining:
         neighbours = sum(abs(one - other) == 1 for one, other in pairwise(images))
         assert neighbours < 8
 
+    def test_the_shuffle_buffer_fills_while_samples_are_drawn(self, tmp_path):
+        """One of 100 starts with 5 samples and takes 3 for each sample drawn: the first batch need not wait for all."""
+        shards = write_numbered(tmp_path, [1] * 240, samples_per_shard=240)
+        reader = training_pipeline(shards, transform, tokenizer, 1, shuffle_buffer=100, with_labels=True)
+        labels = [label.item() for _, _, label in reader]
+        assert sorted(labels) == list(range(240))
+        # An epoch begins anywhere in the shard.
+        ahead = [[(label - start) % 240 - drawn for drawn, label in enumerate(labels)] for start in range(240)]
+        read = [min(5 + 2 * drawn, 100) for drawn in range(240)]
+        orders = [found for found in ahead if all(map(lt, found, read))]
+        assert orders
+        assert max(orders[0]) > 90
+
     def test_the_caption_depends_on_seed_epoch_and_image_only(self, shards):
         def captions(seed=0, epoch=0, workers=0, batch_size=4, **options):
             reader = training_pipeline(shards, transform, tokenizer, batch_size, seed=seed, epoch=epoch, **options)
@@ -434,6 +448,23 @@ class TestTrainingWithoutSizes:
         ((images, texts),) = training_pipeline(f"{tmp_path}/x.tar", transform, tokenizer, 4, num_samples=4)
         assert torch.equal(images, torch.full((4, 3, 4, 4), 200))
         assert sorted(texts.tolist()) == [[index, 7] for index in range(4)]
+
+    def test_pictures_with_too_many_pixels_are_left_out(self, tmp_path, caplog):
+        shard = str(tmp_path / "x.tar")
+        with webdataset.TarWriter(shard) as tar:
+            for width in (4, 5, 6, 5):
+                stream = io.BytesIO()
+                Image.new("RGB", (width, 4)).save(stream, format="PNG")
+                # Without pixels: a header is all that is read of a picture that is too large.
+                content = stream.getvalue() if width < 6 else stream.getvalue()[:45]
+                tar.write({"__key__": f"{width}-{tar.tarstream.offset}", "png": content, "txt": "0/0"})
+        options = {"num_samples": 3, "max_image_pixels": 20, "allow_duplicate_captions": True}
+        widths = [batch[0].shape[3] for batch in training_pipeline(shard, transform, tokenizer, 1, **options)]
+        assert sorted(widths) == [4, 5, 5]
+        (warning,) = caplog.messages
+        assert "6 x 4 pixels are more than max_image_pixels 20" in warning
+        with pytest.raises(UserError, match=r"cannot read sample 6-\d+ of .*6 x 4 pixels are more than"):
+            list(training_pipeline(shard, transform, tokenizer, 1, **options, on_error="raise"))
 
 
 class TestRemoteShards:

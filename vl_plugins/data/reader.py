@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from vl_plugins.data.batching import REMEDIES, SAME_GROUP, DistinctBatches, Group, Sample
 from vl_plugins.data.captions import normalise_caption, parse_captions_per_image
@@ -42,6 +42,7 @@ __all__ = [
     "ShardInfo",
     "SharedEpoch",
     "TrainingPipeline",
+    "batch_loader",
     "check_first_sample",
     "evaluation_pipeline",
     "read_captions",
@@ -171,6 +172,7 @@ def training_pipeline(
     shuffle_buffer: int = 5000,
     with_labels: bool = False,
     with_keys: bool = False,
+    max_image_pixels: int | None = None,
     allow_duplicate_captions: bool = False,
     same_group: str = "apart",
     on_error: str = "skip",
@@ -228,7 +230,8 @@ def training_pipeline(
             them, and for URLs that webdataset opens with a program, such as ``https://``. Those are read whole, each by
             one worker of one process, so there must be one for each process; a worker whose shards end early repeats
             them, and one whose shards are larger leaves a part out.
-        shuffle_buffer: number of samples held by each worker to draw the next one from. At most as many again, or
+        shuffle_buffer: number of samples held by each worker to draw the next one from. The first is drawn when a
+            twentieth of them has been read; the rest follows, two for each one drawn. At most as many again, or
             ``batch_size`` if that is more, wait for a batch without their captions. All of them are encoded images, or
             array files, which take more: 36 regions of 2,048 float32 are 0.3 MB.
         with_labels: whether batches are ``images, texts, labels (B,)``, with an int64 label that every image has for
@@ -236,6 +239,7 @@ def training_pipeline(
             the captions: ``labels.repeat_interleave(k)``. With ``same_group="positive"`` images of one group have a
             label together: a negative number, 63 bits of a hash of data set and group.
         with_keys: whether batches end with a list of the keys of the images.
+        max_image_pixels: a picture with more of them, by its header, counts as one that cannot be read.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
         same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` takes them for positives
             of each other.
@@ -318,6 +322,7 @@ def training_pipeline(
         shuffle_buffer=shuffle_buffer,
         with_labels=with_labels,
         with_keys=with_keys,
+        max_image_pixels=max_image_pixels,
         allow_duplicate_captions=allow_duplicate_captions,
         same_group=same_group,
         on_error=on_error,
@@ -398,6 +403,7 @@ class TrainingPipeline(IterableDataset):
     shuffle_buffer: int
     with_labels: bool
     with_keys: bool
+    max_image_pixels: int | None
     allow_duplicate_captions: bool
     same_group: str
     on_error: str
@@ -471,11 +477,10 @@ class TrainingPipeline(IterableDataset):
         return _Share(_section(ring, mine, others), reserve, stop - first)
 
     def _passes(self, share: "_Share", epoch: int, rng: random.Random, on_error: OnError) -> Iterator[Iterator[Sample]]:
-        webdataset = require("webdataset", extra="data")
-        shuffle = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 5, rng=rng)
         slices = share.slices
         while True:
-            samples = _parse(shuffle(_read(slices, self.inputs, on_error)), self.inputs, on_error)
+            shuffled = _shuffled(_read(slices, self.inputs, on_error), self.shuffle_buffer, rng)
+            samples = _parse(shuffled, self.inputs, on_error)
             yield (sample._replace(shown=self._choose(sample.key, sample.captions, epoch)) for sample in samples)
             slices = share.reserve
 
@@ -494,7 +499,7 @@ class TrainingPipeline(IterableDataset):
         return self._choose(sample.key, captions, epoch) if captions else None
 
     def _prepare(self, sample: Sample, epoch: int, on_error: OnError) -> tuple[Tensor, Sample] | None:
-        image = _decode(sample, self.inputs, on_error)
+        image = _decode(sample, self.inputs, on_error, self.max_image_pixels)
         if image is None:
             return None
         with seeded(self.seed, epoch, sample.key):
@@ -555,6 +560,25 @@ class EvaluationPipeline(IterableDataset):
             yield images, texts, image_of_caption, number * self.batch_size + positions
 
 
+def batch_loader(batches: IterableDataset, workers: int) -> DataLoader:
+    """Return a loader of a reader's batches, whose processes serve all epochs.
+
+    It leaves torch's random numbers alone, so those of a training do not depend on where it started: a loader draws one
+    whenever it starts processes, or reads in none.
+
+    Args:
+        batches: a reader of :func:`training_pipeline` or :func:`evaluation_pipeline`.
+        workers: number of loader processes; 0 reads in this one.
+    """
+    return DataLoader(
+        batches,
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),
+    )
+
+
 class _Slice(NamedTuple):
     """Samples ``start`` to ``stop`` of a shard whose first sample has the position ``offset``; None is its end."""
 
@@ -599,6 +623,20 @@ def _section(ring: list[_Slice], start: int, stop: int) -> list[_Slice]:
     return section
 
 
+def _shuffled(samples: Iterator[dict[str, Any]], size: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield samples in random order, drawn from a buffer that fills while it is drawn from.
+
+    The first batch of an epoch waits for the first fill, so it is small: a twentieth. Three samples in for each one out
+    make up for that. webdataset's ``shuffle`` takes two, and batches would be mixed less well for longer.
+    """
+    buffer = list(islice(samples, max(size // 20, 1)))
+    while buffer:
+        drawn = rng.randrange(len(buffer))
+        buffer[drawn], buffer[-1] = buffer[-1], buffer[drawn]
+        yield buffer.pop()
+        buffer.extend(islice(samples, min(3, size - len(buffer))))
+
+
 def _read(slices: Iterable[_Slice], inputs: str, on_error: OnError) -> Iterator[dict[str, Any]]:
     """Yield samples as bytes by extension."""
     members = {*INPUTS[inputs], *TEXTS}
@@ -627,10 +665,12 @@ def _parse(samples: Iterable[dict[str, Any]], inputs: str, on_error: OnError) ->
             yield Sample(key, sample["__position__"], captions, captions, image, url, _read_group(sample))
 
 
-def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
+def _decode(sample: Sample, inputs: str, on_error: OnError, max_image_pixels: int | None = None) -> Any:
     """Return an RGB image, or an array (N, W), or None after an error that is skipped."""
     try:
-        return decode_features(sample.image) if inputs == "features" else _decode_picture(sample.image)
+        if inputs == "features":
+            return decode_features(sample.image)
+        return _decode_picture(sample.image, max_image_pixels)
     except MissingExtraError:
         raise
     # Decoders of damaged files raise nearly anything.
@@ -639,8 +679,10 @@ def _decode(sample: Sample, inputs: str, on_error: OnError) -> Any:
         return None
 
 
-def _decode_picture(data: bytes) -> Any:
+def _decode_picture(data: bytes, max_pixels: int | None) -> Any:
     image = require("PIL.Image", extra="data").open(io.BytesIO(data))
+    if max_pixels is not None and image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width} x {image.height} pixels are more than max_image_pixels {max_pixels}")
     image.load()
     return image if image.mode == "RGB" else image.convert("RGB")
 

@@ -1,5 +1,7 @@
+import ast
 import logging
 from argparse import Namespace
+from pathlib import Path
 
 import fsspec
 import open_clip_train.main
@@ -9,7 +11,15 @@ import torch
 from tests.reference import losses as reference
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
-from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
+from vl_plugins.integrations.open_clip.data import (
+    FOLLOWED,
+    REFUSED,
+    UNRELATED,
+    AllCaptions,
+    Reader,
+    choose_reader,
+    get_data,
+)
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import Training
@@ -93,6 +103,52 @@ def test_flags_of_the_training_reader_need_it(args, grouped_shards, options):
         choose_reader(PluginOptions(loss="unified", **options), only_validation)
     arguments = args("--train-data", grouped_shards[0])
     assert choose_reader(PluginOptions(captions_per_image="first", **options), arguments).captions_per_image == "first"
+
+
+def options_read_in(source):
+    """Return what a module reads of ``args``, as attributes or by ``getattr``."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="args"), attr=name):
+                yield name
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="args"), ast.Constant(value=name), *_]):
+                yield name
+
+
+def test_our_reader_has_a_rule_for_every_data_flag_of_the_installed_version():
+    """A flag of a new version that is in none of the three would be ignored without a word."""
+    modules = list(Path(open_clip_train.main.__file__).parent.glob("*data*.py"))
+    read = {name for module in modules for name in options_read_in(module.read_text())}
+    flags = read & {action.dest for action in host.parser()._actions}
+    assert {"train_data", "batch_size", "csv_separator", "val_num_samples"} <= flags
+    assert flags - FOLLOWED - REFUSED.keys() - UNRELATED == set()
+    assert len(FOLLOWED | REFUSED.keys() | UNRELATED) == len(FOLLOWED) + len(REFUSED) + len(UNRELATED)
+
+
+def test_upsampling_needs_the_reader_of_open_clip(args):
+    arguments = args("--train-data-upsampling-factors", "1::2")
+    with pytest.raises(
+        UserError,
+        match="--train-data-upsampling-factors is for open_clip's reader: that of vl_plugins, which reads --train-data "
+        "here, reads every image once in an epoch; leave the flag out",
+    ):
+        choose_reader(UNIFIED, arguments)
+    assert choose_reader(PluginOptions(), arguments) == Reader()
+    arguments.train_data = None
+    assert choose_reader(UNIFIED, arguments) == Reader(validation=True)
+
+
+def test_the_limit_of_pixels_is_that_of_open_clip(args):
+    """A flag of 4.x; toy scenes have 64 x 64 pixels. All of a validation split counts."""
+    arguments = args("--warmup", "1")
+    arguments.max_image_pixels = 64 * 64 - 1
+    data = read(arguments, Reader("first", validation=True))
+    with pytest.raises(UserError, match="no full batch of 8 can be read"):
+        list(data["train"].dataloader)
+    assert sum(len(images) for images, *_ in data["val"].dataloader) == 24
+    for limit in (64 * 64, 0):
+        arguments.max_image_pixels = limit
+        assert len(list(read(arguments, Reader("first"))["train"].dataloader)) == 8
 
 
 @pytest.fixture

@@ -144,6 +144,30 @@ def test_a_checkpoint_that_is_cut_off_is_named(folder, data, train, capfd):
     assert saved["loss"]["description"].startswith("unified(")
 
 
+@pytest.mark.parametrize(
+    ("version", "flags", "remedy"),
+    [
+        (
+            "3",
+            [],
+            "the open_clip version and flags that wrote it, or begin a new run from its weights: --pretrained {file}",
+        ),
+        ("4", ["--head", "linear", "--head-kwargs", "dim=24"], "the open_clip version and flags that wrote it"),
+    ],
+    ids=["latest", "file-with-heads"],
+)
+def test_a_checkpoint_of_another_optimizer_is_named(version, flags, remedy, folder, data, train, capfd):
+    """Versions exempt different parameters from weight decay; here, one tower has none to train."""
+    train(version, "--loss", "unified", *flags)
+    file = f"logs/{version}/checkpoints/epoch_1.pt"
+    again = ["--resume", "latest", "--name", "3"] if version == "3" else ["--resume", file, "--name", "other"]
+    with VERSIONS[version]():
+        assert launcher.main([*SHORT, *data, "--loss", "unified", *flags, "--lock-image", "--epochs", "2", *again]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"vl_plugins: error: --resume {file}: its optimizer state does not fit")
+    assert line.endswith(f"; resume it with {remedy.format(file=file)}")
+
+
 def test_compiled_task_without_the_loss(folder, train, monkeypatch):
     compiling = []
     labels_of = TwoTowerLoss._labels_of
@@ -201,6 +225,21 @@ REFUSED = {
     "head-distill": (["--head", "linear", "--distill-model", "RN50"], "--head linear does not go with --distill-model"),
     "linear-fsdp": (["--head", "linear", "--fsdp"], "--head linear does not go with --fsdp: give one of them"),
     "set-fsdp": ([*SETS, "--distance", "match_probability", "--fsdp"], "--head set does not go with --fsdp"),
+    "text-key": (
+        ["--loss", "unified", "--text-key", "cap"],
+        "--text-key is for open_clip's reader: that of vl_plugins, which reads --train-data here, takes captions from",
+    ),
+    "json-text-key": (
+        ["--captions-per-image", "2", "--loss", "unified", "--json-text-key", "cap"],
+        "--json-text-key is",
+    ),
+    "json-text-key-probs": (["--loss", "unified", "--json-text-key-probs", "1", "2"], "--json-text-key-probs is for"),
+    "image-key": (["--loss", "unified", "--image-key", "jpg"], "takes images from jpg, jpeg, png or webp; leave"),
+    "validation": (
+        ["--loss", "unified", "--dataset-resampled", "--image-key", "jpg"],
+        "that of vl_plugins, which reads --val-data here, takes images",
+    ),
+    "length-bucketing": (["--loss", "unified", "--length-bucketing"], "pads all captions to the same length; leave"),
     "gone": (["--loss", "unified", "--horovod"], "--horovod"),
 }
 

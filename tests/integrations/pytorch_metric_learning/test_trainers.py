@@ -1,6 +1,7 @@
 """The trainer of two modalities, with modules of plain torch, against a training loop written out."""
 
 import copy
+import multiprocessing
 
 import pytest
 import torch
@@ -315,3 +316,26 @@ def test_shards_are_read_from_any_epoch_on(toy_shards, iterations_per_epoch):
         expected += [labels.tolist() for _, _, labels in data]
     assert [labels for _, labels in whole][: len(expected)] == expected
     assert expected[:4] != expected[4:8] or iterations_per_epoch
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_loader_processes_serve_all_epochs_and_end_with_the_training(toy_shards):
+    others = set(multiprocessing.active_children())
+    by_epoch = {}
+
+    def note(trainer):
+        by_epoch[trainer.epoch] = {process.pid for process in set(multiprocessing.active_children()) - others}
+
+    whole = labels_of_epochs(toy_shards, 1, 3, workers=2, end_of_epoch_hook=note)
+    assert len(by_epoch[1]) == 2
+    assert by_epoch[1] == by_epoch[2] == by_epoch[3]
+    assert set(multiprocessing.active_children()) <= others
+    assert labels_of_epochs(toy_shards, 2, 3, workers=2) == [entry for entry in whole if entry[0] >= 2]
+
+
+def test_loaders_leave_random_numbers_alone(toy_shards):
+    """Those of a model do not depend on where the training started, nor on loader processes."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    labels_of_epochs(toy_shards, 1, 2)
+    assert torch.equal(torch.get_rng_state(), before)

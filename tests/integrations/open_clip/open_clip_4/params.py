@@ -22,6 +22,12 @@ def parse_args(args):
             parser._add_action(action)
     for flag in NEW_FLAGS:
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--length-bucketing", action="store_true")
+    parser.add_argument("--image-key", default="jpg;png;jpeg;webp")
+    parser.add_argument("--text-key", default="txt")
+    parser.add_argument("--json-text-key")
+    parser.add_argument("--json-text-key-probs", type=float, nargs="+")
+    parser.add_argument("--max-image-pixels", type=int, default=25_000_000)
     parser.add_argument("--fsdp-checkpoint", choices=["full", "sharded"], default="full")
     parser.add_argument("--torchcompile-strategy", choices=["model", "task", "step"], default="task")
     parser.add_argument("--torchcompile-backend")
