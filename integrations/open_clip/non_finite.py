@@ -114,7 +114,7 @@ class NonFiniteGuard(nn.Module):
 
     def _diverged(self, what: str) -> NonFiniteLossError:
         return NonFiniteLossError(
-            f"{self._step()}: {what}; this epoch is not saved, an earlier checkpoint stays. Give a lower --lr than "
+            f"{self._step()}: {what}; this epoch is not saved. Give a lower --lr than "
             f"{self.run.args.lr:g}, or --grad-clip-norm"
         )
 

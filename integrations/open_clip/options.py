@@ -158,7 +158,7 @@ def _plugin_parser() -> Parser:
         "--on-nan",
         choices=NON_FINITE_ACTIONS,
         help="what to do when the loss is NaN or infinite in any process: say of which step and images and stop, or "
-        "leave the step out (default with --loss: stop)",
+        "leave the step out (default with --loss: stop); an epoch that ends with such weights is not saved",
     )
     group.add_argument(
         "--dry-run",

@@ -238,7 +238,8 @@ EXPLODING = "--model vl-tiny --device cpu --precision fp32 --batch-size 16 --wor
     ("flags", "message", "skipped"),
     [
         ("--loss unified", "--on-nan skip leaves such steps out", 0),
-        ("--loss unified --on-nan skip", "20 steps in a row were skipped", 19),
+        # All in the first epoch: at its end the weights are looked at.
+        ("--loss unified --on-nan skip --batch-size 2", "20 steps in a row were skipped", 19),
         ("--on-nan stop", "batch keys are not known", 0),
     ],
 )
