@@ -371,8 +371,9 @@ def save_checkpoint(folder):
 def run_evaluate_commands(folder, change=lambda command: command):
     """Run the lines, with a small model; the second file of features is the first one."""
     save_checkpoint(folder)
+    (folder / "logs/run/params.txt").write_text("model: vl-tiny\n")
     encoding, comparing = map(change, own_commands("evaluate"))
-    outputs = [run_own([*encoding, "--model", "vl-tiny", "--device", "cpu"], folder)]
+    outputs = [run_own([*encoding, "--device", "cpu"], folder)]
     shutil.copy(folder / "vit.safetensors", folder / "other.safetensors")
     comparing = [argument.replace("other.npz", "other.safetensors") for argument in comparing]
     outputs.append(run_own(comparing, folder))
