@@ -421,7 +421,7 @@ class Run:
 
         if self._time_of_latest() != self._latest_time:
             raise UserError(
-                f"{self.folder} has changed since this run started; give another folder with --out, or --resume to go on"
+                f"{self.folder} has changed since this start; give another folder with --out, or --resume to go on"
             )
         self._files.remove_partial("|".join(map(re.escape, (LATEST, BEST, RESULTS, SETTINGS))))
         with self._files.write(SETTINGS) as stream:

@@ -240,7 +240,7 @@ def test_one_run_at_a_time_in_a_folder(toy_shards, tmp_path, monkeypatch):
     train(plain, folder)
     assert set(errors) == {f"another process is writing to {folder}: wait for it or choose another folder"}
     files = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    with pytest.raises(UserError, match=f"^{folder} has changed since this run started; give another folder with --out"):
+    with pytest.raises(UserError, match=f"^{folder} has changed since this start; give another folder"):
         late.train()
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
 
