@@ -20,7 +20,7 @@ from vl_plugins.kernels import BACKENDS, choose_backend
 from vl_plugins.kernels.arrangement import RememberedArrangement
 from vl_plugins.kernels.dispatch import choose_ring_backend
 from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
-from vl_plugins.losses.checks import non_negative, scale_of_call
+from vl_plugins.losses.checks import non_negative, scale_of_call, tensor_or_none
 
 __all__ = ["PairLoss", "TripletLoss"]
 
@@ -376,12 +376,9 @@ def check_embeddings(
 
 
 def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
-    """Raise ``ValueError`` unless there is one label for each embedding, or none at all."""
-    if labels is None:
-        return
-    if not isinstance(labels, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(labels).__name__}: torch.as_tensor makes one of it")
-    if labels.shape != embeddings.shape[:1]:
+    """Raise ``ValueError`` unless there is one label for each embedding."""
+    tensor_or_none(name, labels)
+    if labels is not None and labels.shape != embeddings.shape[:1]:
         raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
 
 

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters."""
+"""Checks of hyper-parameters and of what a call gives."""
 
 import math
 from collections.abc import Callable
@@ -15,6 +15,7 @@ __all__ = [
     "non_negative",
     "positive",
     "scale_of_call",
+    "tensor_or_none",
 ]
 
 
@@ -87,6 +88,13 @@ def scale_of_call(value: float | Tensor) -> float | Tensor:
         return positive("scale", value)
     if value.numel() != 1:
         raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}")
+    return value
+
+
+def tensor_or_none(name: str, value: Tensor | None) -> Tensor | None:
+    """Return ``value``, or raise ``ValueError`` unless it is a tensor or None."""
+    if value is not None and not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}: torch.as_tensor makes one of it")
     return value
 
 
