@@ -90,7 +90,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how to run")
     how.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder for all that is written (default: runs/<name of the file>)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for all that is written, by one process at a time (default: runs/<name of the file>)",
     )
     how.add_argument(
         "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import uuid
 
 import pytest
+import torch
 
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import MissingExtraError, UserError
@@ -107,6 +109,23 @@ def test_what_the_system_refuses_is_one_line(tmp_path, monkeypatch, number):
     assert folder.names() == []
 
 
+@pytest.mark.parametrize("size", [50_000, 600_000])
+def test_a_full_disk_keeps_the_earlier_file(tmp_path, size):
+    """Also where torch's zip writer raises an error of its own in place of the file's."""
+    folder = Folder(tmp_path)
+    write(folder, "a.pt", b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(UserError) as raised, folder.write("a.pt") as stream:
+            torch.save([torch.zeros(100_000) for _ in range(4)], stream)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(raised.value) == f"cannot write {tmp_path}/a.pt: {os.strerror(errno.EFBIG)}"
+    assert folder.names() == ["a.pt"]
+    assert folder.read("a.pt") == b"before"
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -201,6 +220,15 @@ def test_the_lock_keeps_processes_apart(tmp_path):
         process.join()
     assert Folder(tmp_path).read("number") == b"40"
     assert Folder(tmp_path).names() == ["number"]
+
+
+def test_a_lock_that_is_held_can_be_an_error(tmp_path):
+    folder = Folder(tmp_path)
+    with folder.lock(wait=False), pytest.raises(UserError) as raised, folder.lock(wait=False):
+        pass
+    assert str(raised.value) == f"another process is writing to {tmp_path}: wait for it or choose another folder"
+    with folder.lock(wait=False):
+        pass
 
 
 def test_without_locks_everything_else_works(tmp_path, monkeypatch):

@@ -137,14 +137,19 @@ class Folder:
                 self.remove(name)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Wait until no other process of this machine holds the lock, where the system knows locks."""
+    def lock(self, *, wait: bool = True) -> Iterator[None]:
+        """Hold the lock that one process of this machine can have at a time, where the system knows locks.
+
+        Raises:
+            UserError: another process holds it, with ``wait=False``.
+        """
         if not self.is_local or fcntl is None:
             yield
             return
         descriptor = os.open(self._root, os.O_RDONLY)
         try:
-            _lock(descriptor, wait=True)
+            if not _lock(descriptor, wait=wait):
+                raise UserError(f"another process is writing to {self}: wait for it or choose another folder")
             yield
         finally:
             os.close(descriptor)
@@ -166,8 +171,12 @@ class Folder:
     def _errors(self, action: str, place: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            raise UserError(f"{action} {place}: {error_text(error)}") from error
+        except (OSError, RuntimeError) as error:
+            # The zip writer of torch.save fails with a RuntimeError of its own after the file's error.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise UserError(f"{action} {place}: {error_text(cause)}") from error
 
 
 def write_file(file: Path, data: bytes | memoryview) -> None:
