@@ -19,6 +19,7 @@ from vl_plugins.optional import require
 __all__ = [
     "EXTENSIONS",
     "INPUTS",
+    "MAX_MEMBER_BYTES",
     "TEXTS",
     "Place",
     "expand_shards",
@@ -34,6 +35,9 @@ __all__ = [
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
 TEXTS = ("json", "txt")
 MEMBERS = {*EXTENSIONS, *TEXTS}
+
+# Far above any image, array of features or text: what is larger would fill the memory of a process that reads it.
+MAX_MEMBER_BYTES = 1 << 30
 
 # What a model takes of an image -> extensions.
 INPUTS = {"images": EXTENSIONS, "features": (FEATURE_EXTENSION,)}

@@ -194,8 +194,11 @@ def write_file(file: Path, data: bytes | memoryview) -> None:
     Raises:
         UserError: the file cannot be written; one that was there before stays.
     """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error_text(error)}") from error
     folder = Folder(file.parent)
-    folder.make()
     folder.remove_partial(re.escape(file.name))
     with folder.write(file.name) as stream:
         stream.write(data)
