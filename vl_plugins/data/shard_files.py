@@ -237,8 +237,8 @@ def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the headers of an archive that has just been opened, without keeping them.
 
     Raises:
-        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it; a member is sparse, or larger
-            than ``MAX_MEMBER_BYTES``.
+        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it; a member is sparse or
+            larger than ``MAX_MEMBER_BYTES``.
     """
     if tar.firstmember is None:
         return  # nothing is in it, and `next` of Python 3.10 would seek to before its beginning
