@@ -1053,6 +1053,12 @@ class TestDamage:
         assert "images left out of epoch" in caplog.text
         assert "repeats" not in caplog.text
 
+    def test_an_index_that_says_fewer_samples_leaves_nothing_out_of_an_evaluation(self, shards):
+        sizes = Path(shards[1]).parent / "sizes.json"
+        sizes.write_text(sizes.read_text().replace('"numbered-train-000001.tar": 4', '"numbered-train-000001.tar": 3'))
+        with pytest.raises(UserError, match=r"the end of shard .*-000001.tar: .*it ends after 4 samples, expected 3"):
+            list(evaluation_pipeline(shards, transform, tokenizer, 2))
+
     def test_the_first_sample(self, shards):
         check_first_sample(shards[0])
         replace_member(shards[0], "numbered-train-00000000.png", png_of_noise()[:2000])

@@ -557,9 +557,7 @@ class EvaluationPipeline(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         webdataset = require("webdataset", extra="data")
         worker, num_workers = _worker()
-        sizes = self.sizes or [None] * len(self.shards)
-        slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
-        batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, self.inputs, _stop))
+        batches = webdataset.batched(self.batch_size, collation_fn=None)(self._samples())
         first, step = self.rank + worker * self.world_size, num_workers * self.world_size
         for number, batch in islice(enumerate(batches), first, None, step):
             samples = list(_parse(batch, self.inputs, _stop))
@@ -570,6 +568,14 @@ class EvaluationPipeline(IterableDataset):
             positions = torch.arange(len(samples))
             image_of_caption = positions.repeat_interleave(torch.tensor([len(of_image) for of_image in captions]))
             yield images, texts, image_of_caption, number * self.batch_size + positions
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        for url, size in zip(self.shards, self.sizes or [None] * len(self.shards), strict=True):
+            number = 0
+            for number, sample in enumerate(_read([_Slice(url, 0, None, 0)], self.inputs, _stop), 1):
+                yield sample
+            if size not in (None, number):
+                _stop(f"the end of shard {url}", ValueError(f"it ends after {number} samples, expected {size}"))
 
 
 def batch_loader(batches: IterableDataset, workers: int) -> DataLoader:
