@@ -171,7 +171,7 @@ class Folder:
             return
         descriptor = os.open(self._root, os.O_RDONLY)
         try:
-            if not _lock(descriptor, wait=wait):
+            if _lock(descriptor, wait=wait) is False:
                 raise UserError(f"another process is writing to {self}: wait for it or choose another folder")
             yield
         finally:
@@ -230,12 +230,14 @@ def error_text(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def _lock(file: Any, *, wait: bool) -> bool:
-    """Lock an open file as long as it is open; return whether it is locked, or the system knows no locks."""
+def _lock(file: Any, *, wait: bool) -> bool | None:
+    """Lock an open file as long as it is open; return whether it is locked, None where it cannot be."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another process has locked it, or the file system has no locks
+    except BlockingIOError:  # another process has locked it
         return False
+    except OSError:  # some network file systems have no locks
+        return None
     return True
