@@ -571,11 +571,12 @@ class EvaluationPipeline(IterableDataset):
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         for url, size in zip(self.shards, self.sizes or [None] * len(self.shards), strict=True):
-            number = 0
-            for number, sample in enumerate(_read([_Slice(url, 0, None, 0)], self.inputs, _stop), 1):
+            read = 0
+            for sample in _read([_Slice(url, 0, None, 0)], self.inputs, _stop):
                 yield sample
-            if size not in (None, number):
-                _stop(f"the end of shard {url}", ValueError(f"it ends after {number} samples, expected {size}"))
+                read += 1
+            if size not in (None, read):
+                _stop(f"the end of shard {url}", ValueError(f"it ends after {read} samples, expected {size}"))
 
 
 def batch_loader(batches: IterableDataset, workers: int) -> DataLoader:
