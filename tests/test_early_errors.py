@@ -20,6 +20,7 @@ TRAINER = "vl_plugins.integrations.pytorch_metric_learning.command_line"
         (LAUNCHER, "--model vl-tinny --train-data no.tar", "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
         (LAUNCHER, "--model vl-tiny --loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
         (LAUNCHER, "--model vl-tiny --train-data no-{0..2}.tar", "3 of 3 shards do not exist: no-0.tar"),
+        (LAUNCHER, "--model vl-tiny --train-data .", "--train-data .: it is a folder; give shards"),
         (LAUNCHER, "--model vl-tiny --pretrained no/epoch_1.pt", "--pretrained no/epoch_1.pt: no such file"),
         (LAUNCHER, "--model vl-tiny --resume no.pt", "--resume no.pt: no such file"),
         (TRAINER, "--config toy.yaml --train-data no.tar", "1 of 1 shards do not exist: no.tar"),

@@ -2,10 +2,11 @@
 
 import logging
 import math
+import os
 from argparse import Namespace
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from open_clip_train.distributed import is_master, world_info_from_env
 from vl_plugins.data.reader import (
     batch_loader,
     check_first_sample,
+    check_shards,
     evaluation_pipeline,
     read_shard_info,
     training_pipeline,
@@ -28,7 +30,7 @@ from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_la
 from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
 from vl_plugins.randomness import derived_seed, seed_everything
 
-__all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data"]
+__all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data", "is_first_process"]
 
 # What our reader does about the flags that open_clip's data modules read, by name.
 
@@ -139,6 +141,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         asked = options.captions_per_image is not None or options.loss is not None
         if asked and read_shard_info(shards) is not None:
             _check_flags_of_host_reader(args, "--val-data", REFUSED.keys() - TRAINING_ONLY)
+            check_shards(shards)
             return replace(reader, validation=True)
         _check_host_can_open("--val-data", shards)
     return reader
@@ -218,22 +221,45 @@ def get_data(
         steps_per_epoch = data["train"].dataloader.num_batches // args.accum_freq
         _warn_of_long_warmup(args, steps_per_epoch * args.epochs)
         training.steps_before = epoch * steps_per_epoch
+        if training.looks_at_epochs:
+            data["train"].dataloader = WatchedLoader(data["train"].dataloader, training)
         if training.repeats:
-            data["train"] = SeededEpochs(**vars(data["train"]), seed=args.seed, rank=args.rank)
+            data["train"] = SeededEpochs(**vars(data["train"]), seed=args.seed, rank=args.rank, training=training)
     return data
+
+
+class WatchedLoader:
+    """A loader of the trainer; when an epoch's last step is done, ``training.after_epoch`` is given its last batch."""
+
+    def __init__(self, loader: Any, training: Training):
+        self.loader = loader
+        self.training = training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = None
+        for batch in self.loader:
+            yield batch
+        if batch is not None and self.training.after_epoch is not None:
+            self.training.after_epoch(batch)
 
 
 @dataclass
 class SeededEpochs(DataInfo):
     """Training data at whose beginning in each epoch all random numbers of the process begin anew.
 
-    So an epoch is the same whether the training has come to it or has been resumed there.
+    So an epoch is the same whether the training has come to it or has been resumed there. After a validation that
+    failed none begins: it is the first that the trainer calls once the checkpoint is written.
     """
 
     seed: int = 0
     rank: int = 0
+    training: Training = field(default_factory=Training)
 
     def set_epoch(self, epoch: int) -> None:
+        self.training.check_validation()
         super().set_epoch(epoch)
         seed_everything(derived_seed(self.seed, self.rank, epoch))
 
@@ -277,6 +303,11 @@ def _validation_data(args, transform, tokenizer) -> AllCaptions:
 def _processes() -> int:
     """Return the number of processes before they are joined; open_clip reads it from the environment likewise."""
     return world_info_from_env()[2]
+
+
+def is_first_process() -> bool:
+    """Return whether this is the process that writes the run's files, likewise before they are joined."""
+    return int(os.environ.get("HOROVOD_RANK", world_info_from_env()[1])) == 0
 
 
 def _check_host_can_open(flag: str, shards: Sequence[str]) -> None:

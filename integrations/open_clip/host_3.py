@@ -17,6 +17,7 @@ __all__ = [
     "evaluates_together",
     "optimizer_of",
     "other_than_pairs",
+    "pair_of",
     "plain_model",
     "uses_horovod",
     "with_loss",
@@ -77,6 +78,11 @@ def optimizer_of(*of_epoch: Any) -> Any:
 def as_batch(pair: tuple[Tensor, Tensor]) -> Any:
     """Return images and texts as the trainer takes them."""
     return pair
+
+
+def pair_of(batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Return images and texts of a batch of the trainer; None for other data."""
+    return batch
 
 
 def plain_model(evaluated: nn.Module) -> nn.Module:

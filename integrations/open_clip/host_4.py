@@ -21,6 +21,7 @@ __all__ = [
     "evaluates_together",
     "optimizer_of",
     "other_than_pairs",
+    "pair_of",
     "plain_model",
     "uses_horovod",
     "with_loss",
@@ -111,6 +112,12 @@ def as_batch(pair: tuple[Tensor, Tensor]) -> Any:
     """Return images and texts as the trainer takes them."""
     images, texts = pair
     return {"image": images, "text": texts}
+
+
+def pair_of(batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Return images and texts of a batch of the trainer; None for other data."""
+    pair = batch.get("image"), batch.get("text")
+    return pair if all(isinstance(part, Tensor) for part in pair) else None
 
 
 def plain_model(evaluated: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Runs ``open_clip_train.main.main`` with the loss, the reader and the validation that the flags ask for."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -16,6 +17,7 @@ from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
+from vl_plugins.integrations.open_clip.run_folder import files_named, occupied
 from vl_plugins.options import format_options
 
 __all__ = ["main"]
@@ -34,7 +36,7 @@ OF_LOSS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train or evaluate; return 0, or 2 after one line on standard error when the input is wrong."""
+    """Train or evaluate; return 0, or after one line on standard error 2 when the input is wrong, 130 after Ctrl-C."""
     try:
         if {"-h", "--help"}.intersection(argv):
             print(format_help(), end="")
@@ -49,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0" or _processes_have_joined():
             print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("vl_plugins: interrupted", file=sys.stderr)
+        return 130  # as shells report a process that Ctrl-C ended
 
 
 def _processes_have_joined() -> bool:
@@ -70,10 +76,14 @@ def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[st
             "with --head set give shards of `vl-plugins shards`"
         )
     continues = host_options.resume == "latest"
-    if continues and host_options.save_most_recent and os.environ.get("RANK", "0") == "0":
-        resuming.mend_most_recent(Path(host_options.logs, host_options.name, "checkpoints"))
     of_host = SimpleNamespace(**vars(host.trainer()))  # as its functions are before they are replaced
-    return _train(options, loss, reader, of_host, host_argv, continues=continues)
+    with contextlib.ExitStack() as stack:
+        if host_options.name is not None and data.is_first_process():
+            folder = Path(host_options.logs, host_options.name)
+            stack.enter_context(occupied(folder, continues=continues))
+            if continues and host_options.save_most_recent:
+                resuming.mend_most_recent(folder / "checkpoints")
+        return _train(options, loss, reader, of_host, host_argv, continues=continues)
 
 
 def _dry_run(options: PluginOptions, loss, host_options: Namespace, host_argv: Sequence[str]) -> int:
@@ -96,8 +106,8 @@ def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[st
     from vl_plugins.integrations.open_clip.training import Training
 
     is_ours = loss is not None or reader.captions_per_image is not None
-    training = Training(repeats=is_ours, continues=continues)
     on_nan = options.on_nan or (None if loss is None else "stop")
+    training = Training(repeats=is_ours, continues=continues, looks_at_epochs=on_nan is not None)
     recorded = {**asdict(options), "captions_per_image": reader.captions_per_image, "on_nan": on_nan}
     replacements = {
         "parse_args": functools.partial(
@@ -108,8 +118,14 @@ def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[st
             resuming.latest_checkpoint, host_latest=of_host.get_latest_checkpoint
         ),
         "get_data": functools.partial(data.get_data, reader=reader, training=training, host_get_data=of_host.get_data),
-        "evaluate": functools.partial(validation.evaluate, host_evaluate=of_host.evaluate),
-        "create_model_and_transforms": of_host.create_model_and_transforms,
+        "evaluate": functools.partial(validation.evaluate, training=training, host_evaluate=of_host.evaluate),
+        "create_model_and_transforms": functools.partial(
+            _create_model,
+            options=options,
+            loss=loss,
+            training=training,
+            host_create=of_host.create_model_and_transforms,
+        ),
     }
     if on_nan is not None:
         replacements["train_one_epoch"] = functools.partial(
@@ -122,17 +138,15 @@ def _train(options: PluginOptions, loss, reader, of_host, host_argv: Sequence[st
             replacements["get_data"],
             of_host,
         )
-    if options.head is not None:
-        replacements["create_model_and_transforms"] = functools.partial(
-            _create_model, options=options, loss=loss, host_create=of_host.create_model_and_transforms
-        )
     with (
         host.patched(replacements) as trainer,
         host.data_parallel_on_cpu(),
         resuming.complete_checkpoints(training),
-        resuming.unfit_optimizer_named(training, has_heads=options.head is not None),
+        resuming.unfit_checkpoint_named(training, has_heads=options.head is not None),
+        files_named(training),
     ):
         status = trainer.main(list(host_argv))
+        training.check_validation()  # of the last epoch
     return 2 if status else 0
 
 
@@ -190,13 +204,6 @@ def check(options: PluginOptions, host_options: Namespace):
         _check_head(options, host_options)
     if host_options.resume == "latest" and host_options.name is None:
         raise UserError("--resume latest goes on with an earlier run: give its --name")
-    if host_options.name is not None and host_options.resume != "latest":
-        log = Path(host_options.logs, host_options.name, "out.log")
-        if log.exists():
-            raise UserError(
-                f"--name {host_options.name}: {log.parent} holds an earlier run; "
-                "give another name, or --resume latest to go on"
-            )
     return None if options.loss is None else _checked_loss(options)
 
 
@@ -235,19 +242,29 @@ def _parse_args(argv: Sequence[str], *, recorded: Mapping[str, Any], training, h
     return training.args
 
 
-def _create_model(model: str, *args, options: PluginOptions, loss, host_create: Callable, **kwargs):
-    """Put the heads on the model; in training mode or not, all else that was made with it is open_clip's."""
+def _create_model(model: str, *args, options: PluginOptions, loss, training, host_create: Callable, **kwargs):
+    """Put the heads on the model, if any; in training mode or not, all else that was made with it is open_clip's."""
+    from vl_plugins.integrations.open_clip.models import downloads_named
+
+    with downloads_named(model):
+        clip, *transforms = host_create(model, *args, **kwargs)
+    if options.head is not None:
+        clip = _add_heads(clip, model, kwargs, options, loss)
+    training.model = training.model or clip  # one that is made later is the teacher
+    return clip, *transforms
+
+
+def _add_heads(clip, model: str, created_with: Mapping[str, Any], options: PluginOptions, loss):
     from vl_plugins.integrations.open_clip.checkpoints import add_heads
 
-    clip, *transforms = host_create(model, *args, **kwargs)
     similarity = loss.distance if options.head == "set" else None
-    with_heads = add_heads(clip, model, kwargs, options.head, options.head_kwargs, similarity)
+    with_heads = add_heads(clip, model, created_with, options.head, options.head_kwargs, similarity)
     state = with_heads.get_extra_state()
     compared = ""
     if similarity is not None:
         compared = f"; sets are compared by {state['similarity']}({format_options(state['similarity_kwargs'])})"
     logging.info(f"Both towers end in the head {options.head}({format_options(state['head_kwargs'])}){compared}")
-    return with_heads, *transforms
+    return with_heads
 
 
 def _create_loss(args: Namespace, *, options: PluginOptions, loss, training):
@@ -296,5 +313,5 @@ def _guard(loss, args: Namespace, *, training):
     from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard
 
     guard = NonFiniteGuard(loss, args.on_nan, training, calls_per_step=args.accum_freq, world_size=args.world_size)
-    training.before_step = guard.before_step
+    training.before_step, training.after_epoch = guard.before_step, guard.after_epoch
     return guard

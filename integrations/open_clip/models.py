@@ -1,6 +1,7 @@
 """Model names: open_clip's own, those of ``configs/models``, and those of ``--model-config``."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,17 @@ import open_clip
 from torch import Tensor
 
 from vl_plugins.data.annotations import read_json
-from vl_plugins.errors import UserError, did_you_mean, unknown_name
+from vl_plugins.errors import UserError, did_you_mean, first_line, unknown_name
 from vl_plugins.integrations.open_clip.names import has_schema
 
-__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
+__all__ = [
+    "add_model_config",
+    "check_model",
+    "check_pretrained",
+    "downloads_named",
+    "get_tokenizer",
+    "register_models",
+]
 
 # What open_clip expects of a model's configuration; it silently skips other JSON files.
 ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
@@ -56,6 +64,21 @@ def check_pretrained(model: str, pretrained: str | None) -> None:
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
         raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
+
+
+@contextlib.contextmanager
+def downloads_named(model: str) -> Iterator[None]:
+    """Name the model whose weights or configuration open_clip cannot download.
+
+    Raises:
+        UserError: open_clip's ``create_model`` found no file or network.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Failed "):  # open_clip's way to say so
+            raise
+        raise UserError(f"--model {model}: {first_line(error)}") from error
 
 
 def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[list[str]], Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.errors import UserError, check_name, unknown_name
 from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.integrations.open_clip.run_folder import check_is_free
 from vl_plugins.optional import require
 from vl_plugins.registry import list_losses
 
@@ -19,16 +20,31 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
     """Check what the launcher is given.
 
     Raises:
-        UserError: an unknown model or loss, or a file that does not exist.
+        UserError: an unknown model or loss, a file that does not exist or is of no known kind, or a name that an
+            earlier run has.
     """
     check_model_name(host_options.model, options.model_config)
     if options.loss is not None:
         check_name("loss", options.loss, list_losses())
-    for shards in (host_options.train_data, host_options.val_data):
-        if is_shards(shards, host_options.dataset_type) and not options.dry_run:
-            expand_shards(shards)
+    for flag in ("train_data", "val_data"):
+        path = getattr(host_options, flag)
+        if path and not options.dry_run:
+            _check_data(f"--{flag.replace('_', '-')}", path, host_options.dataset_type)
     for flag in ("pretrained", "resume"):
         check_file(f"--{flag}", getattr(host_options, flag))
+    if host_options.name is not None and host_options.resume != "latest":
+        check_is_free(Path(host_options.logs, host_options.name))
+
+
+def _check_data(flag: str, path: str, dataset_type: str) -> None:
+    if is_shards(path, dataset_type):
+        expand_shards(path)
+    elif dataset_type == "auto" and not path.endswith((".csv", ".tsv")):
+        what = "it is a folder" if Path(path).is_dir() else "its kind is not known"
+        raise UserError(
+            f"{flag} {path}: {what}; give shards, such as 'FOLDER/NAME-{{000000..000007}}.tar', a .csv or .tsv file, "
+            "or --dataset-type"
+        )
 
 
 def check_model_name(name: str, model_config: str | None = None) -> None:

@@ -1,12 +1,15 @@
 """A guard that stops the training, or skips the step, when the loss is not finite."""
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.integrations.open_clip.validation import encode_batches
 from vl_plugins.tiles import slices, tile_shape
 
 __all__ = ["NonFiniteGuard", "NonFiniteLossError"]
@@ -16,6 +19,7 @@ logger = logging.getLogger(__name__)
 # A run in which nothing is learned any more should end.
 SKIPPED_IN_A_ROW = 20
 NAMED_KEYS = 16
+ENCODED = 8  # pictures, and captions, of the last batch of an epoch
 
 
 class NonFiniteLossError(UserError):
@@ -82,6 +86,38 @@ class NonFiniteGuard(nn.Module):
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def after_epoch(self, batch: Any) -> None:
+        """Look at what the epoch's last step has made of the model, before it is evaluated and saved.
+
+        Args:
+            batch: of the trainer; some of it is encoded, because weights that are finite may be too large to be of use.
+
+        Raises:
+            NonFiniteLossError: a weight, or an embedding, is not finite.
+        """
+        model, args = self.run.model, self.run.args
+        weights = dict(model.named_parameters())
+        is_finite = torch.stack([_local(weight).isfinite().all() for weight in weights.values()]).tolist()
+        if not all(is_finite):
+            bad = [name for name, finite in zip(weights, is_finite, strict=True) if not finite]
+            raise self._diverged(f"{len(bad)} of {len(weights)} weights are not finite after it, such as {bad[0]}")
+        pair = host.adapter().pair_of(batch)
+        if pair is None:
+            return
+        images, texts = (part[:ENCODED] for part in pair)
+        places = torch.zeros(len(texts), dtype=torch.int64), torch.arange(len(images))  # of no consequence here
+        model.eval()
+        (encoded,) = encode_batches(model, [(images, texts, *places)], args.device, args.precision)
+        model.train()
+        if not all(vectors.isfinite().all() for vectors in (encoded.images, encoded.captions)):
+            raise self._diverged("the model's embeddings are not finite after it")
+
+    def _diverged(self, what: str) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"{self._step()}: {what}; this epoch is not saved, an earlier checkpoint stays. Give a lower --lr than "
+            f"{self.run.args.lr:g}, or --grad-clip-norm"
+        )
+
     def _look(self) -> bool:
         """Return whether the loss was finite everywhere, or raise; forget it then."""
         own, self._is_finite = self._is_finite, None
@@ -131,6 +167,11 @@ class NonFiniteGuard(nn.Module):
         named = [keys[row] for row in sorted(bad) if row < len(keys)] or keys
         more = f" and {len(named) - NAMED_KEYS} more" if len(named) > NAMED_KEYS else ""
         return f"{'keys of these' if bad else 'batch keys'}: {', '.join(named[:NAMED_KEYS])}{more}"
+
+
+def _local(weight: Tensor) -> Tensor:
+    """Return what this process holds of a weight; under FSDP that is a part."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ __all__ = [
     "read_checkpoint",
     "restore_loss",
     "state_of_loss",
-    "unfit_optimizer_named",
+    "unfit_checkpoint_named",
 ]
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ BESIDE = "vl_plugins"
 # What the trainer writes; `epoch_latest.pt` is that of --save-most-recent.
 OF_EPOCH = re.compile(r"epoch_(\d+)\.pt")
 MOST_RECENT = "epoch_latest.pt"
+
+MOST_SHOWN = 200  # characters of a list of weights
 
 # What the order and the number of the batches of an epoch depend on.
 SETTINGS = (
@@ -85,18 +87,29 @@ def complete_checkpoints(training: Training) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unfit_optimizer_named(training: Training, *, has_heads: bool) -> Iterator[None]:
-    """Name the checkpoint where its optimizer state does not fit the parameters that are trained.
+def unfit_checkpoint_named(training: Training, *, has_heads: bool) -> Iterator[None]:
+    """Name the checkpoint where its weights do not fit the model, or its optimizer state what is trained.
 
     The parameter groups depend on open_clip's version, and on flags such as ``--lock-image``.
 
     Raises:
-        UserError: torch's ``load_state_dict`` found other groups than those of the optimizer.
+        UserError: torch's ``load_state_dict`` found other weights than the model's, or other groups than those of the
+            optimizer, or there is no optimizer state.
     """
     try:
         yield
-    except ValueError as error:
-        if not str(error).startswith("loaded state dict"):
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict") or not training.args.resume:
+            raise
+        _, first, *more = str(error).splitlines()
+        others = f" and {len(more)} more" if more else ""
+        raise UserError(
+            f"--resume {training.args.resume}: its weights do not fit --model {training.args.model} with these flags: "
+            f"{first.strip()[:MOST_SHOWN]}{others}"
+        ) from error
+    except (KeyError, ValueError) as error:
+        is_missing = isinstance(error, KeyError) and error.args[0] in ("optimizer", "param_groups")
+        if not is_missing and not str(error).startswith("loaded state dict"):
             raise
         file = training.args.resume
         # open_clip's --pretrained takes no heads.
@@ -113,7 +126,7 @@ def read_checkpoint(file: str, map_location: Any = None, *, training: Training) 
     ``training`` is told what the file holds beside what open_clip keeps.
 
     Raises:
-        UserError: there is no such file, it is cut off or damaged, or it holds something else.
+        UserError: there is no such file, it is cut off or damaged, or it holds no checkpoint of open_clip's.
     """
     try:
         with fsspec.open(file, "rb") as stream:
@@ -126,7 +139,10 @@ def read_checkpoint(file: str, map_location: Any = None, *, training: Training) 
         before = _one_before(Path(file))
         hint = f"; the one before it is {before}" if before is not None else ""
         raise UserError(f"--resume {file}: {error}{hint}") from error
-    training.saved = content.get(BESIDE, {}) if isinstance(content, dict) else {}
+    problem = _foreign(content)
+    if problem is not None:
+        raise UserError(f"--resume {file}: {problem}; give a checkpoint of open_clip's trainer, or weights by name")
+    training.saved = content.get(BESIDE, {})
     return content
 
 
@@ -141,10 +157,7 @@ def latest_checkpoint(path: str, remote: bool, *, host_latest: Callable) -> str 
     of_host = host_latest(path, remote)
     if remote or (of_host is not None and Path(of_host).is_dir()):  # in parts, as 4.x saves under FSDP
         return of_host
-    folder = Path(path)
-    if folder.is_dir():
-        Folder(folder).remove_partial(r".*\.pt")
-    return _newest_readable(_checkpoints(folder))
+    return _newest_readable(_checkpoints(Path(path)))
 
 
 def mend_most_recent(folder: str | Path) -> None:
@@ -191,7 +204,23 @@ def _problem(file: Path) -> str | None:
         content = read_torch_file(file, mmap=True)
     except UnreadableFileError as error:
         return str(error)
-    return None if isinstance(content, dict) else f"it holds a {type(content).__name__}"
+    return _foreign(content)
+
+
+def _foreign(content: Any) -> str | None:
+    """Say why the trainer cannot take what a file holds: neither a checkpoint of its own nor weights by name."""
+    if not isinstance(content, Mapping):
+        return f"it holds a {type(content).__name__}"
+    weights = content
+    if "epoch" in content:
+        if not isinstance(content["epoch"], int):
+            return f"its epoch is a {type(content['epoch']).__name__}"
+        weights = content.get("state_dict")
+    if not isinstance(weights, Mapping) or not any(isinstance(value, Tensor) for value in weights.values()):
+        return "it holds no weights"
+    if not all(isinstance(name, str) for name in weights):
+        return "its weights have no names"
+    return None
 
 
 def _one_before(file: Path) -> str | None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from vl_plugins.errors import UserError
+
 __all__ = ["RememberingLoader", "Training"]
 
 
@@ -62,22 +64,35 @@ class Training:
     Attributes:
         repeats: each epoch begins its random numbers anew, so that a resumed training is the same.
         continues: it goes on where an earlier run of its name was.
+        looks_at_epochs: ``after_epoch`` is called.
         args: all options, in the trainer's own object; it puts the file in the place of ``--resume latest``.
         steps_before: of training, that the model has been through when it starts or goes on.
         loader: of the training split, where our reader reads it.
         saved: what the checkpoint that it starts from holds beside what open_clip keeps.
         beside: what its checkpoints will hold so: functions by name.
         before_step: is called with the optimizer before each of its steps.
+        after_epoch: is called with the last batch of an epoch after its last step, before anything is saved.
+        model: is trained; without the wrappers of several processes.
+        validation_error: what stopped the validation of the last epoch.
     """
 
     repeats: bool = False
     continues: bool = False
+    looks_at_epochs: bool = False
     args: Namespace | None = None
     steps_before: int = 0
     loader: RememberingLoader | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)
     beside: dict[str, Callable[[], Any]] = field(default_factory=dict)
     before_step: Callable[[torch.optim.Optimizer], None] | None = None
+    after_epoch: Callable[[Any], None] | None = None
+    model: torch.nn.Module | None = None
+    validation_error: UserError | None = None
+
+    def check_validation(self) -> None:
+        """Raise what stopped the validation of the last epoch; its checkpoint has been written since."""
+        if self.validation_error is not None:
+            raise self.validation_error
 
     def image_ids(self) -> Tensor | None:
         """Return numbers of the images of the step, (B,); None where open_clip's reader does not tell."""

@@ -13,8 +13,11 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
+from vl_plugins.data.storage import error_text
+from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions
+from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.retrieval import encoding, format_metrics_table
 from vl_plugins.retrieval.names import percent_names
 
@@ -49,12 +52,19 @@ def evaluate(
     tb_writer=None,
     tokenizer=None,
     *,
+    training: Training,
     host_evaluate: Callable,
 ) -> dict[str, float]:
     """Stand in for ``open_clip_train.train.evaluate``, with retrieval over all captions where our reader reads ``val``.
 
     Metrics go where open_clip's go, in a record of their own under the names of
     :func:`vl_plugins.retrieval.names.percent_names`. The zero-shot ImageNet evaluation stays open_clip's.
+
+    Where the validation data cannot be read any more, the trainer writes the epoch's checkpoint first:
+    ``training.validation_error`` ends it then.
+
+    Raises:
+        UserError: an embedding is not finite; or, without training, the data cannot be read.
     """
     if not isinstance(data.get("val"), AllCaptions):
         return host_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
@@ -66,9 +76,25 @@ def evaluate(
     if epoch % args.val_frequency and epoch != args.epochs:
         return metrics
     model.eval()
-    found = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
-    if not is_master(args):
+    try:
+        found = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
+        if is_master(args):
+            _log(found, epoch)
+            _report({**percent_names(found), "epoch": epoch}, data, epoch, args, tb_writer)
+    except UserError as error:
+        if "train" not in data:
+            raise
+        training.validation_error = error
+        logging.error(f"Eval Epoch: {epoch} {message(error)}; the training ends when the checkpoint is written")
+        if not args.save_most_recent:
+            args.save_frequency = 1  # whatever it was, this epoch is saved
         return metrics
+    except ValueError as error:
+        raise UserError(f"validation after epoch {epoch}: {error}") from error
+    return {**metrics, **percent_names(found)} if is_master(args) else metrics
+
+
+def _log(found: Mapping[str, float], epoch: int) -> None:
     logging.info(f"Eval Epoch: {epoch} {found['num_samples']} images, {found['num_captions']} captions")
     for line in format_metrics_table({f"epoch {epoch}": found}).splitlines():
         logging.info(line)
@@ -77,9 +103,6 @@ def evaluate(
             f"Circular variance of the sets: images {found['image_circular_variance']:.4g}, "
             f"captions {found['caption_circular_variance']:.4g}"
         )
-    retrieval = percent_names(found)
-    _report({**retrieval, "epoch": epoch}, data, epoch, args, tb_writer)
-    return {**metrics, **retrieval}
 
 
 def _report(metrics: Mapping[str, float], data: Mapping[str, Any], epoch: int, args: Namespace, tb_writer) -> None:
@@ -89,8 +112,12 @@ def _report(metrics: Mapping[str, float], data: Mapping[str, Any], epoch: int, a
         if tb_writer is not None:
             for name, value in log_data.items():
                 tb_writer.add_scalar(name, value, epoch)
-        with (Path(args.checkpoint_path) / "results.jsonl").open("a") as results:
-            results.write(json.dumps(metrics) + "\n")
+        file = Path(args.checkpoint_path) / "results.jsonl"
+        try:
+            with file.open("a") as results:
+                results.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error_text(error)}") from error
     if args.wandb:
         import wandb
 

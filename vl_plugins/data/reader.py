@@ -44,6 +44,7 @@ __all__ = [
     "TrainingPipeline",
     "batch_loader",
     "check_first_sample",
+    "check_shards",
     "evaluation_pipeline",
     "read_captions",
     "read_shard_info",
@@ -155,6 +156,35 @@ def check_first_sample(shard: str, *, inputs: str = "images") -> Any:
     if sample is None:
         raise UserError(f"shard {shard} holds no samples")
     return _decode(sample, inputs, _stop)
+
+
+def check_shards(shards: str | Sequence[str], *, inputs: str = "images") -> None:
+    """Read the first sample of each shard, and the headers of the others where it is a file of this machine.
+
+    So a shard that is damaged, empty or cut off is found before training; no data of the other samples are read.
+    Shards that webdataset opens with a program are left alone.
+
+    Args:
+        shards: as for :func:`training_pipeline`.
+        inputs: likewise.
+
+    Raises:
+        UserError: a shard does not exist, cannot be read or has another number of samples than its ``sizes.json`` says,
+            or its first sample is wrong, as for :func:`check_first_sample`.
+    """
+    shards = expand_shards(shards)
+    for shard, size in zip(shards, _read_sizes(shards) or [None] * len(shards), strict=True):
+        check_first_sample(shard, inputs=inputs)
+        place = locate(shard)
+        if place is None or not place.is_local:
+            continue
+        try:
+            samples = sum(1 for _ in read_samples(shard, members=()))
+            if size not in (None, samples):
+                raise ValueError(f"it has {samples} samples, {SIZES_FILE} says {size}")
+        # Damaged archives raise nearly anything.
+        except Exception as error:
+            _stop(f"shard {shard}", error)
 
 
 def training_pipeline(

@@ -65,6 +65,27 @@ def test_shards_of_others_are_left_to_open_clip_unless_captions_are_asked_for(ar
         choose_reader(UNIFIED, args(*flags))
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:4000], "cut off|unexpected end of data|ends"),
+        (lambda data: b"", "empty"),
+        (lambda data: bytes(10240), "holds no samples"),
+        (lambda data: data[: data.index(b"toy-val-00000009.")] + bytes(1024), "it has 1 samples, sizes.json says 8"),
+    ],
+    ids=["cut off", "no bytes", "no samples", "fewer samples"],
+)
+def test_damaged_validation_shards_are_found_before_training(args, toy_shards, tmp_path, damage, message):
+    for file in toy_shards.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    flags = ["--val-data", f"{tmp_path}/toy-val-{{000000..000002}}.tar"]
+    assert choose_reader(UNIFIED, args(*flags)).validation
+    shard = tmp_path / "toy-val-000001.tar"
+    shard.write_bytes(damage(shard.read_bytes()))
+    with pytest.raises(UserError, match=f"shard {shard}.*({message})"):
+        choose_reader(UNIFIED, args(*flags))
+
+
 def test_a_manifest_of_others_changes_nothing(args, toy_shards, tmp_path):
     """Its name is a common one; ours cannot be told from it without reading it."""
     for name in ("toy-train-000000.tar", "sizes.json"):

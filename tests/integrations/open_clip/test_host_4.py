@@ -1,14 +1,17 @@
 """The launcher on the interface of open_clip 4.x: it trains what it trains on the installed 3.x."""
 
 import contextlib
+import functools
 import json
 import logging
+import math
 import re
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import open_clip.factory
+import open_clip_train.main
 import pytest
 import torch
 
@@ -103,6 +106,74 @@ def test_training_is_that_of_3(flags, calls, folder, train):
         assert logged[0].keys() == {name.capitalize() for name in expected[0]}
         assert "Training with the loss of vl_plugins" in log
     assert "captions_per_image: " in (folder / "logs/4/params.txt").read_text()
+
+
+def trainer_with(version, monkeypatch, name, wrapper):
+    """Wrap a function that the trainer of a version calls."""
+    main = open_clip_4.main if version == "4" else open_clip_train.main
+    monkeypatch.setattr(main, name, functools.partial(wrapper, getattr(main, name)))
+
+
+def error_of(capfd):
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("vl_plugins: error: ")]
+    return line.removeprefix("vl_plugins: error: ")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_validation_that_fails_in_training_ends_it_after_the_checkpoint(
+    version, folder, toy_shards, data, monkeypatch, capfd
+):
+    for shard in toy_shards.glob("*val*"):
+        (folder / shard.name).write_bytes(shard.read_bytes())
+    for name in ("sizes.json", "manifest.json"):
+        (folder / name).write_bytes((toy_shards / name).read_bytes())
+    gone = folder / "toy-val-000001.tar"
+    content = gone.read_bytes()
+
+    def cosine_lr(host_cosine_lr, *args):
+        gone.unlink()  # once it has been looked at
+        return host_cosine_lr(*args)
+
+    flags = [*SHORT, *data, "--val-data", shard_pattern(folder, "val"), "--name", "run", "--loss", "unified"]
+    flags += ["--epochs", "2", *(["--save-frequency", "2"] if version == "3" else [])]
+    with VERSIONS[version]():
+        with monkeypatch.context() as patch:
+            trainer_with(version, patch, "cosine_lr", cosine_lr)
+            assert launcher.main(flags) == 2
+        assert error_of(capfd).startswith(f"cannot read shard {gone}: FileNotFoundError")
+        assert [file.name for file in (folder / "logs/run/checkpoints").glob("*.pt")] == ["epoch_1.pt"]
+        gone.write_bytes(content)
+        assert launcher.main([*flags, "--resume", "latest"]) == 0
+    assert [row["epoch"] for row in results(folder, "run")] == [2]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("validates", "lr"), [(True, 1e30), (False, math.inf)])
+def test_a_divergence_in_the_last_step_of_an_epoch(version, validates, lr, folder, data, monkeypatch, capfd):
+    """The loss is finite before that step."""
+
+    def cosine_lr(host_cosine_lr, optimizer, *args):
+        schedule = host_cosine_lr(optimizer, *args)
+
+        def set_lr(step):
+            schedule(step)
+            if step == 7:
+                optimizer.param_groups[1]["lr"] = lr
+
+        return set_lr
+
+    flags = [*SHORT, *(data if validates else data[:2]), "--name", "run", "--loss", "unified", "--epochs", "3"]
+    with VERSIONS[version]():
+        trainer_with(version, monkeypatch, "cosine_lr", cosine_lr)
+        assert launcher.main([*flags, *(["--save-most-recent"] if version == "3" else [])]) == 2
+    line = error_of(capfd)
+    assert line.startswith("step 7: ")
+    assert re.search(r"(weights are|embeddings are) not finite after it.*; this epoch is not saved, an earlier", line)
+    saved = sorted(file.name for file in (folder / "logs/run/checkpoints").glob("*.pt"))
+    assert saved == ["epoch_1.pt", *(["epoch_latest.pt"] if version == "3" else [])]
+    for file in saved:
+        content = torch.load(folder / "logs/run/checkpoints" / file, weights_only=True)
+        assert content["epoch"] == 1
 
 
 def test_resumed_warm_up_goes_on_where_it_was(folder, train):

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib import resources
 
 import pytest
@@ -15,6 +17,7 @@ from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import launcher
+from vl_plugins.integrations.open_clip.run_folder import check_is_free
 
 MODULE = "vl_plugins.integrations.open_clip"
 SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "16", "--workers", "0"]
@@ -332,6 +335,12 @@ def test_config_file(tmp_path, train_data):
 
 
 WRONG = {
+    "folder": (
+        ["--train-data", "."],
+        "--train-data .: it is a folder; give shards, such as 'FOLDER/NAME-{000000..000007}",
+    ),
+    "kind": (["--val-data", "val.txt"], "--val-data val.txt: its kind is not known; give shards, such as "),
+    "logs": (["--logs", "/dev/null"], "cannot make the folder /dev/null/run: Not a directory"),
     "loss": (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
     "option": (
         ["--loss", "unified", "--loss-kwargs", "margn=1"],
@@ -466,6 +475,49 @@ def test_which_processes_say_what_is_wrong(monkeypatch, capfd, rank, joined, sai
     monkeypatch.setenv("RANK", rank)
     assert launcher.main([]) == 2
     assert capfd.readouterr().err == ("vl_plugins: error: cannot read shard 7\n" if said else "")
+
+
+def test_ctrl_c(monkeypatch, capfd):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "_run", interrupt)
+    for rank, said in (("0", "vl_plugins: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert launcher.main([]) == 130
+        assert capfd.readouterr().err == said
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_of_training(tmp_path, train_data):
+    flags = [*SHORT, *train_data, "--name", "run", "--loss", "unified", "--workers", "2", "--epochs", "1000"]
+    command = [sys.executable, "-m", MODULE, *flags]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=output, stdout=output, start_new_session=True)
+    log = tmp_path / "logs/run/out.log"
+    try:
+        deadline = time.monotonic() + 200
+        while not (log.exists() and "Train Epoch: 1 " in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+    output = (tmp_path / "output").read_text()
+    assert output.count("vl_plugins: interrupted\n") == 1
+    assert "Traceback" not in output
+
+
+def test_weights_that_cannot_be_downloaded(tmp_path, train_data, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    flags = [*SHORT, *train_data, "--name", "run", "--model", "RN50", "--pretrained", "openai"]
+    flags += ["--cache-dir", str(tmp_path / "cache")]
+    assert launcher.main(flags) == 2
+    error = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("vl_plugins: error: "))
+    assert error.startswith("vl_plugins: error: --model RN50: Failed to download weights for tag 'openai': ")
+    check_is_free(tmp_path / "logs/run")
 
 
 def test_config_key(tmp_path, capfd, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -181,10 +182,8 @@ def test_only_complete_checkpoints_count(tmp_path):
     assert latest(tmp_path / "nothing") is None
     first = save(tmp_path, 1)
     (tmp_path / "tmp.pt").write_bytes(b"of --save-most-recent, when it was killed")
-    left = tmp_path / ".epoch_2.pt.0123abcd.partial"
-    left.write_bytes(b"when it was killed")
+    (tmp_path / ".epoch_2.pt.0123abcd.partial").write_bytes(b"when it was killed")
     assert latest(tmp_path) == str(first)
-    assert not left.exists()
     in_parts = tmp_path / "epoch_3"
     in_parts.mkdir()
     assert resuming.latest_checkpoint(str(tmp_path), False, host_latest=lambda *_: str(in_parts)) == str(in_parts)
@@ -217,6 +216,63 @@ def test_a_named_checkpoint_that_is_cut_off_is_an_error(tmp_path):
     assert str(raised.value).endswith(f"; the one before it is {files[0]}")
     with pytest.raises(UserError, match=r"--resume nothing.pt: no such file"):
         resuming.read_checkpoint("nothing.pt", training=Training())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (torch.ones(3), "it holds a Tensor"),
+        ([1, 2], "it holds a list"),
+        ({}, "it holds no weights"),
+        ({"format": "another"}, "it holds no weights"),
+        ({0: torch.ones(2)}, "its weights have no names"),
+        ({"epoch": 1, "optimizer": {}}, "it holds no weights"),
+        ({"epoch": "last", "state_dict": {"weight": torch.ones(2)}}, "its epoch is a str"),
+    ],
+)
+def test_checkpoints_of_others(tmp_path, caplog, content, problem):
+    file = tmp_path / "epoch_2.pt"
+    torch.save(content, file)
+    with pytest.raises(UserError, match=f"^--resume {file}: {problem}; give a checkpoint of open_clip's trainer"):
+        resuming.read_checkpoint(str(file), training=Training())
+    own = save(tmp_path, 1)
+    assert latest(tmp_path) == str(own)
+    assert f"checkpoint {file}: {problem}; going on from the one before it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"weight": torch.ones(2)}, "its weights do not fit --model vl-tiny with these flags: Missing key(s) in "),
+        (None, "its optimizer state does not fit the parameters that open_clip "),
+    ],
+)
+def test_checkpoints_that_do_not_fit(folder, shards, capfd, content, message):
+    if content is None:
+        assert main(flags_for(shards, "--loss", "unified", "--epochs", "1")) == 0
+        content = weights(folder, 1)
+        del content["optimizer"]
+    torch.save(content, folder / "other.pt")
+    flags = flags_for(shards, "--loss", "unified", "--epochs", "1", "--resume", "other.pt")
+    assert main([*flags, "--name", "other"]) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("vl_plugins: error: ")]
+    assert line.startswith(f"vl_plugins: error: --resume other.pt: {message}")
+
+
+def test_a_full_disk(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = save(tmp_path, 1)
+    before = file.read_bytes()
+    with resuming.complete_checkpoints(Training()):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            for epoch in (1, 2):
+                with pytest.raises(UserError, match=f"^cannot write {tmp_path}/epoch_{epoch}.pt: File too large$"):
+                    save(tmp_path, epoch, more=torch.zeros(100_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_1.pt"]
+    assert file.read_bytes() == before
 
 
 class Harmful:

@@ -1,10 +1,13 @@
 import json
+import os
 from argparse import Namespace
 
 import pytest
 import torch
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import AllCaptions
+from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.integrations.open_clip.validation import evaluate
 
 
@@ -64,7 +67,7 @@ def test_metrics_of_a_known_model(setting, caplog):
     model, data, args = setting
     model.train()
     with caplog.at_level("INFO"):
-        metrics = evaluate(model, data, 2, args, host_evaluate=host_evaluate)
+        metrics = evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate)
     (row,) = results(args)
     # Image 0 finds its second caption first; image 1 ties with caption 0, which is not its own, and the tie counts.
     assert (row["image_to_text_R@1_percent"], row["image_to_text_mean_rank"]) == pytest.approx((200 / 3, 4 / 3))
@@ -96,7 +99,7 @@ def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
     model.captions = torch.stack([model.captions, model.captions], dim=1)
     model.similarity = SumOfProducts()
     with caplog.at_level("INFO"):
-        evaluate(model, data, 2, args, host_evaluate=host_evaluate)
+        evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate)
     (row,) = results(args)
     # Similarity 2 to the own direction and to the next: caption 0 has that of images 0 and 1, a tie.
     scores = torch.einsum("akd,cld->ac", -model.images, model.captions)
@@ -113,26 +116,54 @@ def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
 @pytest.mark.parametrize(("epoch", "evaluated"), [(1, False), (2, True), (3, False), (4, True), (5, True)])
 def test_frequency_is_that_of_open_clip(setting, epoch, evaluated):
     model, data, args = setting
-    evaluate(model, data, epoch, args, host_evaluate=host_evaluate)
+    evaluate(model, data, epoch, args, training=Training(), host_evaluate=host_evaluate)
     assert bool(results(args)) is evaluated
 
 
 def test_only_the_first_process_evaluates(setting):
     model, data, args = setting
     args.rank = 1
-    assert evaluate(model, data, 2, args, host_evaluate=host_evaluate) == {"host": []}
+    assert evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate) == {"host": []}
     assert not results(args)
+
+
+def test_what_cannot_be_validated_ends_the_training_after_its_checkpoint(setting, caplog):
+    model, data, args = setting
+    args.save_frequency, args.save_most_recent = 5, False
+    os.symlink("/dev/full", f"{args.checkpoint_path}/results.jsonl")
+    message = f"^cannot write {args.checkpoint_path}/results.jsonl: No space left on device$"
+    with pytest.raises(UserError, match=message):
+        evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate)
+    training = Training()
+    data["train"] = object()
+    assert evaluate(model, data, 2, args, training=training, host_evaluate=host_evaluate) == {"host": ["train"]}
+    assert args.save_frequency == 1, "the trainer saves this epoch"
+    assert "No space left on device; the training ends when the checkpoint is written" in caplog.text
+    with pytest.raises(UserError, match=message):
+        training.check_validation()
+
+
+def test_embeddings_that_are_not_finite(setting):
+    model, data, args = setting
+    data["train"] = object()
+    model.images = model.images * torch.nan
+    with pytest.raises(UserError, match=r"^validation after epoch 2: .*finite"):
+        evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate)
 
 
 def test_other_validation_data_stay_with_open_clip(setting):
     model, data, args = setting
     data = {"val": object(), "imagenet-val": object()}
-    assert evaluate(model, data, 2, args, host_evaluate=host_evaluate) == {"host": ["imagenet-val", "val"]}
+    assert evaluate(model, data, 2, args, training=Training(), host_evaluate=host_evaluate) == {
+        "host": ["imagenet-val", "val"]
+    }
     assert not results(args)
 
 
 def test_zero_shot_stays_with_open_clip(setting):
     model, data, args = setting
-    metrics = evaluate(model, data | {"imagenet-val": object()}, 2, args, host_evaluate=host_evaluate)
+    metrics = evaluate(
+        model, data | {"imagenet-val": object()}, 2, args, training=Training(), host_evaluate=host_evaluate
+    )
     assert metrics["host"] == ["imagenet-val"]
     assert len(results(args)) == 1
