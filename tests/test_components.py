@@ -106,6 +106,12 @@ def test_names_among_the_options_are_created():
         ("distance", "LpDistance", {"p": "abc"}, "p of distance 'LpDistance' must be a number, got 'abc'"),
         ("loss", "TripletMarginLoss", {"swap": "no"}, "swap of loss 'TripletMarginLoss' must be true or false"),
         ("reducer", "ClassWeightedReducer", {}, "refuses to be made without options: .*'weights'; options: weights"),
+        (
+            "reducer",
+            "ThresholdReducer",
+            {"low": "abc"},
+            "low of reducer .* must be a number, got 'abc'",
+        ),
         ("reducer", "ThresholdReducer", {}, "At least one of low or high must be specified"),
         ("distance", "CosineSimilarity", {"is_inverted": False}, "refuses is_inverted=False: .* multiple values"),
         ("distance", "SetDistance", {}, "unknown distance 'SetDistance'"),

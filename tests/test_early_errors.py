@@ -1,5 +1,6 @@
 """Misspelled names and missing files are reported before torch, which takes seconds to import."""
 
+import os
 import subprocess
 import sys
 
@@ -39,3 +40,16 @@ def test_before_torch_is_imported(module, command_line, message):
     assert message in finished.stderr
     assert finished.stderr.count("\n") == 1
     assert finished.returncode == 2
+
+
+@pytest.mark.parametrize("module", [LAUNCHER, "vl_plugins.cli"])
+def test_one_process_of_several_prints_an_error(module):
+    command = {LAUNCHER: ["--model", "RN5"], "vl_plugins.cli": ["evaluate", "--features", "no.npz"]}[module]
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, module, *command],
+        env={**os.environ, "RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (finished.returncode, finished.stderr) == (2, "")

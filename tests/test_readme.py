@@ -23,6 +23,7 @@ import pytest
 import torch
 from torchvision.transforms import PILToTensor
 
+from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.launcher import main as train_clip
@@ -67,7 +68,8 @@ SNIPPETS = blocks("python")
 (OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
 (OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
 (OF_TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
-OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER)]
+(OF_LOOP,) = (snippet for snippet in SNIPPETS if "DistributedDataParallel" in snippet)
+OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, OF_LOOP)]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,36 @@ def test_python_snippets(snippet):
     gradients += [variables["similarities"].grad] if "similarities" in variables else []
     assert gradients
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def training_loop(rank, snippet):
+    """Return CLIP's scale before and after, and what torch says where the loop fails."""
+    register_models()
+    generator = torch.Generator().manual_seed(rank)
+    config = open_clip.get_model_config("vl-tiny")
+    size, length = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
+    loader = [
+        (torch.randn(4, 3, size, size, generator=generator), torch.randint(1, 99, (4, length)), torch.arange(4))
+        for _ in range(3)
+    ]
+    variables = {"loader": loader}
+    message = ""
+    try:
+        exec(compile(snippet.replace("ViT-B-32", "vl-tiny"), "README.md", "exec"), variables)
+    except RuntimeError as error:
+        message = str(error)
+    return variables["model"].module.logit_scale.item(), message
+
+
+def test_training_loop_snippet():
+    initial = pytest.approx(np.log(1 / 0.07), abs=1e-7)
+    (scale, message), other = in_processes(training_loop, 2, OF_LOOP)
+    assert (scale, message) == other
+    assert scale != initial
+    assert message == ""
+    for scale, message in in_processes(training_loop, 2, OF_LOOP.replace(", scale=scale", "")):
+        assert scale == initial
+        assert message.startswith("Expected to have finished reduction in the prior iteration")
 
 
 def test_ranks_snippet(capsys):
@@ -371,8 +403,9 @@ def save_checkpoint(folder):
 def run_evaluate_commands(folder, change=lambda command: command):
     """Run the lines, with a small model; the second file of features is the first one."""
     save_checkpoint(folder)
+    (folder / "logs/run/params.txt").write_text("model: vl-tiny\n")
     encoding, comparing = map(change, own_commands("evaluate"))
-    outputs = [run_own([*encoding, "--model", "vl-tiny", "--device", "cpu"], folder)]
+    outputs = [run_own([*encoding, "--device", "cpu"], folder)]
     shutil.copy(folder / "vit.safetensors", folder / "other.safetensors")
     comparing = [argument.replace("other.npz", "other.safetensors") for argument in comparing]
     outputs.append(run_own(comparing, folder))

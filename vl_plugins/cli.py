@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.errors import UserError, message
+from vl_plugins.errors import UserError, print_error
 
 __all__ = ["main"]
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = arguments.run(arguments) or 0
         sys.stdout.flush()
     except UserError as error:
-        print(f"vl-plugins {arguments.command}: error: {message(error)}", file=sys.stderr)
+        print_error(f"vl-plugins {arguments.command}", error)
         return 2
     except KeyboardInterrupt:
         print(f"vl-plugins {arguments.command}: interrupted", file=sys.stderr)

@@ -47,6 +47,9 @@ KIND_OF_OPTION = {
     "reducer": "reducer",
 }
 
+# Options of pytorch-metric-learning that are numbers or None, their default.
+OPTIONAL_NUMBERS = ("high", "low")
+
 
 def create_component(kind: str, name: str, /, **options: Any) -> Any:
     """Return a new component for pytorch-metric-learning, one of its own or one of ours.
@@ -100,7 +103,10 @@ def _check_types(kind: str, name: str, component_class: type, options: Mapping[s
     defaults = constructor_options(component_class, options)
     for option, value in options.items():
         default = defaults[option]
-        if isinstance(default, (int, float)) and (value is None or isinstance(value, (str, list, tuple, dict))):
+        takes_none = option in OPTIONAL_NUMBERS
+        if (takes_none or isinstance(default, (int, float))) and (
+            isinstance(value, (str, list, tuple, dict)) or (value is None and not takes_none)
+        ):
             wanted = "true or false" if isinstance(default, bool) else "a number"
             raise UserError(f"{option} of {kind} {name!r} must be {wanted}, got {value!r} (default: {default!r})")
         if option in KIND_OF_OPTION and isinstance(value, (int, float, list, tuple, dict)):

@@ -1,6 +1,8 @@
 """Errors that the command lines print as one line instead of a traceback."""
 
 import difflib
+import os
+import sys
 from collections.abc import Collection, Iterable
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "message",
+    "print_error",
     "unknown_name",
 ]
 
@@ -31,6 +34,15 @@ def message(error: UserError) -> str:
     if text.startswith("Caught ") and "\nOriginal " in text:  # as torch writes it
         text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
     return text
+
+
+def print_error(program: str, error: UserError) -> None:
+    """Print one line on standard error, once for all processes that ``torchrun`` started."""
+    torch = sys.modules.get("torch")
+    joined = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    # Before the processes join, all find the same; afterwards an error may be that of one process alone.
+    if joined or os.environ.get("RANK", "0") == "0":
+        print(f"{program}: error: {message(error)}", file=sys.stderr)
 
 
 def first_line(error: Exception, otherwise: str | None = None) -> str:

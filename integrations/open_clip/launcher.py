@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vl_plugins.errors import UserError, message
+from vl_plugins.errors import UserError, print_error
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
@@ -47,20 +47,12 @@ def main(argv: Sequence[str]) -> int:
         host.trainer()
         return _run(options, host_options, host_argv)
     except UserError as error:
-        # Before the processes join, all find the same; afterwards an error may be that of one process alone.
-        if os.environ.get("RANK", "0") == "0" or _processes_have_joined():
-            print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
+        print_error("vl_plugins", error)
         return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("vl_plugins: interrupted", file=sys.stderr)
         return 130  # as shells report a process that Ctrl-C ended
-
-
-def _processes_have_joined() -> bool:
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:

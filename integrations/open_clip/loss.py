@@ -1,8 +1,9 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -165,13 +166,8 @@ class TwoTowerLoss(nn.Module):
     ) -> dict[str, torch.Tensor]:
         joined = (images, texts) if self.through_ring else self.processes.gather(images, texts, batch)
         labels = eager()(self._labels_of, batch, images.device)
-        if self.learned_scale:
-            self.pair_loss.scale = logit_scale
-        try:
-            loss = self._loss(images, texts, *joined, labels)
-        finally:
-            if self.learned_scale:
-                self.pair_loss.scale = None  # hold no graph between steps
+        options = {"scale": logit_scale} if self.learned_scale else {}
+        loss = self._loss(images, texts, *joined, labels, options)
         if (self.by_rows or self.through_ring) and batch.share != 1:
             loss = loss * batch.share
         terms = {f"{self.name}_loss": loss}
@@ -188,12 +184,13 @@ class TwoTowerLoss(nn.Module):
         all_images: torch.Tensor,
         all_texts: torch.Tensor,
         labels: Labels,
+        options: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         if self.through_ring:
-            return self.pair_loss(images, labels.own_images, ref_emb=texts, ref_labels=labels.own_texts)
+            return self.pair_loss(images, labels.own_images, ref_emb=texts, ref_labels=labels.own_texts, **options)
         if self.one_call:
-            return self.pair_loss(all_images, labels.images, ref_emb=all_texts, ref_labels=labels.texts)
-        compare = functools.partial(one_direction, self.pair_loss, self.miner)
+            return self.pair_loss(all_images, labels.images, ref_emb=all_texts, ref_labels=labels.texts, **options)
+        compare = functools.partial(one_direction, self.pair_loss, self.miner, **options)
         image_labels, text_labels = labels.images, labels.texts
         if self.by_rows:
             image_labels, text_labels = labels.own_images, labels.own_texts
@@ -259,6 +256,8 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
             kwargs[kind] = create_component(kind, name, **getattr(options, f"{kind}_kwargs"))
     makes_sets = options.head == "set"
     loss = create_loss(options.loss, **kwargs)
+    if _learned_scale(options) and "scale" not in inspect.signature(loss.forward).parameters:
+        raise UserError(f"--loss-kwargs scale=learned: {type(loss).__name__} takes no scale in its call")
     if makes_sets and "distance" not in kwargs and not isinstance(loss.distance, SetDistance):
         loss = create_loss(options.loss, **kwargs, distance="smooth_chamfer")
     if makes_sets and not isinstance(loss.distance, SetDistance):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, check_device, message
+from vl_plugins.errors import UserError, check_device, print_error
 from vl_plugins.key_values import KeyValues, Parser, literal
 from vl_plugins.optional import require
 
@@ -90,7 +90,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how to run")
     how.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder for all that is written (default: runs/<name of the file>)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for all that is written, by one process at a time (default: runs/<name of the file>)",
     )
     how.add_argument(
         "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"
@@ -110,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(build_parser().parse_args(argv))
     except UserError as error:
-        print(f"vl_plugins: error: {message(error)}", file=sys.stderr)
+        print_error("vl_plugins", error)
         return 2
     except KeyboardInterrupt:
         print("vl_plugins: interrupted; --resume goes on after the last whole epoch", file=sys.stderr)

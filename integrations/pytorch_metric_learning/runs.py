@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vl_plugins.data.reader import (
     training_pipeline,
 )
 from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.storage import write_file
+from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.distances.base import SetDistance
 from vl_plugins.errors import UserError
@@ -267,7 +268,8 @@ class Run:
 
     The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
     :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with everything that going on
-    needs, and ``best.pt``, the model with the best RSUM.
+    needs, and ``best.pt``, the model with the best RSUM. One process at a time trains there. Nothing is written before
+    training starts.
 
     Args:
         config: what to train.
@@ -276,7 +278,8 @@ class Run:
         resume: go on from ``latest.pt``, or begin where there is none yet. An epoch that was not finished begins anew.
 
     Raises:
-        UserError: something in the configuration or the data is not right, or the folder holds another run.
+        UserError: something in the configuration or the data is not right, or the folder holds another run, also one
+            that another process is training.
     """
 
     def __init__(
@@ -290,7 +293,9 @@ class Run:
         self.config = config
         self.folder = Path(folder)
         self.device = torch.device(device)
-        begun = (self.folder / LATEST).exists()
+        self._files = Folder(self.folder)
+        self._latest_time = self._time_of_latest()
+        begun = self._latest_time is not None
         saved = self._read_latest() if resume and begun else None
         if begun and not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
@@ -310,16 +315,18 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train what is left of all stages; return the metrics of the last epoch, none without ``data.val``."""
-        self._open()
-        self._metrics: dict[str, float] = {}
-        last = 0
-        try:
-            for number, stage in enumerate(self.config.stages):
-                last += stage.epochs
-                if self.epoch < last:
-                    self._train_stage(number, last)
-        finally:
-            self._writer.close()
+        self._files.make()
+        with self._files.lock(wait=False):
+            self._open()
+            self._metrics: dict[str, float] = {}
+            last = 0
+            try:
+                for number, stage in enumerate(self.config.stages):
+                    last += stage.epochs
+                    if self.epoch < last:
+                        self._train_stage(number, last)
+            finally:
+                self._writer.close()
         return self._metrics
 
     def _train_stage(self, number: int, last: int) -> None:
@@ -399,16 +406,26 @@ class Run:
         for name, value in self._metrics.items():
             self._writer.add_scalar(name if name.startswith(ACCURACY) else f"val/{name}", value, step)
         self._rows.append({**self._metrics, "epoch": self.epoch})
-        write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
+        with self._files.write(RESULTS) as stream:
+            stream.write("".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
+
+    def _time_of_latest(self) -> int | None:
+        latest = self.folder / LATEST
+        return latest.stat().st_mtime_ns if latest.exists() else None
 
     def _open(self) -> None:
-        """Make the folder, or go on with what is in it."""
+        """Begin in the folder, or go on with what is in it."""
         yaml = require("yaml", extra="pml")
         require("tensorboard", extra="pml")
         from torch.utils.tensorboard import SummaryWriter
 
-        settings = yaml.safe_dump(as_plain(self.config), sort_keys=False)
-        write_file(self.folder / SETTINGS, settings.encode())
+        if self._time_of_latest() != self._latest_time:
+            raise UserError(
+                f"{self.folder} has changed since this start; give another folder with --out, or --resume to go on"
+            )
+        self._files.remove_partial("|".join(map(re.escape, (LATEST, BEST, RESULTS, SETTINGS))))
+        with self._files.write(SETTINGS) as stream:
+            stream.write(yaml.safe_dump(as_plain(self.config), sort_keys=False).encode())
         results = self.folder / RESULTS
         rows = map(json.loads, results.read_text(encoding="utf-8").splitlines() if results.exists() else [])
         # What an epoch wrote that has no checkpoint comes again.

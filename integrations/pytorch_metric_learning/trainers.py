@@ -83,7 +83,8 @@ class CrossModalTrainer(TakesShards):
     - ``dataset``: a reader of shards, made by :func:`vl_plugins.data.reader.training_pipeline` with
       ``with_labels=True``; or one whose items are ``image, text, label``, as for ``TwoStreamMetricLoss``.
       ``data_and_label_getter`` makes these three of a batch otherwise. There may be k texts for each image, side by
-      side: ``texts[k * i : k * i + k]`` are those of ``images[i]`` and have its label.
+      side: ``texts[k * i : k * i + k]`` are those of ``images[i]`` and have its label. Or token ids
+      (B, k, L), as torch's default ``collate_fn`` stacks items with texts (k, L).
 
     ``dtype`` is for images; texts are token ids. ``freeze_trunk_batchnorm`` is for both trunks.
 
@@ -118,6 +119,8 @@ class CrossModalTrainer(TakesShards):
         self.dataloader_iter, batch = common_functions.try_next_on_generator(self.dataloader_iter, self.dataloader)
         images, texts, labels = self.data_and_label_getter(batch)
         labels = common_functions.process_label(labels, self.label_hierarchy_level, self.label_mapper)
+        if isinstance(texts, Tensor) and texts.ndim == 3 and not texts.is_floating_point():
+            texts = texts.flatten(0, 1)  # token ids of k texts an item, as torch's default collate stacks them
         return (images, texts), labels
 
     def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:

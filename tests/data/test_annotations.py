@@ -98,6 +98,10 @@ def test_name_of_the_data_set(write):
         ("[]", "has no images"),
         ('{"images": []}', "has no images"),
         ('{"annotations": []}', "has no images; expected Karpathy's format"),
+        (
+            '{"info": {}, "images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"id": 1}]}',
+            "has COCO's own format, with 'annotations'; convert it with `vl-plugins shards coco-captions`",
+        ),
     ],
 )
 def test_wrong_file(write, content, message):
@@ -109,6 +113,8 @@ def test_wrong_file(write, content, message):
 
 
 def test_missing_file_and_wrong_encoding(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read /dev/zero: it is not a regular file"):
+        read_karpathy("/dev/zero", "coco")
     with pytest.raises(UserError, match=r"cannot read .*nowhere.json: No such file"):
         read_karpathy(tmp_path / "nowhere.json", "coco")
     (tmp_path / "latin.json").write_bytes('{"images": "é"}'.encode("latin-1"))

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ USABLE = {
 }
 UNUSABLE = {
     "missing.jpg": (None, "cannot read the file: No such file or directory"),
-    "folder.jpg": (..., "cannot read the file: Is a directory"),
+    "folder.jpg": (Path.mkdir, "cannot read the file: Is a directory"),
     "empty.jpg": (b"", "the file is empty"),
     "truncated.jpg": (encode(size=(300, 300))[:-300], "the image is damaged: image file is truncated"),
     "text.jpg": (b"A picture of a cat.", "the file is not an image"),
@@ -48,6 +50,9 @@ UNUSABLE = {
     "animated.png": (frames("PNG"), "the image is animated, with 2 frames"),
     "animated.webp": (frames("WEBP"), "the image is animated, with 2 frames"),
     "animated.gif": (frames("GIF"), "the format GIF is not supported"),
+    "fifo.jpg": (os.mkfifo, "cannot read the file: it is not a regular file"),
+    "device.jpg": (lambda file: file.symlink_to("/dev/zero"), "cannot read the file: it is not a regular file"),
+    "endless.jpg": (lambda file: file.touch() or os.truncate(file, 1 << 40), "the file is larger than 1 GiB"),
     "bomb.png": (encode("PNG", mode="1", size=(10_000, 10_000)), "the image has more than 89,478,485 pixels"),
 }
 
@@ -81,8 +86,8 @@ def folder(tmp_path_factory):
     (folder / "secret.jpg").write_bytes(encode())
     entries = []
     for name, data in {**USABLE, **{name: data for name, (data, _) in UNUSABLE.items()}}.items():
-        if data is ...:
-            (root / name).mkdir()
+        if callable(data):
+            data(root / name)
         elif data is not None:
             (root / name).write_bytes(data)
         entries.append(entry(name, len(entries), [f"a picture called {name}"]))

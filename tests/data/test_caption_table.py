@@ -199,6 +199,9 @@ def test_wrong_file_always_raises(write, name, content, options, message):
 
 
 def test_missing_file(tmp_path):
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"^cannot read .*zero.csv: it is not a regular file"):
+        read_caption_table(tmp_path / "zero.csv")
     for name in ("nowhere.csv", "nowhere.jsonl"):
         with pytest.raises(UserError, match=rf"^cannot read .*{name}: No such file"):
             read_caption_table(tmp_path / name)

@@ -129,6 +129,9 @@ def test_files_and_names_that_do_not_go_together(write, tmp_path):
         read_coco_captions([file], dataset_name="my set")
     with pytest.raises(UserError, match=r"cannot read .*nowhere.json: No such file"):
         read_coco_captions([tmp_path / "nowhere.json"])
+    karpathy = write({"dataset": "coco", "images": [{"filename": "1.jpg", "sentences": []}]}, "dataset_coco.json")
+    with pytest.raises(UserError, match=r"coco.json has no captions; .*`vl-plugins shards coco` converts Karpathy's"):
+        read_coco_captions([karpathy])
 
 
 # In the document, image 1 has the annotations 2 (id 3) and 3 (id 2).

@@ -92,7 +92,10 @@ def test_other_manifests(tmp_path, content, error, message):
     assert type(raised.value) is error
 
 
-@pytest.mark.parametrize("content", ["[]", '{"a.tar": "3"}', '{"a.tar": 2.5}', '{"a.tar": true}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", *(f'{{"a.tar": {size}}}' for size in ('"3"', 2.5, "true", -1, "NaN", "Infinity", 1e18, 10**18, "null"))],
+)
 def test_other_sizes(tmp_path, content):
     (tmp_path / "sizes.json").write_text(content)
     with pytest.raises(UserError, match=r"sizes.json must hold an object of shard names and numbers of samples"):

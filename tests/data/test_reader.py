@@ -980,7 +980,9 @@ class TestDamage:
             reader.set_epoch(epoch)
             caplog.clear()
             assert Counter(read_images(reader)) == dict.fromkeys(range(4), 3), "three passes"
-            places = [re.match(r"leaving out sample numbered-train-(\d+) of ", message) for message in caplog.messages]
+            *messages, last = caplog.messages
+            places = [re.match(r"leaving out sample numbered-train-(\d+) of ", message) for message in messages]
+            assert last.startswith(f"epoch {epoch}, worker 0: 4 of 12 images were shown, the other 8 were repeats")
             assert sorted(int(place[1]) for place in places) == list(range(4, 12))
 
     @pytest.mark.parametrize("sized", [True, False])
@@ -1018,6 +1020,43 @@ class TestDamage:
         ):
             list(training_pipeline(shards, transform, tokenizer, 2, on_error="raise"))
         with pytest.raises(UserError, match="it ends after 4 samples, expected 6"):
+            list(evaluation_pipeline(shards, transform, tokenizer, 2))
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_what_an_epoch_did_not_read_is_said_at_its_end(self, shards, tmp_path, monkeypatch, workers):
+        Path(shards[1]).write_bytes(b"")
+        replace_member(shards[2], "numbered-train-00000008.json", b"{")
+        reader = training_pipeline(shards, transform, tokenizer, 2)
+        # Of all workers, whose log is not this process's.
+        monkeypatch.setattr(
+            logging.getLogger("vl_plugins.data.reader"), "handlers", [logging.FileHandler(tmp_path / "log")]
+        )
+        assert set(read_images(load(reader, workers))) == {0, 1, 2, 3, 9, 10, 11}
+        said = re.findall(
+            r"^epoch 0, worker \d: (\d+) of (\d+) images were shown, the other (\d+) were repeats, because of (.+)$",
+            (tmp_path / "log").read_text(),
+            re.MULTILINE,
+        )
+        assert [sum(int(numbers[place]) for numbers in said) for place in range(3)] == [7, 12, 5]
+        assert len(said) <= workers
+        for _, _, _, places in said:
+            assert re.match(
+                r"(the end of )?shard .*-000001\.tar|sample numbered-train-00000008 of .*-000002\.tar", places
+            )
+            assert re.search(r"ReadError\('empty file'\)|JSONDecodeError", places)
+
+    def test_nothing_is_said_of_a_whole_epoch(self, shards, caplog):
+        for index in range(8):
+            replace_member(shards[index // 4], f"numbered-train-{index:08d}.json", b'{"captions": ["0/0"]}')
+        reader = training_pipeline(shards, transform, tokenizer, 2)
+        assert len(read_images(reader)) == 12
+        assert "images left out of epoch" in caplog.text
+        assert "repeats" not in caplog.text
+
+    def test_an_index_that_says_fewer_samples_leaves_nothing_out_of_an_evaluation(self, shards):
+        sizes = Path(shards[1]).parent / "sizes.json"
+        sizes.write_text(sizes.read_text().replace('"numbered-train-000001.tar": 4', '"numbered-train-000001.tar": 3'))
+        with pytest.raises(UserError, match=r"the end of shard .*-000001.tar: .*it ends after 4 samples, expected 3"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
 
     def test_the_first_sample(self, shards):

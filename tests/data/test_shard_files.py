@@ -146,7 +146,8 @@ class TestReadSamples:
         assert keys(read_samples(f"pipe:cat {shard} || exit 3", 1, 2)) == ["b"]
 
     @pytest.mark.parametrize("remote", [False, True])
-    def test_a_compressed_shard(self, shard, remote):
+    def test_a_compressed_shard_is_an_error(self, shard, remote):
+        """A few kilobytes may stand for any number of samples."""
         with open(shard, "rb") as stream:
             data = gzip.compress(stream.read())
         if remote:
@@ -157,8 +158,10 @@ class TestReadSamples:
         else:
             with open(shard, "wb") as stream:
                 stream.write(data)
-        assert keys(read_samples(shard)) == ["a", "b", "c", "d"]
-        assert keys(read_samples(shard, 1, 2)) == ["b"]
+        with pytest.raises(tarfile.ReadError, match="header; a compressed shard must be unpacked"):
+            keys(read_samples(shard))
+        if not remote:
+            assert keys(read_samples(f"pipe:gzip -dc < {shard}", 1, 2)) == ["b"]
 
     def test_an_empty_archive(self, tmp_path):
         assert list(read_samples(write_tar(tmp_path / "x.tar", []))) == []
@@ -227,3 +230,37 @@ def test_a_header_of_negative_size_ends_the_shard(tmp_path):
     assert next(samples)["__key__"] == "a"
     with pytest.raises((ValueError, tarfile.TarError)):
         list(samples)
+
+
+def sparse_member(size):
+    """A file that is zeros and ends with 512 other bytes, which are all that the archive stores of it."""
+    member = tarfile.TarInfo("a.jpg")
+    member.type, member.size = tarfile.GNUTYPE_SPARSE, 512
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    for place, number in ((386, size - 512), (398, 512), (483, size)):
+        header[place : place + 12] = b"%011o\0" % number
+    header[148:156] = b"%06o\0 " % (256 + sum(header[:148]) + sum(header[156:]))
+    return bytes(header) + b"x" * 512
+
+
+def large_member(size):
+    member = tarfile.TarInfo("a.jpg")
+    member.size = size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (sparse_member(1 << 29), "a.jpg is a sparse file"),
+        (sparse_member(1 << 32), "a.jpg says 4294967296 bytes"),
+        (large_member(1 << 50), r"a.jpg says 1125899906842624 bytes"),
+    ],
+)
+def test_a_few_kilobytes_that_stand_for_much_more(tmp_path, content, message):
+    shard = tmp_path / "x.tar"
+    shard.write_bytes(content + bytes(10240))
+    with pytest.raises((ValueError, tarfile.TarError), match=message):
+        list(read_samples(str(shard)))
+    with pytest.raises((ValueError, tarfile.TarError), match=message):
+        list(read_samples(f"pipe:cat {shard} /dev/zero"))

@@ -411,6 +411,14 @@ def test_header_that_lies(tmp_path, size, kind):
             shard_statistics(tmp_path)
 
 
+def test_extended_headers_that_describe_one_another(tmp_path):
+    info = tarfile.TarInfo("x")
+    info.type = tarfile.XHDTYPE
+    (tmp_path / "a-0.tar").write_bytes(info.tobuf(tarfile.USTAR_FORMAT) * 2000 + bytes(1024))
+    with pytest.raises(UserError, match=r"cannot read .*a-0\.tar: it is damaged: maximum recursion"):
+        shard_statistics(tmp_path)
+
+
 def test_shard_with_fewer_samples_than_the_manifest_says(collection, tmp_path):
     folder = write_own(tmp_path / "x", [("0.png", b"0"), ("0.json", record(0))])
     write_archive(folder / "set-train-000000.tar", [])

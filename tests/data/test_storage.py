@@ -7,13 +7,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
 import pytest
 import torch
 
-from vl_plugins.data.storage import Folder
+from vl_plugins.data.storage import Folder, open_regular, write_file
 from vl_plugins.errors import MissingExtraError, UserError
 
 
@@ -171,7 +172,7 @@ def test_pickling(location):
 
 WRITE_AND_WAIT = """
 import sys, time
-from vl_plugins.data.storage import Folder
+from vl_plugins.data.storage import Folder, open_regular, write_file
 with Folder(sys.argv[1]).write("a-000000.tar") as stream:
     stream.write(b"half")
     stream.flush()
@@ -201,6 +202,63 @@ def test_what_a_killed_process_leaves_can_be_removed_and_what_a_live_one_writes_
     assert folder.names() == [f"{partial}.txt"]
 
 
+WRITE_UNTIL_KILLED = """
+import sys
+from pathlib import Path
+from vl_plugins.data.storage import write_file
+while True:
+    write_file(Path(sys.argv[1]), bytes(50_000_000))
+"""
+
+
+def test_what_a_killed_process_leaves_of_a_single_file_is_removed_by_the_next(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "features.npz")])
+    while not (left := list(tmp_path.glob(".features.npz.*"))):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert left[0].exists()
+    (tmp_path / ".other.npz.0123abcd.partial").touch()
+    write_file(tmp_path / "features.npz", b"whole")
+    assert Folder(tmp_path).names() == [".other.npz.0123abcd.partial", "features.npz"]
+    assert (tmp_path / "features.npz").read_bytes() == b"whole"
+
+
+def test_what_is_being_written_is_never_removed(tmp_path):
+    """Not even between its creation and its lock."""
+    end = threading.Event()
+
+    def remove():
+        while not end.is_set():
+            Folder(tmp_path).remove_partial(r"a\.tar")
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for _ in range(300):
+            write(Folder(tmp_path), "a.tar", b"data")
+    finally:
+        end.set()
+        thread.join()
+    assert Folder(tmp_path).names() == ["a.tar"]
+
+
+def test_where_nothing_can_be_locked_nothing_is_removed(tmp_path, monkeypatch):
+    """As on some network file systems, where a file in use looks like any other."""
+
+    def fail(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    (tmp_path / ".a.tar.0123abcd.partial").touch()
+    Folder(tmp_path).remove_partial(r"a\.tar")
+    assert Folder(tmp_path).names() == [".a.tar.0123abcd.partial"]
+    with Folder(tmp_path).lock(wait=False):
+        write(Folder(tmp_path), "a.tar", b"one")
+    assert Folder(tmp_path).read("a.tar") == b"one"
+
+
 def count_up(location, times):
     folder = Folder(location)
     for _ in range(times):
@@ -224,9 +282,9 @@ def test_the_lock_keeps_processes_apart(tmp_path):
 
 def test_a_lock_that_is_held_can_be_an_error(tmp_path):
     folder = Folder(tmp_path)
-    with folder.lock(), pytest.raises(UserError, match=f"^another process is writing to {tmp_path}: wait"):
-        with folder.lock(wait=False):
-            pass
+    with folder.lock(wait=False), pytest.raises(UserError) as raised, folder.lock(wait=False):
+        pass
+    assert str(raised.value) == f"another process is writing to {tmp_path}: wait for it or choose another folder"
     with folder.lock(wait=False):
         pass
 
@@ -237,3 +295,19 @@ def test_without_locks_everything_else_works(tmp_path, monkeypatch):
     with folder.lock():
         write(folder, "a.tar", b"one")
     assert folder.names() == ["a.tar"]
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for file in ("fifo", "zero"):
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(tmp_path / file)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+    (tmp_path / "file").write_bytes(b"data")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as stream:
+        assert stream.read() == b"data"

@@ -717,7 +717,9 @@ def test_sizes_missing_or_unreadable(folder):
     sizes.write_text("[")
     assert problems(folder) == ["sizes.json: is not valid JSON: Expecting value: line 1 column 2 (char 1)"]
     sizes.write_text('{"a": "b"}')
-    assert problems(folder) == ["sizes.json: must hold an object of shard names and numbers of samples"]
+    assert problems(folder) == [
+        "sizes.json: must hold an object of shard names and numbers of samples, at most 10,000,000 each"
+    ]
 
 
 @pytest.fixture

@@ -227,6 +227,8 @@ def test_hyper_parameters_are_recorded(loss_class):
     [
         ({"labels": None}, "labels and indices_tuple cannot both be None"),
         ({"ref_labels": None}, "ref_labels cannot be None when ref_emb is given without an indices_tuple"),
+        ({"labels": LABELS.tolist()}, "^labels must be a tensor, got list: torch.as_tensor"),
+        ({"ref_labels": OTHER_LABELS.numpy()}, "^ref_labels must be a tensor, got ndarray: torch.as_tensor"),
         ({"labels": LABELS[:4]}, r"labels must have the shape \(6,\), got \(4,\)"),
         ({"ref_labels": LABELS}, r"ref_labels must have the shape \(8,\), got \(6,\)"),
         (

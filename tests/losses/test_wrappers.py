@@ -9,7 +9,12 @@ from pytorch_metric_learning.utils import common_functions, distributed
 from tests.pml.loops import LOSSES, call_with, check, embeddings_of, expected, make_loss, own_losses
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.wrappers import CrossBatchMemory, DistributedMinerWrapper, SelfSupervisedLoss
+from vl_plugins.losses.wrappers import (
+    CrossBatchMemory,
+    DistributedLossWrapper,
+    DistributedMinerWrapper,
+    SelfSupervisedLoss,
+)
 from vl_plugins.miners import HardestNegativeMiner
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [CrossBatchMemory, SelfSupervisedLoss])
@@ -258,6 +263,7 @@ def test_the_losses_of_the_host_give_what_its_wrappers_give(miner):
     ("change", "message"),
     [
         ({"labels": torch.zeros(3)}, r"embeddings must have the shape \(3, 5\), got \(4, 5\)"),
+        ({"labels": [0, 1, 2, 0]}, "^labels must be a tensor, got list"),
         ({"embeddings": torch.ones(4, 6)}, r"embeddings must have the shape \(4, 5\), got \(4, 6\)"),
         ({"embeddings": torch.ones(12, 5), "labels": torch.ones(12)}, "memory_size must be at least .*, 12, got 11"),
         (
@@ -285,6 +291,19 @@ def test_wrong_input_of_a_memory_leaves_it_as_it_is(change, message):
     with pytest.raises(ValueError, match=message):
         loss(**({"embeddings": embeddings, "labels": labels} | change))
     assert loss.queue_idx == 0
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [DistributedLossWrapper(losses.NTXentLoss()), DistributedMinerWrapper(miners.MultiSimilarityMiner())],
+    ids=["loss", "miner"],
+)
+def test_labels_for_several_processes_are_tensors(wrapper):
+    embeddings, labels = torch.eye(3), torch.arange(3)
+    with pytest.raises(ValueError, match="labels must be a tensor, got list"):
+        wrapper(embeddings, labels.tolist())
+    with pytest.raises(ValueError, match="ref_labels must be a tensor, got ndarray"):
+        wrapper(embeddings, labels, ref_emb=embeddings.clone(), ref_labels=labels.numpy())
 
 
 @DTYPES

@@ -232,6 +232,13 @@ def test_references_need_labels():
         HardestNegativeMiner()(torch.eye(3), torch.arange(3), torch.eye(3))
 
 
+def test_labels_are_tensors():
+    with pytest.raises(ValueError, match="labels must be a tensor, got list"):
+        HardestNegativeMiner()(torch.eye(3), [0, 1, 2])
+    with pytest.raises(ValueError, match="ref_labels must be a tensor, got ndarray"):
+        HardestNegativeMiner()(torch.eye(3), torch.arange(3), torch.eye(3), torch.arange(3).numpy())
+
+
 def test_statistics():
     miner = HardestNegativeMiner(k=2, collect_stats=True)
     found = triplets(miner(**call_with(2)))

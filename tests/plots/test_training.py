@@ -146,10 +146,10 @@ def test_failed_write_keeps_the_old_picture(tmp_path, monkeypatch):
     out = tmp_path / "curves.png"
     out.write_bytes(b"old")
 
-    def fail(self, target):
+    def fail(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.replace", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(UserError, match=r"cannot write .*curves.png: No space left on device"):
         plot_training_curves({"clip": [row(1)]}, out)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("curves.png", b"old")]

@@ -35,12 +35,12 @@ protocols (checked before anything is encoded: images, captions of each, ids and
   eccv          ECCV Caption (mAP@R, R-Precision, R@1) and CxC recalls on that split
 
 examples:
-  vl-plugins evaluate --model ViT-B-32-quickgelu --checkpoint logs/run/checkpoints/epoch_10.pt \\
+  vl-plugins evaluate --checkpoint logs/run/checkpoints/epoch_10.pt \\
       --shards 'shards/coco-test-{000000..000004}.tar' --protocol coco-5k coco-1k eccv \\
       --save-features vit.safetensors --report report.html
 
   several GPUs, each with a part of the batches:
-  torchrun --nproc-per-node 8 -m vl_plugins.cli evaluate --model ViT-B-32-quickgelu ...
+  torchrun --nproc-per-node 8 -m vl_plugins.cli evaluate --checkpoint ...
 
   features saved by this or another program (image_features, caption_features and
   image_of_caption in .npz or .safetensors), two models and the mean of their similarities:

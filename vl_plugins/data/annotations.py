@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.storage import open_regular
 from vl_plugins.errors import UserError, unknown_name
 
 __all__ = [
@@ -206,7 +207,8 @@ def read_json(file: Path) -> Any:
         UserError: the file is missing or unreadable, not UTF-8, or not JSON; the message names the file.
     """
     try:
-        data = file.read_bytes()
+        with open_regular(file) as stream:
+            data = stream.read()
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     return parse_json(data, str(file))
@@ -251,6 +253,11 @@ def read_karpathy(
     if not isinstance(items, list) or not items:
         raise UserError(
             f"{annotation_file} has no images; expected Karpathy's format, an object with a list under 'images'"
+        )
+    if "annotations" in document and isinstance(items[0], dict) and "sentences" not in items[0]:
+        raise UserError(
+            f"{annotation_file} has COCO's own format, with 'annotations'; convert it with `vl-plugins shards "
+            "coco-captions`"
         )
     name = document.get("dataset", dataset) if dataset_name is None else dataset_name
     try:

@@ -80,6 +80,7 @@ class DistinctBatches:
     Attributes:
         left_out: keys by position of the images of the first pass that no batch has a place for; complete when the last
             batch is there.
+        repeats: number of images in the batches so far that were in one before, or are read because others are missing.
         obstacle: what kept an image out of a batch, ``"caption"`` or ``"group"``; None when nothing did.
         example: that caption, or the id of that group.
 
@@ -108,6 +109,7 @@ class DistinctBatches:
         source: str = "the samples",
     ):
         self.left_out: dict[int, str] = {}
+        self.repeats = 0
         self.obstacle: str | None = None
         self.example: int | str | None = None
         self._passes = passes
@@ -157,6 +159,7 @@ class DistinctBatches:
         # Those that wait may fill a batch alone.
         while len(self._batch) == self._batch_size:
             batch = self._batch
+            self.repeats += len(batch) - len(self._first_shown)
             self._start_batch()
             self._missing -= 1
             if self._missing:

@@ -18,6 +18,7 @@ from vl_plugins.data.annotations import (
     place_of,
 )
 from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.storage import open_regular
 from vl_plugins.errors import UserError, unknown_name
 
 __all__ = ["read_caption_table"]
@@ -156,7 +157,7 @@ def read_caption_table(
 def _lines(file: Path) -> Iterator[str]:
     """Yield the lines with their ends; only a line feed ends one, so numbers are those of an editor."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             for number, line in enumerate(stream, 1):
                 if b"\0" in line:
                     raise UserError(f"{file}: line {number}: a NUL byte; expected UTF-8 text")

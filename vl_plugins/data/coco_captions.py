@@ -181,7 +181,7 @@ def _read_document(file: Path) -> dict[str, Any]:
     if not isinstance(annotations, list) or not annotations:
         raise UserError(
             f"{file} has no captions; expected a file like captions_val2017.json, an object with a list under "
-            "'annotations' (files of the test images have none)"
+            "'annotations' (files of the test images have none); `vl-plugins shards coco` converts Karpathy's"
         )
     return document
 

@@ -32,6 +32,9 @@ MANIFEST_FILE = "manifest.json"
 SIZES_FILE = "sizes.json"
 REJECTED_FILE = "rejected.jsonl"
 
+# Of a shard, which has 1,000 to 100,000: a number far off would make an epoch that does not end.
+MAX_SAMPLES = 10**7
+
 
 class ForeignManifestError(UserError):
     """A ``manifest.json`` that ``vl-plugins shards`` did not write."""
@@ -59,8 +62,13 @@ def read_sizes(folder: Folder | str | os.PathLike) -> dict[str, int] | None:
         UserError: the file cannot be read, or is something else.
     """
     sizes = _read_json(_folder(folder), SIZES_FILE)
-    if sizes is not None and not (isinstance(sizes, dict) and all(type(size) is int for size in sizes.values())):
-        raise UserError(f"{_folder(folder) / SIZES_FILE} must hold an object of shard names and numbers of samples")
+    if sizes is not None and not (
+        isinstance(sizes, dict) and all(type(size) is int and 0 <= size <= MAX_SAMPLES for size in sizes.values())
+    ):
+        raise UserError(
+            f"{_folder(folder) / SIZES_FILE} must hold an object of shard names and numbers of samples, at most "
+            f"{MAX_SAMPLES:,} each"
+        )
     return sizes
 
 

@@ -237,7 +237,7 @@ def training_pipeline(
 
     A sample or shard that cannot be read is logged as a warning that names it and left out, or is an error: see
     ``on_error``. A worker that lacks images makes up the number of its batches with images that its process has shown
-    before, so that all processes take the same number of steps.
+    before, so that all processes take the same number of steps; at the end of the epoch it warns how many there were.
 
     Args:
         shards: shards, or a pattern for :func:`expand_shards`. Samples have ``jpg``, ``jpeg``, ``png`` or ``webp`` (or
@@ -452,7 +452,8 @@ class TrainingPipeline(IterableDataset):
         worker, num_workers = _worker()
         epoch = self.epoch.get_value()
         share = self._share(epoch, worker, num_workers)
-        on_error = _stop if self.on_error == "raise" else _Warn()
+        unreadable = _Warn()
+        on_error = _stop if self.on_error == "raise" else unreadable
         batches = DistinctBatches(
             self._passes(share, epoch, random.Random(f"{self.seed}/{epoch}/{self.rank}/{worker}"), on_error),
             self.batch_size,
@@ -467,6 +468,17 @@ class TrainingPipeline(IterableDataset):
         for number, batch in enumerate(batches, 1):
             if number == share.num_batches and batches.left_out:
                 self._warn_of_left_out(batches, epoch, worker)
+            if number == share.num_batches and batches.repeats and unreadable.places:
+                total = share.num_batches * self.batch_size
+                logger.warning(
+                    "epoch %d, worker %d: %d of %d images were shown, the other %d were repeats, because of %s",
+                    epoch,
+                    worker,
+                    total - batches.repeats,
+                    total,
+                    batches.repeats,
+                    unreadable,
+                )
             yield self._collate(batch)
 
     def _warn_of_left_out(self, batches: DistinctBatches, epoch: int, worker: int) -> None:
@@ -575,9 +587,7 @@ class EvaluationPipeline(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         webdataset = require("webdataset", extra="data")
         worker, num_workers = _worker()
-        sizes = self.sizes or [None] * len(self.shards)
-        slices = [_Slice(url, 0, size, 0) for url, size in zip(self.shards, sizes, strict=True)]
-        batches = webdataset.batched(self.batch_size, collation_fn=None)(_read(slices, self.inputs, _stop))
+        batches = webdataset.batched(self.batch_size, collation_fn=None)(self._samples())
         first, step = self.rank + worker * self.world_size, num_workers * self.world_size
         for number, batch in islice(enumerate(batches), first, None, step):
             samples = list(_parse(batch, self.inputs, _stop))
@@ -588,6 +598,15 @@ class EvaluationPipeline(IterableDataset):
             positions = torch.arange(len(samples))
             image_of_caption = positions.repeat_interleave(torch.tensor([len(of_image) for of_image in captions]))
             yield images, texts, image_of_caption, number * self.batch_size + positions
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        for url, size in zip(self.shards, self.sizes or [None] * len(self.shards), strict=True):
+            read = 0
+            for sample in _read([_Slice(url, 0, None, 0)], self.inputs, _stop):
+                yield sample
+                read += 1
+            if size not in (None, read):
+                _stop(f"the end of shard {url}", ValueError(f"it ends after {read} samples, expected {size}"))
 
 
 def batch_loader(batches: IterableDataset, workers: int) -> DataLoader:
@@ -760,14 +779,18 @@ def _metadata(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Warn:
-    """Logs what cannot be read, each place once."""
+    """Logs what cannot be read, each place once; as a string, the first place and how many others there are."""
 
     def __init__(self):
-        self.places: set[str] = set()
+        self.places: dict[str, Exception] = {}
+
+    def __str__(self) -> str:
+        (place, error), *others = self.places.items()
+        return f"{place}: {error!r}" + (f", and {len(others)} more that cannot be read" if others else "")
 
     def __call__(self, place: str, error: Exception) -> None:
         if place not in self.places:
-            self.places.add(place)
+            self.places[place] = error
             logger.warning("leaving out %s, which cannot be read: %r", place, error)
 
 

@@ -19,6 +19,7 @@ from vl_plugins.optional import require
 __all__ = [
     "EXTENSIONS",
     "INPUTS",
+    "MAX_MEMBER_BYTES",
     "TEXTS",
     "Place",
     "expand_shards",
@@ -34,6 +35,9 @@ __all__ = [
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
 TEXTS = ("json", "txt")
 MEMBERS = {*EXTENSIONS, *TEXTS}
+
+# Far above any image, array of features or text: what is larger would fill the memory of a process that reads it.
+MAX_MEMBER_BYTES = 1 << 30
 
 # What a model takes of an image -> extensions.
 INPUTS = {"images": EXTENSIONS, "features": (FEATURE_EXTENSION,)}
@@ -173,7 +177,8 @@ def read_samples(
     """
     split_name = require("webdataset.tariterators", extra="data").base_plus_ext
     with _open(shard) as stream:
-        tar, is_plain = _open_tar(stream)
+        is_seekable = hasattr(stream, "seekable") and stream.seekable()
+        tar = _open_tar(stream, "r:" if is_seekable else "r|")
         sample: dict[str, Any] = {"__key__": None, "__others__": []}
         position, end = -1, 0
         for member in headers(tar):
@@ -195,7 +200,7 @@ def read_samples(
                 if extension in sample:
                     raise ValueError(f"{member.name} is in it twice")
                 sample[extension] = tar.extractfile(member).read()
-        if is_plain:
+        if is_seekable:
             # tarfile takes a cut between two members, or garbage, for the end.
             stream.seek(end)
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -232,15 +237,18 @@ def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the headers of an archive that has just been opened, without keeping them.
 
     Raises:
-        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it.
+        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it; a member is sparse or
+            larger than ``MAX_MEMBER_BYTES``.
     """
     if tar.firstmember is None:
         return  # nothing is in it, and `next` of Python 3.10 would seek to before its beginning
     while (member := tar.next()) is not None:
         tar.members.clear()  # the index of a large shard would grow in memory
-        if member.size < 0:
-            # Some versions of tarfile would go back by it and read the same for ever.
+        # By a negative size, some versions of tarfile would go back and read the same for ever.
+        if not 0 <= member.size <= MAX_MEMBER_BYTES:
             raise tarfile.ReadError(f"the header of {member.name} says {member.size} bytes")
+        if member.issparse():
+            raise tarfile.ReadError(f"{member.name} is a sparse file, which may be zeros without end")
         yield member
 
 
@@ -253,11 +261,10 @@ def _open(shard: str) -> AbstractContextManager[BinaryIO]:
     return stream if place is not None else nullcontext(stream)
 
 
-def _open_tar(stream: BinaryIO) -> tuple[tarfile.TarFile, bool]:
-    """Open an archive; return also whether the stream can seek and is the archive as it is, not compressed."""
-    if hasattr(stream, "seekable") and stream.seekable():
-        try:
-            return tarfile.open(fileobj=stream, mode="r:"), True
-        except tarfile.ReadError:
-            stream.seek(0)  # compressed, perhaps
-    return tarfile.open(fileobj=stream, mode="r|*"), False
+def _open_tar(stream: BinaryIO, mode: str) -> tarfile.TarFile:
+    try:
+        # Never `*`: a compressed archive of kilobytes may go on without end.
+        return tarfile.open(fileobj=stream, mode=mode)
+    except tarfile.ReadError as error:
+        hint = "; a compressed shard must be unpacked" if "header" in str(error) else ""
+        raise tarfile.ReadError(f"{error}{hint}") from error

@@ -21,7 +21,8 @@ from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, 
 from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
-from vl_plugins.data.storage import Folder, error_text
+from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
+from vl_plugins.data.storage import Folder, error_text, open_regular
 from vl_plugins.errors import UserError, check_name
 from vl_plugins.optional import require
 
@@ -418,11 +419,14 @@ def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, b
 
 def _read_file(image: CaptionedImage, root: Path) -> bytes:
     try:
-        return (root / image.file).read_bytes()
+        with open_regular(root / image.file) as stream:
+            if os.fstat(stream.fileno()).st_size <= MAX_MEMBER_BYTES:
+                return stream.read()
     except OSError as error:
         raise UserError(f"cannot read the file: {error_text(error)}") from error
     except ValueError as error:  # a null character in the path
         raise UserError(f"cannot read the file: {error}") from error
+    raise UserError(f"the file is larger than {MAX_MEMBER_BYTES >> 30} GiB")
 
 
 def _members(

@@ -385,7 +385,7 @@ def _headers(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off or damaged: an archive ends with zeros")
     # A header that says how long the name of the next one is may be wrong in ways that tarfile does not expect.
-    except (ValueError, OverflowError, MemoryError) as error:
+    except (ValueError, OverflowError, MemoryError, RecursionError) as error:
         raise tarfile.ReadError(f"it is damaged: {error or type(error).__name__}") from error
 
 

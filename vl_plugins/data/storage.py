@@ -1,9 +1,11 @@
 """Folders on disk or behind a URL of fsspec, with files that appear complete or not at all."""
 
+import errno
 import hashlib
 import os
 import posixpath
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["Folder", "error_text", "write_file"]
+__all__ = ["Folder", "error_text", "open_regular", "write_file"]
 
 COPY_BYTES = 1 << 20
 
@@ -106,17 +108,18 @@ class Folder:
         Raises:
             UserError: the file cannot be written, because the disk is full for example.
         """
-        # Its own name in every process: two that write the same file do not write into one another's.
-        temporary = self._path(f".{name}.{uuid.uuid4().hex[:8]}.partial")
+        temporary = None
         try:
             with self._errors("cannot write", self / name):
-                with self._files.open(temporary, "wb") as stream:
-                    if self.is_local:
-                        _lock(stream, wait=False)
+                temporary, opened = self._open_partial(name)
+                with opened as stream:
                     yield stream
                     if self.is_local:
                         stream.flush()
                         os.fsync(stream.fileno())
+                        if fcntl is not None:  # still locked; Windows renames no open file
+                            os.replace(temporary, self._path(name))
+                            return
                 if self.is_local:
                     # Unlike `mv`, atomic by definition.
                     os.replace(temporary, self._path(name))
@@ -127,14 +130,34 @@ class Folder:
                 self._files.rm_file(temporary)
             raise
 
+    def _open_partial(self, name: str) -> tuple[str, BinaryIO]:
+        while True:
+            # Its own name in every process: two that write the same file do not write into one another's.
+            path = self._path(f".{name}.{uuid.uuid4().hex[:8]}.partial")
+            stream = self._files.open(path, "wb")
+            if not self.is_local:
+                return path, stream
+            _lock(stream, wait=True)
+            # Until it was locked, another process could take it for that of a killed one.
+            if os.path.exists(path):
+                return path, stream
+            stream.close()
+
     def remove_partial(self, pattern: str) -> None:
         """Remove what killed processes left of the files whose name matches a regular expression.
 
-        A file that another process is still writing stays, on a local disk.
+        On a local disk, a file that another process is still writing stays, and so do all where files cannot be locked.
         """
         for name in self.names():
-            if re.fullmatch(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.partial", name) and not self._is_in_use(name):
+            if not re.fullmatch(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.partial", name):
+                continue
+            if not self.is_local:
                 self.remove(name)
+                continue
+            # For writing: NFS locks no file that is open for reading only.
+            with suppress(OSError), open(self._path(name), "r+b") as stream:
+                if _lock(stream, wait=False):
+                    os.remove(stream.name)
 
     @contextmanager
     def lock(self, *, wait: bool = True) -> Iterator[None]:
@@ -148,7 +171,7 @@ class Folder:
             return
         descriptor = os.open(self._root, os.O_RDONLY)
         try:
-            if not _lock(descriptor, wait=wait):
+            if _lock(descriptor, wait=wait) is False:
                 raise UserError(f"another process is writing to {self}: wait for it or choose another folder")
             yield
         finally:
@@ -159,13 +182,6 @@ class Folder:
 
     def _is_plain_path(self) -> bool:
         return self.is_local and "://" not in self.location
-
-    def _is_in_use(self, name: str) -> bool:
-        if not self.is_local:
-            return False
-        with suppress(OSError), open(self._path(name), "rb") as stream:
-            return not _lock(stream, wait=False)
-        return True
 
     @contextmanager
     def _errors(self, action: str, place: str) -> Iterator[None]:
@@ -180,20 +196,33 @@ class Folder:
 
 
 def write_file(file: Path, data: bytes | memoryview) -> None:
-    """Write a local file that appears complete or not at all; its folder is made when missing. Needs no fsspec.
+    """Write a local file that appears complete or not at all; its folder is made when missing.
+
+    What killed processes left when they wrote it is removed.
 
     Raises:
         UserError: the file cannot be written; one that was there before stays.
     """
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(data)
-        unfinished.replace(file)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise UserError(f"cannot write {file}: {error_text(error)}") from error
+    folder = Folder(file.parent)
+    folder.remove_partial(re.escape(file.name))
+    with folder.write(file.name) as stream:
+        stream.write(data)
+
+
+def open_regular(file: str | os.PathLike) -> BinaryIO:
+    """Open a file of the user's for reading, but no FIFO or device, which may block or never end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    mode = os.stat(file).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # `open` says best what a folder is
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(file))
+    return open(file, "rb")
 
 
 def error_text(error: OSError) -> str:
@@ -201,15 +230,14 @@ def error_text(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def _lock(file: Any, *, wait: bool) -> bool:
-    """Lock an open file as long as it is open; return whether it is locked, or need not be."""
+def _lock(file: Any, *, wait: bool) -> bool | None:
+    """Lock an open file as long as it is open; return whether it is locked, None where it cannot be."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
+    except BlockingIOError:  # another process has locked it
         return False
-    except OSError:
-        # Some network file systems have no locks.
-        return True
+    except OSError:  # some network file systems have no locks
+        return None
     return True

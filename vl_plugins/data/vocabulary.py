@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vl_plugins.data.reader import read_captions
 from vl_plugins.data.shard_files import TEXTS, expand_shards, read_samples
-from vl_plugins.data.storage import error_text
+from vl_plugins.data.storage import error_text, open_regular
 from vl_plugins.errors import UserError
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_shard_captions", "read_word_vectors", "split_words"]
@@ -148,7 +148,7 @@ def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: 
     found: dict[int, Tensor] = {}
     dim = None
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             for place, line in enumerate(stream, 1):
                 if dim is None:
                     fields = line.split()

@@ -20,7 +20,7 @@ from vl_plugins.kernels import BACKENDS, choose_backend
 from vl_plugins.kernels.arrangement import RememberedArrangement
 from vl_plugins.kernels.dispatch import choose_ring_backend
 from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
-from vl_plugins.losses.checks import non_negative
+from vl_plugins.losses.checks import non_negative, scale_of_call, tensor_or_none
 
 __all__ = ["PairLoss", "TripletLoss"]
 
@@ -30,7 +30,7 @@ IndicesTuple = tuple[Tensor, ...]
 class PairLoss(BaseMetricLossFunction):
     """A function of similarities, positive pairs and negative pairs, as a pytorch-metric-learning loss.
 
-    Called as ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``:
+    Called as ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None, scale=None)``:
 
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
       positive, all others negative; image to text plus text to image.
@@ -95,6 +95,8 @@ class PairLoss(BaseMetricLossFunction):
     ) -> Tensor:
         """Return the loss of each positive pair, in the order of ``torch.where(positive_mask)``.
 
+        A loss with an attribute ``scale`` also takes an argument of that name, where a call gives one.
+
         Args:
             similarities: (A, C), larger is closer.
             positive_mask: (A, C), bool.
@@ -112,7 +114,7 @@ class PairLoss(BaseMetricLossFunction):
             x_labels: (A,).
             y_labels: (C,).
             options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions, and
-                ``ring`` where there is one.
+                ``ring`` and ``scale`` where there is one.
         """
         raise NotImplementedError
 
@@ -148,6 +150,7 @@ class PairLoss(BaseMetricLossFunction):
         indices_tuple: IndicesTuple | None = None,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
+        scale: float | Tensor | None = None,
     ) -> Tensor:
         """Return the reduced loss.
 
@@ -157,20 +160,27 @@ class PairLoss(BaseMetricLossFunction):
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
             ref_emb: (C, D); the embeddings themselves if left out.
             ref_labels: (C,).
+            scale: in place of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
+                ``model.logit_scale.exp()``.
 
         Raises:
-            ValueError: labels missing, tensors that do not fit each other or the reducer, or a ``backend`` or ``ring``
-                that cannot compute this.
+            ValueError: labels missing, tensors that do not fit each other or the reducer, a ``scale`` of a loss that
+                has none, or a ``backend`` or ``ring`` that cannot compute this.
         """
         if ref_emb is embeddings:
             ref_emb = None
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
         check_reducer(self.reducer, embeddings, labels, ref_emb, self.ring)
+        options = {}
+        if scale is not None:
+            if not hasattr(self, "scale"):
+                raise ValueError(f"{type(self).__name__} has no scale")
+            options["scale"] = scale_of_call(scale)
         self._given = embeddings, embeddings if ref_emb is None else ref_emb
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         self._ref_emb = ref_emb
         try:
-            loss = self._without_autocast(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+            loss = self._without_autocast(embeddings, labels, indices_tuple, ref_emb, ref_labels, options)
         finally:
             zero, self._zero = self._zero, None
             self._ref_emb = self._given = None
@@ -179,21 +189,29 @@ class PairLoss(BaseMetricLossFunction):
             if zero is None:
                 zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
             loss = loss + zero
+            if isinstance(scale, Tensor):  # without pairs it would have no gradient
+                loss = loss + zero_or_nan(scale).to(loss)
         elif self.ring is not None:
             # Without the zero, a process that has no pairs would leave the others waiting in the backward pass.
             raise ValueError(f"with a ring the reducer has to return a tensor, {type(self.reducer).__name__} does not")
         return loss
 
-    def _without_autocast(self, embeddings, *args):
+    def _without_autocast(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, options):
         # A method of its own, because torch.compile of torch 2.2 does not compile a `with` in a `try`.
         with torch.autocast(embeddings.device.type, enabled=False):
-            return super().forward(embeddings, *args)
+            # What pytorch-metric-learning's forward does, which has no options.
+            self.reset_stats()
+            labels = None if labels is None else common_functions.to_device(labels, embeddings)
+            ref_emb, ref_labels = common_functions.set_ref_emb(embeddings, labels, ref_emb, ref_labels)
+            losses = self.compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
+            self.add_embedding_regularization_to_loss_dict(losses, embeddings)
+            return self.reducer(losses, embeddings, labels)
 
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, **options):
         one_set = ref_emb is embeddings
         backend = self._backend_for(embeddings, indices_tuple, ref_emb)
         if backend != "functional":
-            losses, pairs = eager()(self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend)
+            losses, pairs = eager()(self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend, options)
             # All of them are NaN if any embedding is. Those of no pairs too, because a ring needs every process in the
             # backward pass.
             sources = (losses,) if len(losses) > 0 else (losses, embeddings, ref_emb)
@@ -213,7 +231,7 @@ class PairLoss(BaseMetricLossFunction):
             positive_mask = _mask(similarities, anchors, positives)
             negative_mask = _mask(similarities, negative_anchors, negatives)
         symmetric = self.symmetric and indices_tuple is None and not one_set
-        losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric)
+        losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric, **options)
         return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
 
     def _backend_for(self, embeddings: Tensor, indices_tuple: IndicesTuple | None, ref_emb: Tensor) -> str:
@@ -240,19 +258,19 @@ class PairLoss(BaseMetricLossFunction):
         ref_labels: Tensor,
         one_set: bool,
         backend: str,
+        options: Mapping[str, float | Tensor],
     ) -> tuple[Tensor, IndicesTuple]:
         x, y = embeddings, ref_emb
         if (backend == "triton" or self.ring is not None) and self._given[0].dtype == self._given[1].dtype:
             # Half precision as it is: products are exact in float32, and on a GPU several times as fast; and through a
             # ring go half as many bytes.
             x, y = self._given
-        options = {}
         if self.ring is None:
             pairs = arrangement = self._pairs(labels, ref_labels)
         else:
             arrangement = self._arrangement(self.ring, labels, ref_labels)
             pairs = arrangement.rows, arrangement.columns
-            options["ring"] = self.ring
+            options = {**options, "ring": self.ring}
         losses = self.embedding_losses(
             x,
             y,
@@ -359,6 +377,7 @@ def check_embeddings(
 
 def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
     """Raise ``ValueError`` unless there is one label for each embedding."""
+    tensor_or_none(name, labels)
     if labels is not None and labels.shape != embeddings.shape[:1]:
         raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
 

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters."""
+"""Checks of hyper-parameters and of what a call gives."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,17 @@ from numbers import Real
 
 from torch import Tensor
 
-__all__ = ["adaptive_margin", "finite", "finite_tensor", "integer", "non_negative", "positive"]
+__all__ = [
+    "adaptive_margin",
+    "constant_scale",
+    "finite",
+    "finite_tensor",
+    "integer",
+    "non_negative",
+    "positive",
+    "scale_of_call",
+    "tensor_or_none",
+]
 
 
 def adaptive_margin(name: str, value: float | Tensor | Callable) -> float | Tensor | Callable:
@@ -24,6 +34,17 @@ def adaptive_margin(name: str, value: float | Tensor | Callable) -> float | Tens
     if not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, a tensor or a function, got {value!r}")
     return non_negative(name, value)
+
+
+def constant_scale(value: float) -> float:
+    """Return ``value`` as a float, or raise ``ValueError`` unless it is a finite number > 0."""
+    if isinstance(value, Tensor) or value == "learned":
+        given = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"scale must be a finite number > 0, got {given}: give a learned one in the call, "
+            "loss(..., scale=logit_scale), or to open_clip's launcher as --loss-kwargs scale=learned"
+        )
+    return positive("scale", value)
 
 
 def finite(name: str, value: float) -> float:
@@ -59,6 +80,22 @@ def positive(name: str, value: float) -> float:
     if not _is_finite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     return float(value)
+
+
+def scale_of_call(value: float | Tensor) -> float | Tensor:
+    """Return a tensor of one element as it is or a finite number > 0 as a float, or raise ``ValueError``."""
+    if not isinstance(value, Tensor):
+        return positive("scale", value)
+    if value.numel() != 1:
+        raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}")
+    return value
+
+
+def tensor_or_none(name: str, value: Tensor | None) -> Tensor | None:
+    """Return ``value``, or raise ``ValueError`` unless it is a tensor or None."""
+    if value is not None and not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}: torch.as_tensor makes one of it")
+    return value
 
 
 def _is_finite(value: object) -> bool:

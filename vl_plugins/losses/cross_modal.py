@@ -66,15 +66,19 @@ def one_direction(
     query_labels: Tensor,
     candidates: Tensor,
     candidate_labels: Tensor,
+    **options: Tensor,
 ) -> Tensor:
-    """Return the loss of queries that look for candidates; see :func:`cross_modal_loss` for the shapes and errors."""
+    """Return the loss of queries that look for candidates; see :func:`cross_modal_loss` for the shapes and errors.
+
+    ``options`` are more arguments of the loss's call.
+    """
     check_miner(miner)
     try:
         pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
     except TypeError as error:  # the first that pytorch-metric-learning says of most options of a wrong type
         raise UserError(f"miner {type(miner).__name__} fails, see its options: {error}") from error
     try:
-        return loss(queries, query_labels, pairs, candidates, candidate_labels)
+        return loss(queries, query_labels, pairs, candidates, candidate_labels, **options)
     except ValueError as error:
         if "ref_emb is not supported" in str(error):  # as many losses of pytorch-metric-learning say when called
             raise _takes_no_references(loss) from error

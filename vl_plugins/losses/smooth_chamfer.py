@@ -140,6 +140,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None = None,
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
+        scale: float | Tensor | None = None,
     ) -> Tensor | dict[str, dict]:
         """Return the reduced loss of the base plus the regularization; a dict of both with ``DoNothingReducer``.
 
@@ -147,9 +148,11 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             embeddings: (A, K, D), (A, K * D) or (A, D).
             labels, indices_tuple, ref_emb, ref_labels: see :class:`~vl_plugins.losses.base.PairLoss`.
             slots, ref_slots: see :meth:`regularization`.
+            scale: in place of that of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
 
         Raises:
-            ValueError: labels missing, or tensors that do not fit each other, the distance or the reducer.
+            ValueError: labels missing, a ``scale`` where the base has none, or tensors that do not fit each other, the
+                distance or the reducer.
         """
         self.reset_stats()
         if ref_emb is embeddings:
@@ -157,7 +160,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
-            loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+            options = {} if scale is None else {"scale": scale}  # a base of pytorch-metric-learning takes none
+            loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):
             return loss | {

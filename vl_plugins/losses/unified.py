@@ -10,7 +10,7 @@ from vl_plugins import kernels
 from vl_plugins.functional import Polynomial, unified_loss
 from vl_plugins.functional.unified import Margin, Weights
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.checks import adaptive_margin, finite_tensor, positive
+from vl_plugins.losses.checks import adaptive_margin, constant_scale, finite_tensor
 
 __all__ = ["UnifiedLoss"]
 
@@ -26,7 +26,8 @@ class UnifiedLoss(PairLoss):
     Args:
         margin: by how much the positive should be closer than the negatives, >= 0, in units of the similarity: a
             number, a tensor 0-D, (A,) or (A, C), or a function of the similarities and both masks (Eq. 26).
-        scale: inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++.
+        scale: inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one belongs to the
+            call: ``loss(..., scale=model.logit_scale.exp())``.
         weights: of the similarities (Eq. 24): a function of them, or a tensor, (A,) of the rows or (A, C); or a pair of
             these, for the positives and for the negatives.
         relative: a function of the relative similarities (Eq. 25). Memory is then one row of candidates per positive
@@ -64,7 +65,7 @@ class UnifiedLoss(PairLoss):
     ):
         super().__init__(**kwargs)
         self.margin = adaptive_margin("margin", margin)
-        self.scale = positive("scale", scale)
+        self.scale = constant_scale(scale)
         self.weights = _pair_or_one(weights)
         self.relative = None if relative is None else _function("relative", relative)
         # pytorch-metric-learning writes these to its logs as numbers.
@@ -79,28 +80,43 @@ class UnifiedLoss(PairLoss):
         return isinstance(self.margin, float) and self.weights is None and self.relative is None
 
     def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        *,
+        symmetric: bool,
+        scale: float | Tensor | None = None,
     ) -> Tensor:
         return unified_loss(
             similarities,
             positive_mask,
             negative_mask,
             self.margin,
-            self.scale,
+            self.scale if scale is None else scale,
             weights=self.weights,
             relative=self.relative,
             symmetric=symmetric,
             reduction="none",
         )
 
-    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
+    def embedding_losses(
+        self,
+        x: Tensor,
+        y: Tensor,
+        x_labels: Tensor,
+        y_labels: Tensor,
+        *,
+        scale: float | Tensor | None = None,
+        **options,
+    ) -> Tensor:
         return kernels.unified_loss(
             x,
             y,
             x_labels,
             y_labels,
             self.margin,
-            self.scale,
+            self.scale if scale is None else scale,
             weights=self.weights,
             reduction="none",
             **options,

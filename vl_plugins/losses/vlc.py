@@ -5,7 +5,7 @@ from torch import Tensor
 from vl_plugins import kernels
 from vl_plugins.functional import vlc_loss
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.checks import positive
+from vl_plugins.losses.checks import constant_scale
 
 __all__ = ["VLCLoss"]
 
@@ -17,7 +17,8 @@ class VLCLoss(PairLoss):
     call it. With one text per image it is twice open_clip's ``ClipLoss``, which averages the two directions.
 
     Args:
-        scale: inverse temperature, > 0.
+        scale: inverse temperature, > 0. A learned one belongs to the call:
+            ``loss(..., scale=model.logit_scale.exp())``.
         kwargs: ``symmetric`` and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Raises:
@@ -40,13 +41,30 @@ class VLCLoss(PairLoss):
 
     def __init__(self, scale: float = 50.0, **kwargs):
         super().__init__(**kwargs)
-        self.scale = positive("scale", scale)
+        self.scale = constant_scale(scale)
         self.add_to_recordable_attributes(name="scale")
 
     def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        *,
+        symmetric: bool,
+        scale: float | Tensor | None = None,
     ) -> Tensor:
-        return vlc_loss(similarities, positive_mask, negative_mask, self.scale, symmetric=symmetric, reduction="none")
+        scale = self.scale if scale is None else scale
+        return vlc_loss(similarities, positive_mask, negative_mask, scale, symmetric=symmetric, reduction="none")
 
-    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
-        return kernels.vlc_loss(x, y, x_labels, y_labels, self.scale, reduction="none", **options)
+    def embedding_losses(
+        self,
+        x: Tensor,
+        y: Tensor,
+        x_labels: Tensor,
+        y_labels: Tensor,
+        *,
+        scale: float | Tensor | None = None,
+        **options,
+    ) -> Tensor:
+        scale = self.scale if scale is None else scale
+        return kernels.vlc_loss(x, y, x_labels, y_labels, scale, reduction="none", **options)

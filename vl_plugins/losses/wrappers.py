@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple, PairLoss
+from vl_plugins.losses.checks import tensor_or_none
 from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss
 
 __all__ = ["CrossBatchMemory", "DistributedLossWrapper", "DistributedMinerWrapper", "SelfSupervisedLoss"]
@@ -71,6 +72,7 @@ class CrossBatchMemory(_TakesPairLosses, losses.CrossBatchMemory):
         indices_tuple: IndicesTuple | None = None,
         enqueue_mask: Tensor | None = None,
     ) -> Tensor:
+        tensor_or_none("labels", labels)
         if embeddings.shape != (len(labels), self.embedding_size):
             raise ValueError(
                 f"embeddings must have the shape {(len(labels), self.embedding_size)}, got {tuple(embeddings.shape)}"
@@ -188,6 +190,19 @@ class DistributedLossWrapper(distributed.DistributedLossWrapper):
         efficient: see above.
     """
 
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Tensor:
+        tensor_or_none("labels", labels)
+        tensor_or_none("ref_labels", ref_labels)
+        return super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels, enqueue_mask)
+
     def forward_regular_loss(
         self,
         emb: Tensor,
@@ -226,6 +241,8 @@ class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
     def forward(
         self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
     ) -> IndicesTuple:
+        tensor_or_none("labels", labels)
+        tensor_or_none("ref_labels", ref_labels)
         if not self.efficient or ref_emb is None or torch.distributed.get_world_size() == 1:
             return super().forward(emb, labels, ref_emb, ref_labels)
         all_ref_emb, all_ref_labels, _ = distributed.gather(ref_emb, ref_labels)

@@ -6,7 +6,7 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.checks import integer
+from vl_plugins.losses.checks import integer, tensor_or_none
 
 __all__ = ["HardestNegativeMiner"]
 
@@ -34,7 +34,7 @@ class HardestNegativeMiner(BaseMiner):
         anchor, positive and hardness.
 
     Raises:
-        ValueError: ``k`` out of its range, or ``ref_emb`` without ``ref_labels``.
+        ValueError: ``k`` out of its range, ``ref_emb`` without ``ref_labels``, or labels that are no tensors.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
@@ -49,6 +49,13 @@ class HardestNegativeMiner(BaseMiner):
         super().__init__(**kwargs)
         self.k = integer("k", k, least=1)
         self.add_to_recordable_attributes(name="k")
+
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensor_or_none("labels", labels)
+        tensor_or_none("ref_labels", ref_labels)
+        return super().forward(embeddings, labels, ref_emb, ref_labels)
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None

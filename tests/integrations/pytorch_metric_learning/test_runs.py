@@ -224,6 +224,36 @@ def test_a_killed_process_goes_on(toy_shards, tmp_path):
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
 
 
+def test_one_run_at_a_time_in_a_folder(toy_shards, tmp_path, monkeypatch):
+    plain, folder = settings(toy_shards, training={"epochs": 1}), tmp_path / "run"
+    late = Run(parse_config(plain), folder)
+    end_of_iteration = Run._end_of_iteration
+    errors = []
+
+    def start_another(self, trainer):
+        end_of_iteration(self, trainer)
+        with pytest.raises(UserError) as raised:
+            train(plain, folder)
+        errors.append(str(raised.value))
+
+    monkeypatch.setattr(Run, "_end_of_iteration", start_another)
+    train(plain, folder)
+    assert set(errors) == {f"another process is writing to {folder}: wait for it or choose another folder"}
+    files = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(UserError, match=f"^{folder} has changed since this start; give another folder"):
+        late.train()
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
+
+
+def test_partial_files_of_a_killed_run_are_removed(toy_shards, tmp_path):
+    plain = settings(toy_shards, training={"epochs": 1})
+    names = [".latest.pt.0123abcd.partial", ".best.pt.0123abcd.partial", ".results.jsonl.0123abcd.partial"]
+    for name in [*names, ".notes.txt.0123abcd.partial"]:
+        (tmp_path / name).touch()
+    train(plain, tmp_path)
+    assert {path.name for path in tmp_path.glob(".*")} == {".notes.txt.0123abcd.partial"}
+
+
 def test_only_the_same_training_is_resumed(trained, tmp_path):
     plain, folder = trained
     with pytest.raises(UserError, match=r"--resume: loss is 'vlc', but was 'unified' in .*whole"):

@@ -116,6 +116,13 @@ def test_a_training_equals_the_loop_and_hooks_see_it():
     assert trainer.models["image_head"](3) == 3, "what is left out passes on what it gets"
 
 
+def test_texts_of_an_item_are_stacked_by_the_default_collate():
+    models, expected = modules(), modules()
+    make_trainer(models, collate_fn=None).train()
+    loop(expected, unified)
+    assert_same_weights(models, expected)
+
+
 def test_a_hook_stops_the_training():
     epochs = []
     make_trainer(modules(), end_of_epoch_hook=lambda trainer: bool(epochs.append(trainer.epoch))).train(num_epochs=5)
