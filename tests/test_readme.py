@@ -27,6 +27,7 @@ from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.launcher import main as train_clip
+from vl_plugins.integrations.open_clip.data import FOLLOWED, REFUSED
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.open_clip.options import format_help
 from vl_plugins.integrations.pytorch_metric_learning import config as config_module
@@ -480,6 +481,7 @@ def test_every_flag_and_file_it_names_exists():
     help_texts.append(build_towers_parser().format_help())
     help_texts += [(ROOT / benchmark).read_text() for benchmark in re.findall(r"`python (tests/\S+)`", README)]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
+    flags |= {f"--{name.replace('_', '-')}" for name in FOLLOWED | REFUSED.keys()}  # of newer versions, too
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert len(named) > 12
     assert named <= flags
