@@ -35,8 +35,9 @@ class TakesShards(BaseTrainer):
         try:
             super().train(start_epoch, num_epochs)
         finally:
-            # Loader processes end with the last reference to their loader.
-            self.dataloader = self.dataloader_iter = None
+            if isinstance(self.dataset, TrainingPipeline):
+                # Loader processes that persist end with the last reference to their loader.
+                self.dataloader = self.dataloader_iter = None
 
     def initialize_dataloader(self) -> None:
         if not isinstance(self.dataset, TrainingPipeline):

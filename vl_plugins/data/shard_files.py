@@ -103,7 +103,7 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
-    twice = next((shard for shard, count in Counter(map(_real_path, shards)).items() if count > 1), None)
+    twice = next((shard for shard, count in Counter(map(_absolute_path, shards)).items() if count > 1), None)
     if twice is not None:
         raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
     for shard in shards:
@@ -121,9 +121,9 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
     return shards
 
 
-def _real_path(shard: str) -> str:
+def _absolute_path(shard: str) -> str:
     place = locate(shard)
-    return os.path.realpath(Path(place.folder, place.name)) if place is not None and place.is_local else shard
+    return os.path.abspath(Path(place.folder, place.name)) if place is not None and place.is_local else shard
 
 
 def _expand(pattern: str) -> list[str]:
