@@ -96,8 +96,11 @@ class NonFiniteGuard(nn.Module):
             NonFiniteLossError: a weight, or an embedding, is not finite.
         """
         model, args = self.run.model, self.run.args
-        weights = dict(model.named_parameters())
-        is_finite = torch.stack([_local(weight).isfinite().all() for weight in weights.values()]).tolist()
+        weights = {name: _local(weight.detach()) for name, weight in model.named_parameters()}
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}
+        # By their extremes: `isfinite` of the weights themselves would need copies as large as they are.
+        extremes = [torch.stack([weight.amin(), weight.amax()]) for weight in weights.values()]
+        is_finite = torch.stack([pair.isfinite().all() for pair in extremes]).tolist()
         if not all(is_finite):
             bad = [name for name, finite in zip(weights, is_finite, strict=True) if not finite]
             raise self._diverged(f"{len(bad)} of {len(weights)} weights are not finite after it, such as {bad[0]}")
