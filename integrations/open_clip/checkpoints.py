@@ -114,16 +114,16 @@ def load_model(
     """
     is_file = Path(checkpoint).is_file()
     recorded = _read_params(Path(checkpoint)) if is_file else {}
-    if (model_config or recorded.get("model_config")) is not None:
-        add_model_config(model_config or recorded["model_config"])
+    model_config = model_config or recorded.get("model_config")
+    if model_config is not None:
+        add_model_config(str(model_config))
     if not is_file:
         return _load_published(str(checkpoint), model, device, precision)
-    is_numpy = Path(checkpoint).suffix in (".npz", ".npy")  # of big_vision, for open_clip to read and convert
-    saved = {} if is_numpy else _read(checkpoint)
+    saved = _read(checkpoint)
     if is_checkpoint(saved):
         towers, *transforms = load_towers(checkpoint, model, device=device)
         return towers.to(dtype=get_input_dtype(precision)), *transforms
-    weights = {} if is_numpy else _weights(checkpoint, saved)
+    weights = _weights(checkpoint, saved)
     head = weights.get(DESCRIPTION)
     if head is not None and not _describes_head(head):
         raise UserError(f"checkpoint {checkpoint}: the description of its head is damaged")
@@ -241,7 +241,12 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def _read(checkpoint: str | Path) -> Any:
-    """Read a file of weights; tensors of torch's own files stay in the file until they are used."""
+    """Read a file of weights; tensors of torch's own files stay in the file until they are used.
+
+    Of arrays of big_vision, which open_clip reads and converts itself, return None.
+    """
+    if Path(checkpoint).suffix in (".npz", ".npy"):
+        return None
     try:
         if Path(checkpoint).suffix == ".safetensors":
             return load_file(checkpoint)
@@ -251,7 +256,9 @@ def _read(checkpoint: str | Path) -> Any:
 
 
 def _weights(checkpoint: str | Path, saved: Any) -> dict[str, Any]:
-    """Return what a file holds, by the names that the model has for it."""
+    """Return what a file holds, by the names that the model has for it; nothing of what open_clip reads itself."""
+    if saved is None:
+        return {}
     weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise UserError(f"checkpoint {checkpoint} holds a {type(weights).__name__}, expected weights by name")
