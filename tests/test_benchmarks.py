@@ -31,8 +31,8 @@ from vl_plugins.benchmarks.memory import peak_bytes
 from vl_plugins.benchmarks.names import BACKENDS, DEFAULT_BACKEND, LOSSES, PEERS, SETS
 from vl_plugins.benchmarks.plot import _draw, plot_result
 from vl_plugins.benchmarks.tables import COLUMNS, csv_table, markdown_tables, text_tables
-from vl_plugins.errors import UserError
 from vl_plugins.kernels import BACKENDS as KERNEL_BACKENDS
+from vl_plugins.utils.errors import UserError
 
 CPU = torch.device("cpu")
 SMALL = Setting(32, 16, "float32", CPU)

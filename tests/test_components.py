@@ -7,7 +7,7 @@ from vl_plugins import miners as own_miners
 from vl_plugins import regularizers as own_regularizers
 from vl_plugins.components import SHORT_NAMES, create_component, list_components, resolve_components
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

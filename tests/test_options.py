@@ -1,7 +1,7 @@
 import pytest
 
-from vl_plugins.errors import UserError
 from vl_plugins.options import REQUIRED, construct, constructor_options, format_options
+from vl_plugins.utils.errors import UserError
 
 
 class Base:

@@ -9,9 +9,9 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 import vl_plugins
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.errors import UserError
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.registry import create_loss, list_losses, load_loss, loss_options
+from vl_plugins.utils.errors import UserError
 
 OURS = {
     "goal": GOALLoss,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.errors import UserError, print_error
+from vl_plugins.utils.errors import UserError, print_error
 
 __all__ = ["main"]
 

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.options import construct, constructor_options
+from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["create_component", "list_components", "resolve_components"]
 

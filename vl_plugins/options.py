@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vl_plugins.errors import UserError, did_you_mean
+from vl_plugins.utils.errors import UserError, did_you_mean
 
 __all__ = ["REQUIRED", "construct", "constructor_options", "format_options", "own_and_forwarded_options"]
 

@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from vl_plugins.components import resolve_components
-from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.options import construct, constructor_options
+from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["create_loss", "list_losses", "load_loss", "loss_options"]
 

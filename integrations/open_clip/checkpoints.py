@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vl_plugins.components import create_component
-from vl_plugins.errors import UserError, first_line
+from vl_plugins.integrations.key_values import literal
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, get_tokenizer
 from vl_plugins.integrations.open_clip.names import has_schema
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_model as load_towers
-from vl_plugins.key_values import literal
-from vl_plugins.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["add_heads", "load_model"]
 

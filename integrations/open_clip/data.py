@@ -13,6 +13,7 @@ from typing import Any
 from open_clip_train.data import DataInfo, get_dataset_size
 from open_clip_train.distributed import is_master, world_info_from_env
 
+from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.reader import (
     batch_loader,
     check_first_sample,
@@ -22,13 +23,12 @@ from vl_plugins.data.reader import (
     training_pipeline,
 )
 from vl_plugins.data.shard_files import expand_shards, opened_by_fsspec
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_later_results
 from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
-from vl_plugins.randomness import derived_seed, seed_everything
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data", "is_first_process"]
 

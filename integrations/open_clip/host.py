@@ -20,8 +20,8 @@ from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["adapter", "data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
 

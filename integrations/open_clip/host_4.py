@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = [
     "CHECKED",

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vl_plugins.errors import UserError, print_error
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import files_named, occupied
 from vl_plugins.options import format_options
+from vl_plugins.utils.errors import UserError, print_error
 
 __all__ = ["main"]
 

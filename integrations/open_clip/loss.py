@@ -14,8 +14,6 @@ from torch import nn
 from vl_plugins.components import create_component
 from vl_plugins.distances.base import SetDistance
 from vl_plugins.distributed import Ring
-from vl_plugins.eager import eager
-from vl_plugins.errors import UserError
 from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.gathering import JoinedBatch, Processes
@@ -25,6 +23,8 @@ from vl_plugins.losses.cross_modal import one_direction, pair_loss_of
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
 from vl_plugins.options import REQUIRED, constructor_options, format_options
 from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.utils.eager import eager
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 

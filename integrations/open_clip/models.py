@@ -10,8 +10,8 @@ import open_clip
 from torch import Tensor
 
 from vl_plugins.data.annotations import read_json
-from vl_plugins.errors import UserError, did_you_mean, first_line, unknown_name
 from vl_plugins.integrations.open_clip.names import has_schema
+from vl_plugins.utils.errors import UserError, did_you_mean, first_line, unknown_name
 
 __all__ = [
     "add_model_config",

@@ -7,11 +7,11 @@ from importlib import resources
 from pathlib import Path
 
 from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.errors import UserError, check_name, unknown_name
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.run_folder import check_is_free
-from vl_plugins.optional import require
 from vl_plugins.registry import list_losses
+from vl_plugins.utils.errors import UserError, check_name, unknown_name
+from vl_plugins.utils.optional import require
 
 __all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.integrations.open_clip.validation import encode_batches
-from vl_plugins.tiles import slices, tile_shape
+from vl_plugins.kernels.tiles import slices, tile_shape
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["NonFiniteGuard", "NonFiniteLossError"]
 

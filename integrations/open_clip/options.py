@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.config_files import find_config, read_yaml
 from vl_plugins.data.batching import SAME_GROUP
 from vl_plugins.data.captions import parse_captions_per_image
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.integrations.config_files import find_config, read_yaml
+from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip import host
-from vl_plugins.key_values import KeyValues, Parser
+from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.data.storage import Folder, write_file
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.training import Training
-from vl_plugins.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.utils.errors import UserError
 
 __all__ = [
     "compare_settings",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["check_is_free", "files_named", "occupied"]
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vl_plugins.components import create_component, list_components
-from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.registry import create_loss, list_losses
+from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = [
     "Specification",

@@ -10,11 +10,11 @@ from torch import nn
 
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
-from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
-from vl_plugins.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = [
     "is_checkpoint",

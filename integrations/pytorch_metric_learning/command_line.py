@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, check_device, print_error
-from vl_plugins.key_values import KeyValues, Parser, literal
-from vl_plugins.optional import require
+from vl_plugins.integrations.key_values import KeyValues, Parser, literal
+from vl_plugins.utils.errors import UserError, check_device, print_error
+from vl_plugins.utils.optional import require
 
 __all__ = ["build_parser", "changed", "main"]
 

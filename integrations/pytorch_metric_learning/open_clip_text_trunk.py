@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.optional import require
+from vl_plugins.utils.optional import require
 
 __all__ = ["OpenCLIPTextTrunk"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from vl_plugins.errors import UserError, check_name, unknown_name
 from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
 from vl_plugins.options import REQUIRED, construct, constructor_options
+from vl_plugins.utils.errors import UserError, check_name, unknown_name
 
 __all__ = ["build_optimizers", "build_schedulers"]
 

@@ -14,6 +14,7 @@ from pytorch_metric_learning.trainers import BaseTrainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from vl_plugins.data.randomness import random_states, seed_everything, set_random_states
 from vl_plugins.data.reader import (
     TrainingPipeline,
     check_first_sample,
@@ -24,7 +25,6 @@ from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.builders import (
     build_component,
     build_loss,
@@ -47,11 +47,11 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     ShardedTwoStreamMetricLoss,
     clipper_of_all,
 )
-from vl_plugins.optional import require
 from vl_plugins.options import construct
-from vl_plugins.randomness import random_states, seed_everything, set_random_states
 from vl_plugins.retrieval.metrics import format_metrics_table
 from vl_plugins.retrieval.names import percent_names
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["LATEST", "Run", "build_loss_of", "build_miner_of", "build_trainer", "build_vocabulary", "dry_run"]
 

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from vl_plugins.benchmarks.contestants import Setting
 from vl_plugins.benchmarks.measurement import Result, ratio, run_benchmark
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 
 class Goal(NamedTuple):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.memory import extra_bytes
 from tests.reference.retrieval import full_argsort
 from vl_plugins.retrieval import EmbeddingSimilarities, GroundTruth, Positives, retrieval_ranks, similarity_ranks
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 
 class Enough(Exception):

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.reader import training_pipeline
 from vl_plugins.data.shards import write_shards
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 BATCH_SIZE = 64
 SHARDS = 8

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.memory import extra_bytes
 from tests.reference.sets import EXP_AND_POOL
 from vl_plugins.functional import smooth_chamfer_similarity
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 OURS = {
     "ours, unit vectors": partial(smooth_chamfer_similarity, normalize=False),

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 SAMPLES_PER_SHARD = 1000
 DIFFERENT_IMAGES = 200

@@ -5,8 +5,8 @@ import pytest
 
 from vl_plugins.commands import losses
 from vl_plugins.commands.losses import describe_loss, format_descriptions, register
-from vl_plugins.errors import UserError
 from vl_plugins.registry import list_losses
+from vl_plugins.utils.errors import UserError
 
 
 def run(*arguments):

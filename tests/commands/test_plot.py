@@ -9,10 +9,10 @@ import torch
 
 from vl_plugins.cli import main
 from vl_plugins.commands import plot
-from vl_plugins.errors import UserError
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss
 from vl_plugins.plots import attention, gradients, training, weights
+from vl_plugins.utils.errors import UserError
 
 ROW = {"epoch": 1, "rsum_percent": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 

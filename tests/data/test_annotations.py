@@ -4,7 +4,7 @@ from copy import deepcopy
 import pytest
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 def make_document(dataset="coco", splits=("train", "restval", "val", "test")):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vl_plugins.data.batching import DistinctBatches, Group, Sample
 from vl_plugins.data.captions import normalise_caption
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 def samples_of(*shown):

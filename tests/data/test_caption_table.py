@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.caption_table import read_caption_table
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 @pytest.fixture

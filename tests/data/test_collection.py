@@ -11,7 +11,7 @@ from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import Collection, first_captions, read_collection
 from vl_plugins.data.reader import evaluation_pipeline
 from vl_plugins.data.shard_files import EXTENSIONS, read_samples
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 def write_tar(path, members):

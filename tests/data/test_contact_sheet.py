@@ -12,7 +12,7 @@ from PIL import Image
 from vl_plugins.data import contact_sheet
 from vl_plugins.data.contact_sheet import MOST_SAMPLES, draw_contact_sheet
 from vl_plugins.data.statistics import ShardSample
-from vl_plugins.errors import MissingExtraError, UserError
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 Bbox = pytest.importorskip("matplotlib.transforms").Bbox
 

@@ -23,6 +23,7 @@ from torchvision.transforms import PILToTensor
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.captions import parse_captions_per_image
+from vl_plugins.data.randomness import random_states
 from vl_plugins.data.reader import (
     ShardInfo,
     SharedEpoch,
@@ -34,8 +35,7 @@ from vl_plugins.data.reader import (
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError, message
-from vl_plugins.randomness import random_states
+from vl_plugins.utils.errors import UserError, message
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -7,7 +7,7 @@ import pytest
 
 from vl_plugins.data.shard_files import Place, locate, missing_shards, read_samples
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 def write_tar(path, members, **options):

@@ -18,7 +18,7 @@ from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.statistics import Place, Range, read_place, shard_statistics, spread_places
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 WORDS = ("a", "A", "dog", "Dog ", "cat", "cow")
 

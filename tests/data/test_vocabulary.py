@@ -15,7 +15,7 @@ from vl_plugins.data.vocabulary import (
     read_word_vectors,
     split_words,
 )
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from PIL import Image
 from torch import nn
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
+from vl_plugins.data.randomness import seed_everything
 from vl_plugins.encoders import TimmTrunk
-from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.options import construct
-from vl_plugins.randomness import seed_everything
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 SWIN = {
     "image_size": 64,

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory import extra_bytes
-from vl_plugins import tiles
-from vl_plugins.kernels import tiled
+from vl_plugins.kernels import tiled, tiles
 from vl_plugins.kernels.mining import negative_statistics
 from vl_plugins.kernels.pairs import equal_label_pairs
 from vl_plugins.kernels.vectors import compare

@@ -10,10 +10,10 @@ from tests.reference import regularizers as reference
 from vl_plugins import create_loss
 from vl_plugins.components import create_component
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.errors import UserError
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, UnifiedLoss
 from vl_plugins.losses.wrappers import CrossBatchMemory, SelfSupervisedLoss
 from vl_plugins.miners import HardestNegativeMiner
+from vl_plugins.utils.errors import UserError
 
 LABELS = torch.tensor([0, 1, 2, 3, 1])
 REF_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2])

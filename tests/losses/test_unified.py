@@ -14,7 +14,7 @@ from tests.reference import distances as reference_distances
 from tests.reference import losses as reference
 from vl_plugins import create_loss
 from vl_plugins.functional import Polynomial, soft_margin, unified_loss
-from vl_plugins.key_values import parse_key_values
+from vl_plugins.integrations.key_values import parse_key_values
 from vl_plugins.losses import TripletHNLoss, UnifiedLoss
 
 LABELS = torch.arange(6)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.errors import UserError
 from vl_plugins.plots import attention as attention_plot
 from vl_plugins.plots.attention import AttendedImage, attended_images, plot_attention
 from vl_plugins.plots.figures import COLOURS
+from vl_plugins.utils.errors import UserError
 
 LONG = "a dog and a cat, worth $5 or $x_1$, that " + "play with Donaudampfschifffahrtsgesellschaftskapitäne and " * 9
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.plots.figures import COLOURS
 from vl_plugins.plots.training import MARKERS, _draw_training_curves, plot_training_curves, read_results
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):

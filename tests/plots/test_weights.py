@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.reference import goal as reference
-from vl_plugins.errors import UserError
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 from vl_plugins.plots import weights
 from vl_plugins.plots.figures import COLOURS
 from vl_plugins.plots.plane import similarity_grid
 from vl_plugins.plots.weights import pair_weight_curves, plot_weights, triplet_weight_diagrams
+from vl_plugins.utils.errors import UserError
 
 TRIPLET_OPTIONS = {"margin": 0.3, "tau": 4.0, "offset": 0.5}
 PAIR_OPTIONS = {"alpha": 3.0, "beta": 6.0, "lam": 0.3}

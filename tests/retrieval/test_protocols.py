@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from vl_plugins.data.collection import Collection
-from vl_plugins.errors import UserError
 from vl_plugins.retrieval import EmbeddingSimilarities, protocols, retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.names import clip_benchmark_names, eccv_caption_names
 from vl_plugins.retrieval.protocols import prepare
+from vl_plugins.utils.errors import UserError
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 WAYS = {"i2t": "image_to_text", "t2i": "text_to_image"}

@@ -18,9 +18,9 @@ import torch
 
 import vl_plugins
 from vl_plugins.data.collection import Collection, read_collection
-from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.retrieval import GroundTruth, retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.report import _evenly_spaced, _thumbnail, expected_recall, report_file, write_report
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 pytest.importorskip("matplotlib")
 pillow = pytest.importorskip("PIL.Image")

@@ -11,10 +11,10 @@ from torch.nn.functional import normalize
 
 from tests.reference import sets as reference_sets
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.retrieval import search
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.search import ExactIndex, FaissIndex, StaleIndexError, build_index
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 
 def nearest_by_a_loop(similarities, top):

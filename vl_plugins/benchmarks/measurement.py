@@ -22,8 +22,8 @@ from vl_plugins.benchmarks.contestants import (
 )
 from vl_plugins.benchmarks.machine import describe_machine
 from vl_plugins.benchmarks.memory import peak_bytes
-from vl_plugins.errors import UserError, first_line
 from vl_plugins.kernels.dispatch import free_bytes
+from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = [
     "Measurement",

@@ -4,9 +4,9 @@ import os
 from typing import Any
 
 from vl_plugins.benchmarks.measurement import Measurement, Result
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["plot_result"]
 

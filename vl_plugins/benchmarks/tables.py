@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vl_plugins.benchmarks.contestants import Skipped
 from vl_plugins.benchmarks.measurement import Measurement, Result, describe_setting, ratio
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.tables import align_columns
 
 __all__ = ["csv_table", "markdown_tables", "skipped_lines", "text_tables"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vl_plugins.benchmarks.names import BACKENDS, DEFAULT_BACKEND, LOSSES, PEERS, SETS
-from vl_plugins.errors import UserError, check_name, first_line
+from vl_plugins.utils.errors import UserError, check_name, first_line
 
 if TYPE_CHECKING:
     import torch

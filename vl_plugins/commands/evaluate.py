@@ -140,10 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
     _check(arguments)
     from vl_plugins.data.collection import read_collection
-    from vl_plugins.errors import check_device
     from vl_plugins.retrieval.evaluation import evaluate_features
     from vl_plugins.retrieval.features import save_features
     from vl_plugins.retrieval.protocols import prepare
+    from vl_plugins.utils.errors import check_device
 
     if arguments.device is not None:
         check_device("--device", arguments.device)
@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is read."""
-    from vl_plugins.errors import UserError
+    from vl_plugins.utils.errors import UserError
 
     checkpoints, features = arguments.checkpoint or [], arguments.features or []
     if not checkpoints and not features:
@@ -248,14 +248,14 @@ def _processes(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """Yield the number of this process and how many there are."""
     if not arguments.checkpoint:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            from vl_plugins.errors import UserError
+            from vl_plugins.utils.errors import UserError
 
             raise UserError(
                 "several processes share out the encoding, and --features are encoded: run it without torchrun"
             )
         yield 0, 1
         return
-    from vl_plugins.optional import require
+    from vl_plugins.utils.optional import require
 
     require("open_clip", extra="open-clip")
     from vl_plugins.distributed.torchrun import start_processes, stop_processes

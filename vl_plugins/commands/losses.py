@@ -7,9 +7,9 @@ import shutil
 import textwrap
 from typing import Any
 
-from vl_plugins.errors import UserError
 from vl_plugins.options import REQUIRED, constructor_options, format_options, own_and_forwarded_options
 from vl_plugins.registry import list_losses, load_loss
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["describe_loss", "register", "run"]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, check_device, check_name
-from vl_plugins.key_values import parse_key_values
+from vl_plugins.integrations.key_values import parse_key_values
 from vl_plugins.options import format_options
+from vl_plugins.utils.errors import UserError, check_device, check_name
 
 __all__ = ["register"]
 

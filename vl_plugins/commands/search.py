@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vl_plugins.errors import MissingExtraError, UserError
+from vl_plugins.utils.errors import MissingExtraError, UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -122,7 +122,7 @@ class _Found(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     """Encode or load, search, print and draw; the progress bar and notes go to standard error."""
     # Here, because every command imports this module and most need no model.
-    from vl_plugins.optional import require
+    from vl_plugins.utils.optional import require
 
     sheet, no_sheet = _check(arguments)
     picture = None if arguments.image is None else _read_picture(arguments.image)
@@ -172,8 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> tuple[Path | None, MissingExtraError | None]:
     """Check what needs no model; return where to draw the contact sheet, or why there will be none."""
-    from vl_plugins.optional import require
     from vl_plugins.retrieval.features import features_file
+    from vl_plugins.utils.optional import require
 
     for option, least in (("top", 1), ("batch_size", 1), ("workers", 0)):
         if getattr(arguments, option) < least:
@@ -211,7 +211,7 @@ def _read_picture(file: Path) -> tuple[bytes, "Image"]:
 
     from vl_plugins.data.images import inspect_image
     from vl_plugins.data.storage import error_text
-    from vl_plugins.optional import require
+    from vl_plugins.utils.optional import require
 
     try:
         data = file.read_bytes()

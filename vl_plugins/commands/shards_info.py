@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
-from vl_plugins.tables import align_columns
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
+from vl_plugins.utils.tables import align_columns
 
 if TYPE_CHECKING:
     from vl_plugins.data.statistics import Range, Repeats, SplitStatistics

@@ -8,7 +8,7 @@ from typing import Any
 
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.storage import open_regular
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = [
     "KARPATHY_DATASETS",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vl_plugins.data.captions import normalise_caption
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["REMEDIES", "SAME_GROUP", "DistinctBatches", "Group", "Sample"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["TXT", "normalise_caption", "parse_captions_per_image", "txt_content"]
 

@@ -18,7 +18,7 @@ from vl_plugins.data.annotations import (
     read_json,
 )
 from vl_plugins.data.captions import normalise_caption
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["read_coco_captions", "with_annotation_ids"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vl_plugins.data.reader import read_captions
 from vl_plugins.data.shard_files import EXTENSIONS, TEXTS, expand_shards, input_of, read_samples
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["Collection", "Id", "first_captions", "read_collection"]
 

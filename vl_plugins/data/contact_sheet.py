@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.statistics import ShardSample
 from vl_plugins.data.storage import write_file
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["MOST_SAMPLES", "draw_contact_sheet"]
 

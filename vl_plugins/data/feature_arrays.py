@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.storage import error_text
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 if TYPE_CHECKING:
     import numpy

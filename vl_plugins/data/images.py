@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["IMAGE_EXTENSIONS", "ImageInfo", "inspect_image", "resize_image", "scaled_picture"]
 

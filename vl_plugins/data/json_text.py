@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["parse_json"]
 

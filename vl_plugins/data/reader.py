@@ -31,11 +31,11 @@ from vl_plugins.data.manifest import (
     read_sizes,
     to_json,
 )
+from vl_plugins.data.randomness import seeded
 from vl_plugins.data.shard_files import INPUTS, TEXTS, expand_shards, input_of, locate, read_samples
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import MissingExtraError, UserError, check_name
-from vl_plugins.optional import require
-from vl_plugins.randomness import seeded
+from vl_plugins.utils.errors import MissingExtraError, UserError, check_name
+from vl_plugins.utils.optional import require
 
 __all__ = [
     "EvaluationPipeline",

@@ -13,8 +13,8 @@ from urllib.parse import urlparse
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = [
     "EXTENSIONS",

@@ -23,8 +23,8 @@ from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manif
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
 from vl_plugins.data.storage import Folder, error_text, open_regular
-from vl_plugins.errors import UserError, check_name
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.utils.optional import require
 
 __all__ = ["is_training_split", "write_shards"]
 

@@ -19,8 +19,8 @@ from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest, select_splits
 from vl_plugins.data.shard_files import EXTENSIONS, headers
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = [
     "Place",

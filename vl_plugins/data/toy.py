@@ -7,8 +7,8 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
 

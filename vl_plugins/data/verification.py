@@ -29,8 +29,8 @@ from vl_plugins.data.manifest import (
 )
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["Verification", "verify_shards"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vl_plugins.data.reader import read_captions
 from vl_plugins.data.shard_files import TEXTS, expand_shards, read_samples
 from vl_plugins.data.storage import error_text, open_regular
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_shard_captions", "read_word_vectors", "split_words"]
 

@@ -7,7 +7,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.checks import integer
+from vl_plugins.utils.checks import integer
 
 __all__ = ["SetDistance", "elements_present"]
 

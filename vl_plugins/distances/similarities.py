@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.errors import check_name
 from vl_plugins.functional import (
     chamfer_similarity,
     match_probability,
     mil_similarity,
 )
 from vl_plugins.kernels import SET_BACKENDS, smooth_chamfer_similarity
-from vl_plugins.losses.checks import finite, positive
+from vl_plugins.utils.checks import finite, positive
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["ChamferSimilarity", "MILSimilarity", "MatchProbability", "SmoothChamferSimilarity"]
 

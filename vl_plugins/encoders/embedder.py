@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from vl_plugins.errors import check_name
-from vl_plugins.losses.checks import integer
 from vl_plugins.modules import POOLINGS, TowerFeatures
+from vl_plugins.utils.checks import integer
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["PROJECTIONS", "Embedder", "ResidualMLP"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.encoders.leave_out import fraction, leave_out
-from vl_plugins.errors import UserError
-from vl_plugins.losses.checks import integer
 from vl_plugins.modules import TowerFeatures
+from vl_plugins.utils.checks import integer
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["FeatureTrunk"]
 

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from vl_plugins.encoders.leave_out import fraction, leave_out
-from vl_plugins.errors import UserError, check_name
-from vl_plugins.losses.checks import integer
 from vl_plugins.modules import TowerFeatures
+from vl_plugins.utils.checks import integer
+from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["GRUTrunk"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vl_plugins.losses.checks import non_negative
+from vl_plugins.utils.checks import non_negative
 
 __all__ = ["fraction", "leave_out"]
 

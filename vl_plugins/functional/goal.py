@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from vl_plugins.errors import check_name
 from vl_plugins.functional.pairs import reduce_positive_pairs
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.functional.triplet import hardest_negatives
+from vl_plugins.utils.errors import check_name
 
 __all__ = [
     "PAIR_WEIGHTS",

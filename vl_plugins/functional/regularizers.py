@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vl_plugins.eager import eager
-from vl_plugins.errors import check_name
 from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.utils.eager import eager
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["circular_variance", "diversity_loss", "mmd_loss", "uniformity_loss"]
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vl_plugins.eager import eager
 from vl_plugins.functional.norms import inverse_norms, unit_vectors
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.tiles import slices
+from vl_plugins.kernels.tiles import slices
+from vl_plugins.utils.eager import eager
 
 __all__ = [
     "chamfer_similarity",

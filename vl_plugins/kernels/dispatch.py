@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vl_plugins.errors import check_name
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["BACKENDS", "choose_backend", "choose_ring_backend", "free_bytes", "log_choice", "triton_is_usable"]
 

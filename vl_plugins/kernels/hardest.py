@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from vl_plugins.distributed import Ring
-from vl_plugins.eager import eager
 from vl_plugins.functional.goal import NegativeStatistics, Objective
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
@@ -25,6 +24,7 @@ from vl_plugins.kernels.vectors import (
     finish_gradient,
     pair_similarities,
 )
+from vl_plugins.utils.eager import eager
 
 __all__ = ["hardest_negative_loss", "with_gradient"]
 

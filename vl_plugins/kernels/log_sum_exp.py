@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vl_plugins.eager import eager
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.kernels import tiled
@@ -19,6 +18,7 @@ from vl_plugins.kernels.vectors import (
     number_on,
     precise,
 )
+from vl_plugins.utils.eager import eager
 
 __all__ = ["Contrast", "contrast", "implementation_of", "number_for"]
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from vl_plugins.distributed import Ring
-from vl_plugins.eager import eager
 from vl_plugins.functional.norms import inverse_norms
 from vl_plugins.kernels.arrangement import Arrangement, Block, RingComparison
 from vl_plugins.kernels.log_sum_exp import Contrast, implementation_of, number_for
 from vl_plugins.kernels.tiled import Kept
 from vl_plugins.kernels.vectors import finish_gradient, number_on, precise
+from vl_plugins.utils.eager import eager
 
 __all__ = ["NO_SECOND_DERIVATIVES", "ring_contrast"]
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from vl_plugins import functional
-from vl_plugins.eager import eager
-from vl_plugins.errors import check_name
 from vl_plugins.functional.set_similarity import check_sets
 from vl_plugins.kernels.dispatch import log_choice, triton_is_usable
+from vl_plugins.utils.eager import eager
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["SET_BACKENDS", "smooth_chamfer_similarity"]
 

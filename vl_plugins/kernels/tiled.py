@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vl_plugins.kernels.tiles import slices, tile_shape
 from vl_plugins.kernels.vectors import Comparison, add_pair_gradients, pair_similarities, precise
-from vl_plugins.tiles import slices, tile_shape
 
 __all__ = ["Kept", "Tile", "compared_tiles", "log_sum_exp_gradients", "log_sum_exps"]
 

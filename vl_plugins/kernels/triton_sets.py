@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.eager import eager
 from vl_plugins.functional.norms import inverse_norms
 from vl_plugins.functional.set_similarity import refuse_second_derivatives
 from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
@@ -28,6 +27,7 @@ from vl_plugins.kernels.triton_tiles import (
     vector_gradients,
 )
 from vl_plugins.kernels.vectors import finish_gradient
+from vl_plugins.utils.eager import eager
 
 __all__ = ["smooth_chamfer_similarity"]
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vl_plugins.kernels.tiles import slices
 from vl_plugins.kernels.vectors import Comparison
-from vl_plugins.tiles import slices
 
 __all__ = [
     "LEAST",

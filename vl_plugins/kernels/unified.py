@@ -4,7 +4,6 @@ from torch import Tensor
 
 from vl_plugins import functional
 from vl_plugins.distributed import Ring
-from vl_plugins.eager import eager
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
 from vl_plugins.functional.precision import full_precision, zero_or_nan
@@ -15,6 +14,7 @@ from vl_plugins.kernels.log_sum_exp import contrast
 from vl_plugins.kernels.pairs import check_sets, check_vectors, compare_all, equal_label_pairs, pairs_of_others
 from vl_plugins.kernels.ring_log_sum_exp import ring_contrast
 from vl_plugins.kernels.vectors import number_on
+from vl_plugins.utils.eager import eager
 
 __all__ = ["unified_loss", "vlc_loss"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.norms import inverse_norms
-from vl_plugins.tiles import slices
+from vl_plugins.kernels.tiles import slices
 
 __all__ = [
     "Comparison",

@@ -12,15 +12,15 @@ from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
 from vl_plugins.distributed import Ring
-from vl_plugins.eager import eager
-from vl_plugins.errors import check_name
 from vl_plugins.functional import triplet_margin
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels import BACKENDS, choose_backend
 from vl_plugins.kernels.arrangement import RememberedArrangement
 from vl_plugins.kernels.dispatch import choose_ring_backend
 from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
-from vl_plugins.losses.checks import non_negative, scale_of_call, tensor_or_none
+from vl_plugins.utils.checks import non_negative, scale_of_call, tensor_or_none
+from vl_plugins.utils.eager import eager
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["PairLoss", "TripletLoss"]
 

@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from vl_plugins import kernels
-from vl_plugins.errors import check_name
 from vl_plugins.functional.goal import (
     PAIR_WEIGHTS,
     TRIPLET_WEIGHTS,
@@ -14,8 +13,9 @@ from vl_plugins.functional.goal import (
     goal_triplet_loss,
     triplet_violation,
 )
-from vl_plugins.losses.checks import finite, non_negative, positive
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
+from vl_plugins.utils.checks import finite, non_negative, positive
+from vl_plugins.utils.errors import check_name
 
 __all__ = ["GOALLoss"]
 

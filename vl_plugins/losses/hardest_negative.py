@@ -12,7 +12,7 @@ from vl_plugins.kernels.arrangement import Arrangement
 from vl_plugins.kernels.pairs import compare_all, pairs_of_others
 from vl_plugins.kernels.vectors import compare, pair_similarities
 from vl_plugins.losses.base import TripletLoss
-from vl_plugins.losses.checks import integer
+from vl_plugins.utils.checks import integer
 
 __all__ = ["HardestNegativeLoss"]
 

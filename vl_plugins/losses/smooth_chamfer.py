@@ -14,8 +14,8 @@ from torch import Tensor
 from vl_plugins.components import create_component
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple
-from vl_plugins.losses.checks import non_negative
 from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.utils.checks import non_negative
 
 __all__ = ["SmoothChamferLoss"]
 

@@ -10,7 +10,7 @@ from vl_plugins import kernels
 from vl_plugins.functional import Polynomial, unified_loss
 from vl_plugins.functional.unified import Margin, Weights
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.checks import adaptive_margin, constant_scale, finite_tensor
+from vl_plugins.utils.checks import adaptive_margin, constant_scale, finite_tensor
 
 __all__ = ["UnifiedLoss"]
 

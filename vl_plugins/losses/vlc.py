@@ -5,7 +5,7 @@ from torch import Tensor
 from vl_plugins import kernels
 from vl_plugins.functional import vlc_loss
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.checks import constant_scale
+from vl_plugins.utils.checks import constant_scale
 
 __all__ = ["VLCLoss"]
 

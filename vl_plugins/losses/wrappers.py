@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple, PairLoss
-from vl_plugins.losses.checks import tensor_or_none
 from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss
+from vl_plugins.utils.checks import tensor_or_none
 
 __all__ = ["CrossBatchMemory", "DistributedLossWrapper", "DistributedMinerWrapper", "SelfSupervisedLoss"]
 

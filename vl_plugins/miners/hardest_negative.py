@@ -6,7 +6,7 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.checks import integer, tensor_or_none
+from vl_plugins.utils.checks import integer, tensor_or_none
 
 __all__ = ["HardestNegativeMiner"]
 

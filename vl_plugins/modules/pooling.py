@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.checks import integer
 from vl_plugins.modules.positions import sinusoidal_positions
+from vl_plugins.utils.checks import integer
 
 __all__ = ["POOLINGS", "GeneralizedPooling", "average_pooling", "max_pooling"]
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from vl_plugins.losses.checks import integer
+from vl_plugins.utils.checks import integer
 
 __all__ = ["sinusoidal_positions", "sinusoidal_positions_2d"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.checks import integer
+from vl_plugins.utils.checks import integer
 
 __all__ = ["SetPrediction", "SetPredictionOutput", "slot_attention"]
 

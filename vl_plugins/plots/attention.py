@@ -19,10 +19,10 @@ from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.contact_sheet import FALLBACK_FONTS
 from vl_plugins.data.reader import EvaluationPipeline, evaluation_pipeline
 from vl_plugins.data.shard_files import EXTENSIONS, expand_shards, read_samples
-from vl_plugins.errors import UserError, unknown_name
-from vl_plugins.losses.checks import positive
-from vl_plugins.optional import require
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
+from vl_plugins.utils.checks import positive
+from vl_plugins.utils.errors import UserError, unknown_name
+from vl_plugins.utils.optional import require
 
 __all__ = ["AttendedImage", "attended_images", "plot_attention"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.storage import write_file
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["COLOURS", "new_figure", "picture_file", "write_figure"]
 

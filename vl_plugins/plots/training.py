@@ -7,9 +7,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["find_results", "plot_training_curves", "read_results"]
 

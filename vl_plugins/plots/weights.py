@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vl_plugins.errors import UserError, check_name
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, pair_weights, triplet_weight
-from vl_plugins.losses.checks import finite, non_negative, positive
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
 from vl_plugins.plots.plane import draw_plane, similarity_grid
+from vl_plugins.utils.checks import finite, non_negative, positive
+from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["pair_weight_curves", "plot_weights", "triplet_weight_diagrams"]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vl_plugins.functional import mmd_loss
-from vl_plugins.losses.checks import integer, positive
 from vl_plugins.regularizers.sets import unpack
+from vl_plugins.utils.checks import integer, positive
 
 __all__ = ["MMDRegularizer"]
 

@@ -4,8 +4,8 @@ from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 
 from vl_plugins.functional import uniformity_loss
-from vl_plugins.losses.checks import integer, positive
 from vl_plugins.regularizers.sets import unpack
+from vl_plugins.utils.checks import integer, positive
 
 __all__ = ["UniformityRegularizer"]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data.collection import Collection, Id, first_captions
-from vl_plugins.errors import UserError, check_name
-from vl_plugins.optional import require
 from vl_plugins.retrieval.features import Features, id_difference
 from vl_plugins.retrieval.ground_truth import GroundTruth
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import Similarities
+from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.utils.optional import require
 
 __all__ = ["PROTOCOLS", "Evaluation", "Trial", "prepare"]
 

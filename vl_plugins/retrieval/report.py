@@ -22,10 +22,10 @@ from vl_plugins import __version__
 from vl_plugins.data.collection import Collection
 from vl_plugins.data.images import IMAGE_EXTENSIONS, scaled_picture
 from vl_plugins.data.storage import write_file
-from vl_plugins.errors import UserError
-from vl_plugins.optional import require
 from vl_plugins.retrieval.metrics import RSUM_RECALLS
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
 
 __all__ = ["expected_recall", "report_file", "write_report"]
 

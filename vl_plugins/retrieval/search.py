@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data.storage import error_text, write_file
-from vl_plugins.errors import UserError, check_name
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.optional import require
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.similarities import Similarity, check_finite, count_and_first
+from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.utils.optional import require
 
 __all__ = ["TARGETS", "ExactIndex", "FaissIndex", "Hits", "StaleIndexError", "build_index", "check_factory"]
 

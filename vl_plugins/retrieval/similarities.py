@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vl_plugins import tiles
 from vl_plugins.functional.precision import full_precision
+from vl_plugins.kernels import tiles
 
 __all__ = ["EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
 

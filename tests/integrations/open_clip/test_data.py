@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.reference import losses as reference
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import (
     FOLLOWED,
@@ -23,6 +22,7 @@ from vl_plugins.integrations.open_clip.data import (
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.utils.errors import UserError
 
 UNIFIED = PluginOptions(loss="unified")
 RANDOM = PluginOptions(captions_per_image="random")

@@ -11,13 +11,13 @@ from open_clip.loss import ClipLoss
 from tests.integrations.open_clip import distributed_gradients as joined
 from tests.integrations.open_clip.distributed_gradients import Batch
 from vl_plugins import create_loss
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.gathering import Processes
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.losses import UnifiedLoss
 from vl_plugins.registry import list_losses
+from vl_plugins.utils.errors import UserError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.integrations.open_clip import open_clip_4
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host, host_3, host_4, launcher
+from vl_plugins.utils.errors import UserError
 
 
 def test_patched_replaces_and_restores():

@@ -18,13 +18,13 @@ import torch
 from tests.integrations.open_clip import open_clip_4
 from tests.integrations.open_clip.test_launcher import MODULE, SHORT, checkpoint, run, shard_pattern
 from vl_plugins.distributed.torchrun import stop_processes
-from vl_plugins.eager import is_compiling
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host_4, launcher
 from vl_plugins.integrations.open_clip.data import Reader, get_data
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.utils.eager import is_compiling
+from vl_plugins.utils.errors import UserError
 
 VERSIONS = {"3": contextlib.nullcontext, "4": open_clip_4.installed}
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]

@@ -15,9 +15,9 @@ import webdataset
 
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.run_folder import check_is_free
+from vl_plugins.utils.errors import UserError
 
 MODULE = "vl_plugins.integrations.open_clip"
 SHORT = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--batch-size", "16", "--workers", "0"]

@@ -12,12 +12,12 @@ from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.registry import loss_options
+from vl_plugins.utils.errors import UserError
 
 B, D = 6, 16
 WORLD_SIZE = 2

@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.launcher import main
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
+from vl_plugins.utils.errors import UserError
 
 B, D = 4, 8
 

@@ -20,10 +20,10 @@ import torch
 
 from tests.integrations.open_clip.test_launcher import MODULE, assert_equal_nested, run
 from vl_plugins import create_loss
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import resuming
 from vl_plugins.integrations.open_clip.launcher import main
 from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.utils.errors import UserError
 
 LAUNCH = [sys.executable, "-m", MODULE]
 TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2 -m".split(), MODULE, "--"]

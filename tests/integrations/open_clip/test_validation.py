@@ -5,10 +5,10 @@ from argparse import Namespace
 import pytest
 import torch
 
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.integrations.open_clip.validation import evaluate
+from vl_plugins.utils.errors import UserError
 
 
 class Lookup(torch.nn.Module):

@@ -8,9 +8,9 @@ from pytorch_metric_learning import losses, miners, reducers
 
 from vl_plugins import list_losses
 from vl_plugins.components import list_components
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_loss, build_miner, build_reducer
 from vl_plugins.losses import UnifiedLoss, wrappers
+from vl_plugins.utils.errors import UserError
 
 EMBEDDINGS = torch.eye(6)[:, :4]
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])

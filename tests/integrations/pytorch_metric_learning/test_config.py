@@ -4,13 +4,13 @@ import pytest
 import yaml
 
 from tests.integrations.pytorch_metric_learning.settings import settings
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import (
     StageConfig,
     as_plain,
     parse_config,
     read_config,
 )
+from vl_plugins.utils.errors import UserError
 
 
 def test_stages_change_what_they_name():

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.pytorch_metric_learning.open_clip_text_trunk import OpenCLIPTextTrunk
+from vl_plugins.utils.errors import UserError
 
 TEXTS = ["a dog", "the dog runs on the beach"]
 

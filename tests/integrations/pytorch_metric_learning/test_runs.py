@@ -22,12 +22,12 @@ from tests.reference import retrieval as reference
 from vl_plugins import list_losses
 from vl_plugins.cli import main as vl_plugins_main
 from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import load_model as load_any_model
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer, load_model
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run, dry_run
+from vl_plugins.utils.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

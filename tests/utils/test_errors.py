@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vl_plugins.errors import UserError, message, unknown_name
+from vl_plugins.utils.errors import UserError, message, unknown_name
 
 
 class Failing(torch.utils.data.IterableDataset):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vl_plugins.randomness import derived_seed, random_states, seed_everything, seeded, set_random_states
+from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, seeded, set_random_states
 
 
 def draw():

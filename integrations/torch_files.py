@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from vl_plugins.errors import UserError, first_line
+from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["UnreadableFileError", "read_torch_file"]
 

@@ -18,7 +18,7 @@ def eager() -> Callable:
     one that it is given, such as a method of an object or of an autograd function.
     """
     if is_compiling():
-        from vl_plugins.untraced import call  # importing it takes seconds, where nothing is compiled
+        from vl_plugins.utils.untraced import call  # importing it takes seconds, where nothing is compiled
 
         return call
     return _call

@@ -5,7 +5,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from vl_plugins.errors import UserError
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["KeyValues", "Parser", "literal", "parse_key_values"]
 

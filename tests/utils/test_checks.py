@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from vl_plugins.losses.checks import adaptive_margin, finite, finite_tensor, integer, non_negative, positive
+from vl_plugins.utils.checks import adaptive_margin, finite, finite_tensor, integer, non_negative, positive
 
 
 @pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5)])

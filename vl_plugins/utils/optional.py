@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from vl_plugins.errors import MissingExtraError
+from vl_plugins.utils.errors import MissingExtraError
 
 __all__ = ["require"]
 

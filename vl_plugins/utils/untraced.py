@@ -1,4 +1,4 @@
-"""Calls into which ``torch.compile`` does not look; for :func:`vl_plugins.eager.eager`."""
+"""Calls into which ``torch.compile`` does not look; for :func:`vl_plugins.utils.eager.eager`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,1 @@
+"""What every layer may use: errors, argument checks, optional imports."""
