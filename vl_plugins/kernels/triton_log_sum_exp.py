@@ -5,135 +5,127 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels import tiled
-from vl_plugins.kernels.tiled import Kept
+from vl_plugins.kernels.comparison import EmbeddingPair, LogSumExps, PairLabels
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
-    SUPPORTED_TYPES,
     Blocks,
     block_sizes,
     half_gain,
     launch,
     negatives_of_tile,
     partials_bytes,
+    row_arguments,
     row_slices,
     tile_position,
     vector_gradients,
-    with_rows,
 )
-from vl_plugins.kernels.vectors import Comparison, add_pair_gradients, pair_similarities
 
-__all__ = ["log_sum_exp_gradients", "log_sum_exps"]
+__all__ = ["gradients", "log_sum_exps"]
 
 
-def log_sum_exps(comparison: Comparison, scale: float | Tensor, *, symmetric: bool, keep: bool) -> Kept:
+def log_sum_exps(pair: EmbeddingPair, scale: float | Tensor, labels: PairLabels, *, symmetric: bool) -> LogSumExps:
     """Return the log-sum-exps of ``scale`` times the similarities of negative pairs, of each row and each column.
 
     Every tile has its own largest similarity of each row and column, so that nothing underflows; these and the sums
     are all that is written. Nothing is kept for the gradients but the results.
-
-    Args:
-        comparison, scale, symmetric, keep: see :func:`vl_plugins.kernels.tiled.log_sum_exps`, which takes over for
-            float64.
     """
-    x, y, *_ = comparison
-    if x.dtype not in SUPPORTED_TYPES:
-        return tiled.log_sum_exps(comparison, scale, symmetric=symmetric, keep=False)
-    numbers = {"dtype": torch.float64, "device": x.device}
-    rows = torch.full((len(x),), -torch.inf, **numbers)
-    columns = torch.full((len(y),), -torch.inf, **numbers) if symmetric else None
+    x, y = pair.embeddings, pair.ref_emb
+    row_lse = torch.full((len(x),), -torch.inf, device=x.device)
+    column_lse = torch.full((len(y),), -torch.inf, device=x.device) if symmetric else None
     if len(x) and len(y):
         blocks = block_sizes(x.shape[1], x.dtype)
         for part in row_slices(len(x), partials_bytes(len(y), blocks), blocks.rows):
-            rows[part], of_columns = _of_part(with_rows(comparison, part), scale, blocks, symmetric)
+            row_lse[part], columns = _log_sum_exps_of_part(pair, scale, labels, part, blocks, symmetric)
             if symmetric:
-                torch.logaddexp(columns, of_columns, out=columns)
-    positives = pair_similarities(comparison).to(torch.float64)
-    return Kept(rows=rows, columns=columns, positives=positives, shifts=[], tiles=None)
+                torch.logaddexp(column_lse, columns, out=column_lse)
+    positives = pair.similarities_of_pairs(labels.rows, labels.columns)
+    # One block without a shift: whether all is finite has not been seen.
+    return LogSumExps(positives, row_lse, column_lse, [(None, None)])
 
 
-def log_sum_exp_gradients(
-    comparison: Comparison,
+def gradients(
+    pair: EmbeddingPair,
     scale: float | Tensor,
-    kept: Kept,
-    of_rows: Tensor,
-    of_columns: Tensor | None,
-    of_positives: Tensor,
-    x_gradient: Tensor | None,
-    y_gradient: Tensor | None,
-) -> None:
-    """Write the gradients by the vectors, as if their norms were constant, to two tensors (A, D) and (C, D).
+    labels: PairLabels,
+    sums: LogSumExps,
+    row_weights: Tensor,
+    column_weights: Tensor | None,
+    positive_grad: Tensor,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients by both sides of embeddings, as if their norms were constant.
 
-    The gradients by the similarities of some rows are written in the type of the vectors and multiplied by them; then
-    those of the next rows.
-
-    Args:
-        comparison, scale, kept, of_rows, of_columns, of_positives, x_gradient, y_gradient: see
-            :func:`vl_plugins.kernels.tiled.log_sum_exp_gradients`.
+    The gradients by the similarities of some rows are written in the type of the embeddings and multiplied by them;
+    then those of the next rows.
     """
-    x, y, x_factors, y_factors, *_ = comparison
-    if x.dtype not in SUPPORTED_TYPES or 0 in (len(x), len(y)):
-        tiled.log_sum_exp_gradients(comparison, scale, kept, of_rows, of_columns, of_positives, x_gradient, y_gradient)
-        return
-    sides = [(kept.rows, of_rows * scale)]
-    if of_columns is not None:
-        sides.append((kept.columns, of_columns * scale))
+    x, y = pair.embeddings, pair.ref_emb
+    grad, ref_grad = (
+        torch.zeros_like(side, dtype=torch.float32) if need else None for side, need in zip((x, y), needed, strict=True)
+    )
+    if len(x) and len(y):
+        _add_gradients(pair, scale, labels, sums, row_weights, column_weights, grad, ref_grad)
+    pair.add_gradients_of_pairs(labels.rows, labels.columns, positive_grad, grad, ref_grad)
+    return grad, ref_grad
+
+
+def _add_gradients(pair, scale, labels, sums, row_weights, column_weights, grad, ref_grad) -> None:
+    x, y = pair.embeddings, pair.ref_emb
+    sides = [(sums.row_lse, row_weights)] + ([] if column_weights is None else [(sums.column_lse, column_weights)])
     gain = None
     if x.dtype == torch.float16:
-        bound = sum(coefficients.abs().max() for _, coefficients in sides)
-        if x_factors is not None:
-            bound = bound * x_factors.max() * y_factors.max()
+        bound = sum(weights.abs().max() for _, weights in sides)
+        if pair.inverse_norms is not None:
+            bound = bound * pair.inverse_norms.max() * pair.ref_inverse_norms.max()
         gain = half_gain(bound)
-    # Of each side the similarity whose exponential is 1, and the gradient where it is that.
+    # For each side the similarity whose exponential is 1, and the gradient where it is that.
     sides = [
-        ((sums / scale).clamp(min=LEAST.value).float(), (coefficients if gain is None else coefficients * gain).float())
-        for sums, coefficients in sides
+        ((lse / scale).clamp(min=LEAST.value), weights if gain is None else weights * gain) for lse, weights in sides
     ]
+    column_arguments = sides[1] if len(sides) == 2 else (None, None)
     blocks = block_sizes(x.shape[1], x.dtype)
     # Room for whole tiles, which are faster to write.
     stride = triton.cdiv(len(y), blocks.columns) * blocks.columns
     parts = list(row_slices(len(x), stride * x.element_size(), blocks.rows))
     workspace = x.new_empty(triton.cdiv(parts[0].stop, blocks.rows) * blocks.rows, stride)
 
-    def gradients_of(part: slice) -> Tensor:
-        row_numbers = [numbers[part] for numbers in sides[0]]
-        column_numbers = sides[1] if len(sides) == 2 else (None, None)
+    def similarity_gradients(part: slice) -> Tensor:
         counts = part.stop - part.start, len(y)
-        arguments = *with_rows(comparison, part)[:6], *row_numbers, *column_numbers, _rate(scale, x)
-        launch(_write_gradients, blocks, counts, *arguments, workspace, stride, x.shape[1])
+        arguments = *row_arguments(pair, labels.labels, labels.ref_labels, part), *(side[part] for side in sides[0])
+        launch(_write_gradients, blocks, counts, *arguments, *column_arguments, _rate(scale, x), workspace, stride,
+               x.shape[1])  # fmt: skip
         return workspace[: counts[0], : counts[1]]
 
-    vector_gradients(x, y, parts, gradients_of, gain, x_gradient, y_gradient)
-    add_pair_gradients(comparison, of_positives, x_gradient, y_gradient)
+    vector_gradients(x, y, parts, similarity_gradients, gain, grad, ref_grad)
 
 
-def _of_part(
-    comparison: Comparison, scale: float | Tensor, blocks: Blocks, symmetric: bool
+def _log_sum_exps_of_part(
+    pair: EmbeddingPair, scale: float | Tensor, labels: PairLabels, part: slice, blocks: Blocks, symmetric: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-sum-exps of the rows, (A,), and those of the columns over these rows, (C,) or None."""
-    x, y, *_ = comparison
-    counts = len(x), len(y)
+    """Return the log-sum-exps of some rows, (a,), and those of the columns over these rows, (C,) or None."""
+    x = pair.embeddings
+    counts = part.stop - part.start, len(pair.ref_emb)
     # Of each tile the largest similarity and the sum, of its rows and of its columns.
     row_partials = x.new_empty(2, triton.cdiv(counts[1], blocks.columns), counts[0], dtype=torch.float32)
     column_partials = None
     if symmetric:
         column_partials = x.new_empty(2, triton.cdiv(counts[0], blocks.rows), counts[1], dtype=torch.float32)
-    launch(_sum_tiles, blocks, counts, *comparison[:6], _rate(scale, x), row_partials, column_partials, x.shape[1])
+    arguments = row_arguments(pair, labels.labels, labels.ref_labels, part)
+    launch(_sum_tiles, blocks, counts, *arguments, _rate(scale, x), row_partials, column_partials, x.shape[1])
     return tuple(None if partials is None else _merged(partials, scale) for partials in (row_partials, column_partials))
 
 
 def _rate(scale: float | Tensor, like: Tensor) -> Tensor:
     """Return the scale for exponentials of base 2, 0-D, where the vectors are."""
-    return (torch.full((), LOG2_E, dtype=torch.float64, device=like.device) * scale).float()
+    return torch.full((), LOG2_E, device=like.device) * scale
 
 
 def _merged(partials: Tensor, scale: float | Tensor) -> Tensor:
-    """Return the log-sum-exps (N,), float64, of the maxima and sums of N rows or columns in T tiles, (2, T, N)."""
+    """Return the log-sum-exps (N,) of the maxima and sums of N rows or columns in T tiles, (2, T, N)."""
     maxima, sums = partials
     largest = maxima.amax(0)
-    totals = sums.mul_(maxima.sub_(largest).mul_(scale).exp_()).sum(0, dtype=torch.float64)
-    return totals.log_().add_(scale * largest.double())
+    totals = sums.mul_(maxima.sub_(largest).mul_(scale).exp_()).sum(0)
+    return totals.log_().add_(scale * largest)
 
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
@@ -215,11 +207,11 @@ def _write_gradients(
     rate = tl.load(rate)
 
     exponentials = tl.exp2((similarities - tl.load(row_references + rows)[:, None]) * rate)
-    of_tile = exponentials * tl.load(row_coefficients + rows)[:, None]
+    tile_gradients = exponentials * tl.load(row_coefficients + rows)[:, None]
     if column_references is not None:
         exponentials = tl.exp2((similarities - tl.load(column_references + columns)[None, :]) * rate)
-        of_tile += exponentials * tl.load(column_coefficients + columns)[None, :]
+        tile_gradients += exponentials * tl.load(column_coefficients + columns)[None, :]
     if x_factors is not None:
-        of_tile *= tl.load(x_factors + rows)[:, None] * tl.load(y_factors + columns)[None, :]
+        tile_gradients *= tl.load(x_factors + rows)[:, None] * tl.load(y_factors + columns)[None, :]
     at = gradients + all_rows.to(tl.int64)[:, None] * stride + all_columns[None, :]
-    tl.store(at, of_tile.to(gradients.dtype.element_ty))
+    tl.store(at, tile_gradients.to(gradients.dtype.element_ty))

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.tiles import slices
-from vl_plugins.kernels.vectors import Comparison
+from vl_plugins.kernels.comparison import EmbeddingPair
 
 __all__ = [
     "LEAST",
@@ -23,10 +22,10 @@ __all__ = [
     "negatives_of_tile",
     "partials_bytes",
     "products_of_tile",
+    "row_arguments",
     "row_slices",
     "tile_position",
     "vector_gradients",
-    "with_rows",
 ]
 
 # The types whose products the kernels sum up in float32.
@@ -90,7 +89,8 @@ def row_slices(count: int, bytes_per_row: float, step: int) -> Iterator[slice]:
     most = max(1, int(WORKSPACE_BYTES / bytes_per_row) // step)
     steps = -(-count // step)
     parts = max(1, -(-steps // most))
-    return slices(count, -(-steps // parts) * step)
+    height = -(-steps // parts) * step
+    return (slice(start, min(start + height, count)) for start in range(0, count, height))
 
 
 def partials_bytes(column_count: int, blocks: Blocks) -> float:
@@ -98,14 +98,15 @@ def partials_bytes(column_count: int, blocks: Blocks) -> float:
     return 8 * column_count * (1 / blocks.rows + 1 / blocks.columns)
 
 
-def with_rows(comparison: Comparison, rows: slice) -> Comparison:
-    """Return the comparison of some rows, with labels of one type; its pairs of equal labels stay those of all."""
-    x, _, x_factors, _, x_labels, y_labels, *_ = comparison
-    return comparison._replace(
-        x=x[rows],
-        x_factors=None if x_factors is None else x_factors[rows],
-        x_labels=x_labels[rows].long(),
-        y_labels=y_labels.long(),
+def row_arguments(pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, rows: slice) -> tuple:
+    """Return what kernels read of both sides, of some rows, with labels of one type."""
+    return (
+        pair.embeddings[rows],
+        pair.ref_emb,
+        None if pair.inverse_norms is None else pair.inverse_norms[rows],
+        pair.ref_inverse_norms,
+        labels[rows].long(),
+        ref_labels.long(),
     )
 
 

@@ -5,54 +5,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.mining import negative_statistics
+from vl_plugins.kernels.comparison import EmbeddingPair
 from vl_plugins.kernels.triton_tiles import (
-    SUPPORTED_TYPES,
     Blocks,
     block_sizes,
     launch,
     negatives_of_tile,
     partials_bytes,
+    row_arguments,
     row_slices,
     tile_position,
-    with_rows,
 )
-from vl_plugins.kernels.vectors import Comparison
 
-__all__ = ["hardest_negatives"]
+__all__ = ["search"]
 
 
-def hardest_negatives(
-    comparison: Comparison, *, symmetric: bool
+def search(
+    pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, *, symmetric: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return the largest similarity of each row's negatives and its index, and those of each column.
+    """Return the largest similarity to a negative of each row and its column, and those of each column.
 
-    Of equally similar ones it is the first; without negatives -inf and 0. Of a row or column with a NaN the numbers may
+    Of equally similar ones it is the first; without negatives -inf and 0. With a NaN the numbers of a row or column may
     be any, but its index is one of a candidate.
 
     Args:
-        comparison: of the vectors; pairs of different labels are negative.
-        symmetric: of the columns too.
+        pair: of float32, float16 or bfloat16.
+        labels: (A,); pairs of different labels are negative.
+        ref_labels: (C,).
+        symmetric: search for the columns too.
 
     Returns:
-        Values (A,), float32, or float64 for such vectors, and indices (A,), int64; those of the columns, (C,), or None.
+        Values (A,), float32, and indices (A,), int64; those of the columns, (C,), or None.
     """
-    x, y, *_ = comparison
-    if x.dtype not in SUPPORTED_TYPES:
-        rows, columns = negative_statistics(comparison, symmetric=symmetric)
-        return rows[:2], columns[:2] if symmetric else None
+    x, y = pair.embeddings, pair.ref_emb
     rows, columns = _no_negatives(x), _no_negatives(y) if symmetric else None
     if len(x) and len(y):
         blocks = block_sizes(x.shape[1], x.dtype)
         for part in row_slices(len(x), partials_bytes(len(y), blocks), blocks.rows):
-            of_rows, of_columns = _of_part(with_rows(comparison, part), blocks, symmetric)
-            for all_rows, of_part in zip(rows, of_rows, strict=True):
-                all_rows[part] = of_part
+            arguments = row_arguments(pair, labels, ref_labels, part)
+            found, found_columns = _search_part(arguments, (part.stop - part.start, len(y)), blocks, symmetric)
+            for all_rows, some_rows in zip(rows, found, strict=True):
+                all_rows[part] = some_rows
             if symmetric:
-                values, index = of_columns
-                harder = values > columns[0]
-                index = torch.where(harder, index + part.start, columns[1])
-                columns = torch.where(harder, values, columns[0]), index
+                values, index = found_columns
+                index = torch.where(values > columns[0], index + part.start, columns[1])
+                columns = torch.maximum(values, columns[0]), index
     return rows, columns
 
 
@@ -61,22 +58,22 @@ def _no_negatives(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
 
 
-def _of_part(
-    comparison: Comparison, blocks: Blocks, symmetric: bool
+def _search_part(
+    arguments: tuple, counts: tuple[int, int], blocks: Blocks, symmetric: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return values and indices of the rows, (A,), and those of the columns over these rows, (C,)."""
-    x, y, *_ = comparison
-    counts = len(x), len(y)
-    rows = _of_tiles(triton.cdiv(counts[1], blocks.columns), x)
-    columns = _of_tiles(triton.cdiv(counts[0], blocks.rows), y) if symmetric else (None, None)
-    launch(_search_tiles, blocks, counts, *comparison[:6], *rows, *columns, x.shape[1])
+    """Return values and indices of some rows, (a,), and those of the columns over these rows, (C,)."""
+    x = arguments[0]
+    rows = _tile_memory(triton.cdiv(counts[1], blocks.columns), counts[0], x)
+    columns = (None, None)
+    if symmetric:
+        columns = _tile_memory(triton.cdiv(counts[0], blocks.rows), counts[1], x)
+    launch(_search_tiles, blocks, counts, *arguments, *rows, *columns, x.shape[1])
     return _first_largest(*rows), _first_largest(*columns) if symmetric else None
 
 
-def _of_tiles(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
+def _tile_memory(tiles: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for values and indices of so many tiles, (T, N)."""
-    shape = tiles, len(vectors)
-    return tuple(vectors.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    return tuple(like.new_empty(tiles, count, dtype=dtype) for dtype in (torch.float32, torch.int32))
 
 
 def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
