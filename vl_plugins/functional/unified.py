@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.pairs import check_pairs, reduce_positive_pairs
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, zero_or_nan
 
 __all__ = ["Margin", "Weights", "unified_loss", "unified_pair_losses", "vlc_loss"]
 
@@ -93,7 +93,7 @@ def unified_loss(
         positive_similarities = _weighted(similarities, positive_weights, positive_mask)
         negative_similarities = _weighted(similarities, negative_weights, negative_mask)
 
-    return reduce_positive_pairs(
+    loss = reduce_positive_pairs(
         # A function of its own, because torch.compile of torch 2.2 knows no partial of a partial.
         lambda *pairs: _pair_losses(*pairs, scale=scale, relative=relative),
         negative_similarities,
@@ -104,6 +104,7 @@ def unified_loss(
         symmetric=symmetric,
         reduction=reduction,
     )
+    return loss + zero_or_nan(scale) if isinstance(scale, Tensor) else loss  # in the graph without pairs too
 
 
 def vlc_loss(

@@ -95,7 +95,7 @@ def _compare(embeddings, ref_emb, labels, ref_labels, pairs, objective, normaliz
     similarities, zero = _PairSimilarities.apply(
         embeddings, ref_emb, pair, torch.cat(all_rows), torch.cat(all_columns), normalize
     )
-    s_p, s_n = similarities[:count], similarities[count:].view(-1, count)
+    s_p, s_n = similarities[:count], similarities[count:].view(2 if symmetric else 1, count)
     values = [hardest[0][rows]] + ([ref_hardest[0][columns]] if symmetric else [])
     exists = torch.stack(values) != -torch.inf
     s_n = torch.where(exists, s_n, 0)

@@ -128,6 +128,7 @@ class PairLoss(BaseMetricLossFunction):
                 indices, reduction_type = indices_tuple, "triplet"
             info = {"losses": losses, "indices": indices, "reduction_type": reduction_type, "divisor": len(losses)}
             loss_dict = {"loss": info if len(losses) > 0 else self.zero_loss()}
+            embeddings = embeddings.to(losses.dtype)  # regularizers and reducers compute in the type of what they get
             if self.embedding_regularizer is not None:
                 loss_dict["embedding_reg_loss"] = self._regularization(embeddings, ref_emb)
             loss = self.reducer(loss_dict, embeddings, batch.labels)
@@ -144,7 +145,9 @@ class PairLoss(BaseMetricLossFunction):
 
     def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict:
         regularizer = self.embedding_regularizer
-        options = {"ref_emb": ref_emb} if getattr(regularizer, "takes_ref_emb", False) else {}
+        options = {}
+        if getattr(regularizer, "takes_ref_emb", False):
+            options["ref_emb"] = None if ref_emb is None else ref_emb.to(embeddings.dtype)
         losses = regularizer(embeddings, **options) * self.embedding_reg_weight
         return {"losses": losses, "indices": None, "reduction_type": "already_reduced"}
 

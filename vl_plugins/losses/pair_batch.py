@@ -59,7 +59,7 @@ class PairBatch:
         Raises:
             ValueError: labels missing, or tensors that do not fit each other.
         """
-        _check(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        _check(embeddings, labels, indices_tuple, ref_emb, ref_labels, options["distance"])
         same_set = ref_emb is None
         if same_set:
             ref_emb, ref_labels = embeddings, labels
@@ -99,6 +99,7 @@ def _check(
     indices_tuple: IndicesTuple | None,
     ref_emb: Tensor | None,
     ref_labels: Tensor | None,
+    distance: BaseDistance,
 ) -> None:
     if indices_tuple is None:
         for name, values, is_needed in (("labels", labels, True), ("ref_labels", ref_labels, ref_emb is not None)):
@@ -111,5 +112,12 @@ def _check(
             raise ValueError(f"{name} must be a tensor, got {type(values).__name__}")
         if values is not None and side is not None and values.shape != side.shape[:1]:
             raise ValueError(f"{name} must have the shape {tuple(side.shape[:1])}, got {tuple(values.shape)}")
-    if ref_emb is not None and ref_emb.device != embeddings.device:
+    if ref_emb is None:
+        return
+    # A distance of sets checks dimensions itself: packed sets may have different sizes.
+    if not hasattr(distance, "unpack") and ref_emb.shape[-1] != embeddings.shape[-1]:
+        raise ValueError(
+            f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
+        )
+    if ref_emb.device != embeddings.device:
         raise ValueError(f"ref_emb must be on the device of embeddings, {embeddings.device}, got {ref_emb.device}")
