@@ -107,6 +107,10 @@ class PairLoss(BaseMetricLossFunction):
             problem = "pairs are given as an indices_tuple"
         if problem is not None and self.backend is not None:
             raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
+        if self.backend != "triton":  # which multiplies half precision in float32
+            dtype = torch.promote_types(embeddings.dtype, torch.float32)
+            dtype = dtype if ref_emb is None else torch.promote_types(dtype, ref_emb.dtype)
+            embeddings, ref_emb = embeddings.to(dtype), None if ref_emb is None else ref_emb.to(dtype)
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = PairBatch.make(
                 embeddings,

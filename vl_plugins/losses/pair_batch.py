@@ -6,7 +6,6 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from vl_plugins.functional.precision import full_precision
 from vl_plugins.kernels import equal_label_pairs
 
 __all__ = ["IndicesTuple", "PairBatch"]
@@ -76,7 +75,7 @@ class PairBatch:
 
     def similarities(self) -> Tensor:
         """Compute all similarities, (A, C), larger is closer."""
-        distances = self.distance(*full_precision(self.embeddings, self.ref_emb))
+        distances = self.distance(self.embeddings, self.ref_emb)
         return distances if self.distance.is_inverted else -distances
 
     def masks(self) -> tuple[Tensor, Tensor]:
