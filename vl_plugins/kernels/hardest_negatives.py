@@ -9,7 +9,6 @@ from torch import Tensor
 from vl_plugins.functional.goal import Objective, RelativeTerms, relative_negatives, relative_positives
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.functional.triplet import hardest_negatives as hardest_of_rows
 from vl_plugins.kernels.comparison import (
     EmbeddingPair,
     check_embeddings,
@@ -144,15 +143,9 @@ def _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_har
         ]
         to_negatives = s_p.new_empty(len(labels))
         for block in row_blocks(len(labels), len(ref_labels), s_p.device):
-            similarities = pair.similarities(block)
             negative_mask = labels[block, None] != ref_labels
-            hardest_of_block, _ = hardest_of_rows(similarities, negative_mask)
-            hardest_of_block.masked_fill_(hardest_of_block == -torch.inf, 0)
-            statistics = relative_negatives(
-                objective, similarities, negative_mask, hardest_of_block, index[block], floor
-            )
-            rows = torch.arange(len(similarities), device=s_p.device)
-            to_negatives[block] = statistics.mean(objective, hardest_of_block, rows)
+            relative = relative_negatives(objective, pair.similarities(block), negative_mask, floor)
+            to_negatives[block] = relative.gather(1, index[block, None])[:, 0]
         terms.append((torch.cat(to_positives), to_negatives[anchors]))
     return RelativeTerms(*map(torch.stack, zip(*terms, strict=True)))
 
