@@ -2,7 +2,7 @@
 
 from vl_plugins.kernels.dispatch import BACKENDS, choose_backend
 from vl_plugins.kernels.goal import goal_loss
-from vl_plugins.kernels.smooth_chamfer import SET_BACKENDS, smooth_chamfer_similarity
+from vl_plugins.kernels.smooth_chamfer import SET_BACKENDS, pairwise_smooth_chamfer
 from vl_plugins.kernels.triplet import triplet_hn_loss
 from vl_plugins.kernels.unified import unified_loss, vlc_loss
 
@@ -11,7 +11,7 @@ __all__ = [
     "SET_BACKENDS",
     "choose_backend",
     "goal_loss",
-    "smooth_chamfer_similarity",
+    "pairwise_smooth_chamfer",
     "triplet_hn_loss",
     "unified_loss",
     "vlc_loss",

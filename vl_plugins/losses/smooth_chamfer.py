@@ -51,7 +51,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight: of the maximum mean discrepancy, >= 0.
         diversity_weight: of the diversity loss, >= 0.
         distance: another one than ``SmoothChamferSimilarity(alpha, set_size, backend)``.
-        backend: how that similarity is computed, see :func:`vl_plugins.kernels.smooth_chamfer_similarity`.
+        backend: how that similarity is computed, see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
         base_options: those of the loss that ``base`` names, such as ``margin``, ``warmup_steps``, ``symmetric``,
             ``reducer``.
 
