@@ -25,13 +25,10 @@ from torch.nn.functional import normalize
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.memory import extra_bytes
 from tests.reference.sets import EXP_AND_POOL
-from vl_plugins.functional import smooth_chamfer_similarity
+from vl_plugins.kernels import pairwise_smooth_chamfer
 from vl_plugins.utils.tables import align_columns
 
-OURS = {
-    "ours, unit vectors": partial(smooth_chamfer_similarity, normalize=False),
-    "ours, normalised here": smooth_chamfer_similarity,
-}
+OURS = {name: partial(pairwise_smooth_chamfer, backend=name) for name in ("dense", "tiled")}
 
 
 def leaf(*shape: int) -> torch.Tensor:

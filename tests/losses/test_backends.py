@@ -107,7 +107,7 @@ def test_what_needs_all_similarities_gets_them_or_says_so(case, log):
     loss, problem = PROBLEMS[case]
     assert loss.kernel_problem() == problem
     assert two_sets(loss).isfinite()
-    assert [line for line in log() if "smooth_chamfer_similarity" not in line] == []
+    assert [line for line in log() if "pairwise_smooth_chamfer" not in line] == []
     loss = copy.deepcopy(loss)
     loss.backend = "tiled"
     with pytest.raises(ValueError, match=f"^backend 'tiled' cannot be used, because {problem}: leave it out$"):

@@ -37,8 +37,6 @@ class Reference:
     """Refuses distances that are not inverted."""
     of_loss: dict[str, Any] = field(default_factory=dict)
     """More options of the loss, which the loops do not have."""
-    twice: bool = True
-    """Has second derivatives, with its own distance."""
 
 
 GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
@@ -52,7 +50,6 @@ REFERENCES = {
         losses.triplet,
         {"margin": 0.3},
         of_loss={"mmd_weight": 0.0, "diversity_weight": 0.0},
-        twice=False,
     ),
     "triplet_hn": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}),
     "triplet_sh": Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}),

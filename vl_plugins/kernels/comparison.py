@@ -18,6 +18,7 @@ __all__ = [
     "EmbeddingPair",
     "LogSumExps",
     "PairLabels",
+    "add_normalization_gradient",
     "check_embeddings",
     "choose_backend",
     "differentiable_gradients",
@@ -220,10 +221,15 @@ class EmbeddingPair:
             (ref_grad, self.ref_emb, self.ref_inverse_norms),
         ):
             if gradient is not None and factors is not None:
-                # The part along the vector itself only changes its norm.
-                radial = (gradient * vectors).sum(1).mul_(factors).mul_(factors)
-                gradient.addcmul_(vectors.to(gradient), radial[:, None], value=-1)
+                add_normalization_gradient(gradient, vectors, factors)
         return grad, ref_grad
+
+
+def add_normalization_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor) -> None:
+    """Turn the gradient by vectors of constant norm, (N, D), in place into that by vectors with these inverse norms."""
+    # The part along a vector itself only changes its norm.
+    radial = (gradient * vectors).sum(1).mul_(factors).mul_(factors)
+    gradient.addcmul_(vectors.to(gradient), radial[:, None], value=-1)
 
 
 def differentiable_gradients(

@@ -3,6 +3,7 @@
 The formulas are those of :func:`vl_plugins.functional.smooth_chamfer_similarity`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.functional.norms import inverse_norms
-from vl_plugins.functional.set_similarity import refuse_second_derivatives
-from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
+from vl_plugins.functional.sets import element_weights
+from vl_plugins.kernels.comparison import add_normalization_gradient, inverse_norms
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
-    SUPPORTED_TYPES,
     Blocks,
     block_sizes,
     half_gain,
@@ -26,50 +25,11 @@ from vl_plugins.kernels.triton_tiles import (
     tile_position,
     vector_gradients,
 )
-from vl_plugins.kernels.vectors import finish_gradient
-from vl_plugins.utils.eager import eager
 
-__all__ = ["smooth_chamfer_similarity"]
+__all__ = ["gradients", "similarities"]
 
-# Rows and columns of a tile of cosines. Those of larger ones and their exponentials do not fit into registers.
+# Rows and columns of a tile of cosines. Larger ones and their exponentials do not fit into registers.
 POOLED = 64
-
-
-def smooth_chamfer_similarity(
-    x: Tensor,
-    y: Tensor,
-    alpha: float = 16.0,
-    *,
-    x_mask: Tensor | None = None,
-    y_mask: Tensor | None = None,
-    normalize: bool = True,
-) -> Tensor:
-    """Smooth-Chamfer similarity of all pairs of sets, without second derivatives.
-
-    Args:
-        x: (A, K1, D), float32, float16 or bfloat16; K1 <= 16.
-        y: (C, K2, D), of the same type; K2 <= 16.
-        alpha, x_mask, y_mask, normalize: see :func:`vl_plugins.functional.smooth_chamfer_similarity`.
-
-    Returns:
-        (A, C), float32. 0 for sets without elements.
-
-    Raises:
-        ValueError: sets of too many elements or of another type.
-
-    Reference:
-        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
-    """
-    for name, sets in (("x", x), ("y", y)):
-        if sets.dtype not in SUPPORTED_TYPES or sets.dtype != x.dtype:
-            raise ValueError(f"{name} must be float32, float16 or bfloat16, and of the type of x, got {sets.dtype}")
-        if sets.shape[1] > MAX_ELEMENTS:
-            raise ValueError(f"{name} must be sets of at most {MAX_ELEMENTS} elements, got {sets.shape[1]}")
-    # The weight 0 of an element that is not in its set times NaN would be NaN.
-    x, y = (
-        sets if mask is None else sets.masked_fill(~mask[:, :, None], 0) for sets, mask in ((x, x_mask), (y, y_mask))
-    )
-    return eager()(_SmoothChamfer.apply, x, y, alpha, x_mask, y_mask, normalize)
 
 
 class _Sets(NamedTuple):
@@ -80,61 +40,70 @@ class _Sets(NamedTuple):
     weights: Tensor  # (N, K), float32: 1 / number of elements of the set; 0 for one that is not in the set
 
 
-class _SmoothChamfer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, alpha, x_mask, y_mask, normalize):
-        x_sets, y_sets = _sets(x, x_mask, normalize), _sets(y, y_mask, normalize)
-        ctx.save_for_backward(*x_sets, *y_sets)
-        ctx.alpha, ctx.shapes = alpha, (x.shape, y.shape)
-        return _similarities(x_sets, y_sets, alpha)
+def similarities(
+    embeddings: Tensor,
+    ref_emb: Tensor,
+    mask: Tensor | None,
+    ref_mask: Tensor | None,
+    alpha: float,
+    normalize: bool,
+) -> Tensor:
+    """Return the similarities (A, C), float32, of sets that are zero where the masks are False.
 
-    @staticmethod
-    def backward(ctx, upstream):
-        refuse_second_derivatives()
-        x, y = _Sets(*ctx.saved_tensors[:3]), _Sets(*ctx.saved_tensors[3:])
-        x_gradient, y_gradient = (
-            torch.empty_like(sets.vectors, dtype=torch.float32) if needed else None
-            for sets, needed in zip((x, y), ctx.needs_input_grad, strict=False)
-        )
-        with torch.autocast(upstream.device.type, enabled=False):
-            _write_gradients(x, y, ctx.alpha, upstream, x_gradient, y_gradient)
-            gradients = (
-                None if gradient is None else finish_gradient(gradient, sets.vectors, sets.factors).view(shape)
-                for gradient, sets, shape in zip((x_gradient, y_gradient), (x, y), ctx.shapes, strict=True)
-            )
-            return *gradients, None, None, None, None
+    Args:
+        embeddings: (A, K1, D), float32, float16 or bfloat16; A, K1 and D > 0.
+        ref_emb: (C, K2, D), of the same type.
+        mask, ref_mask, alpha, normalize: see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
+    """
+    x, y = _sets(embeddings, mask, normalize), _sets(ref_emb, ref_mask, normalize)
+    counts = len(embeddings), len(ref_emb)
+    values = x.weights.new_empty(counts)
+    blocks, constants = _tiling(x, y)
+    launch(_pool_tile, blocks, counts, *x, *y, alpha * LOG2_E, values, x.vectors.shape[1], **constants)
+    return values
+
+
+def gradients(
+    embeddings: Tensor,
+    ref_emb: Tensor,
+    mask: Tensor | None,
+    ref_mask: Tensor | None,
+    alpha: float,
+    normalize: bool,
+    upstream: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients by both sides, or None for one that is not needed.
+
+    Args:
+        embeddings, ref_emb, mask, ref_mask, alpha, normalize: as in :func:`similarities`.
+        upstream: (A, C), the gradient by the similarities.
+        needed: whether a side's gradient is.
+    """
+    sides = _sets(embeddings, mask, normalize), _sets(ref_emb, ref_mask, normalize)
+    found = [
+        torch.empty_like(side.vectors, dtype=torch.float32) if wanted else None
+        for side, wanted in zip(sides, needed, strict=False)
+    ]
+    _write_gradients(*sides, alpha, upstream, *found)
+    for gradient, (vectors, factors, _) in zip(found, sides, strict=True):
+        if gradient is not None and factors is not None:
+            add_normalization_gradient(gradient, vectors, factors)
+    return [
+        None if gradient is None else gradient.to(sets.dtype).view_as(sets)
+        for gradient, sets in zip(found, (embeddings, ref_emb), strict=True)
+    ]
 
 
 def _sets(sets: Tensor, mask: Tensor | None, normalize: bool) -> _Sets:
-    count, elements, width = sets.shape
-    vectors = sets.detach().reshape(count * elements, width).contiguous()
-    if mask is None:
-        weights = torch.full((count, elements), 1 / max(1, elements), dtype=torch.float32, device=sets.device)
-    else:
-        weights = mask.float() / mask.sum(1, keepdim=True).clamp(min=1)
-    return _Sets(vectors, inverse_norms(vectors) if normalize else None, weights)
-
-
-def _similarities(x: _Sets, y: _Sets, alpha: float) -> Tensor:
-    """Return (A, C)."""
-    counts = len(x.weights), len(y.weights)
-    similarities = x.weights.new_zeros(counts)
-    if 0 in (*x.weights.shape, *y.weights.shape):
-        return similarities
-    blocks, constants = _tiling(x, y)
-    launch(_pool_tile, blocks, counts, *x, *y, alpha * LOG2_E, similarities, x.vectors.shape[1], **constants)
-    return similarities
+    vectors = sets.detach().flatten(0, 1).contiguous()
+    return _Sets(vectors, inverse_norms(vectors) if normalize else None, element_weights(sets, mask))
 
 
 def _write_gradients(
     x: _Sets, y: _Sets, alpha: float, upstream: Tensor, x_gradient: Tensor | None, y_gradient: Tensor | None
 ) -> None:
     """Write the gradients by all vectors, as if their norms were constant."""
-    if 0 in (*x.weights.shape, *y.weights.shape):
-        for gradient in (x_gradient, y_gradient):
-            if gradient is not None:
-                gradient.zero_()
-        return
     gain = None
     if x.vectors.dtype == torch.float16:
         bound = upstream.abs().max()
@@ -151,7 +120,7 @@ def _write_gradients(
     rows = triton.cdiv(set_parts[0].stop, blocks.rows) * blocks.rows * x_elements
     workspace = x.vectors.new_empty(rows, stride)
 
-    def gradients_of(rows: slice) -> Tensor:
+    def product_gradients(rows: slice) -> Tensor:
         sets = slice(rows.start // x_elements, rows.stop // x_elements)
         part = _Sets(x.vectors[rows], None if x.factors is None else x.factors[rows], x.weights[sets])
         counts = sets.stop - sets.start, y_count
@@ -160,7 +129,7 @@ def _write_gradients(
         return workspace[: counts[0] * x_elements, : y_count * y_elements]
 
     parts = [slice(part.start * x_elements, part.stop * x_elements) for part in set_parts]
-    vector_gradients(x.vectors, y.vectors, parts, gradients_of, gain, x_gradient, y_gradient)
+    vector_gradients(x.vectors, y.vectors, parts, product_gradients, gain, x_gradient, y_gradient)
 
 
 def _tiling(x: _Sets, y: _Sets) -> tuple[Blocks, dict[str, int]]:
@@ -262,21 +231,21 @@ def _derive_tile(
 
     powers = tl.exp2((cosines - tl.max(cosines, 3)[:, :, :, None]) * rate)
     coefficients = tl.reshape(x_weights, (ROWS, X_PLACES, 1)) * upstream[:, None, :] / tl.sum(powers, 3)
-    of_tile = powers * coefficients[:, :, :, None]
+    gradient = powers * coefficients[:, :, :, None]
     powers = tl.exp2((cosines - tl.max(cosines, 1)[:, None, :, :]) * rate)
     coefficients = tl.reshape(y_weights, (1, COLUMNS, Y_PLACES)) * upstream[:, :, None] / tl.sum(powers, 1)
-    of_tile += powers * coefficients[:, None, :, :]
+    gradient += powers * coefficients[:, None, :, :]
 
-    of_tile = tl.reshape(of_tile, (ROWS * X_PLACES, COLUMNS * Y_PLACES))
+    gradient = tl.reshape(gradient, (ROWS * X_PLACES, COLUMNS * Y_PLACES))
     if x_factors is not None:
-        of_tile *= tl.load(x_factors + x_at)[:, None] * tl.load(y_factors + y_at)[None, :]
+        gradient *= tl.load(x_factors + x_at)[:, None] * tl.load(y_factors + y_at)[None, :]
     # In a set without elements all exponentials are 1.
-    of_tile = tl.where((x_weights != 0)[:, None] & (y_weights != 0)[None, :], of_tile, 0.0)
+    gradient = tl.where((x_weights != 0)[:, None] & (y_weights != 0)[None, :], gradient, 0.0)
     to_rows, row_exists = _places_of_tile(row_block, ROWS, X_ELEMENTS, X_PLACES)
     to_columns, column_exists = _places_of_tile(column_block, COLUMNS, Y_ELEMENTS, Y_PLACES)
     tl.store(
         gradients + to_rows.to(tl.int64)[:, None] * stride + to_columns[None, :],
-        of_tile.to(gradients.dtype.element_ty),
+        gradient.to(gradients.dtype.element_ty),
         mask=row_exists[:, None] & column_exists[None, :],
     )
 
