@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vl_plugins.utils.errors import check_name
 
-__all__ = ["BACKENDS", "choose_backend", "choose_ring_backend", "free_bytes", "log_choice", "triton_is_usable"]
+__all__ = ["BACKENDS", "choose_backend", "free_bytes", "log_choice", "triton_is_usable"]
 
 BACKENDS = ("functional", "dense", "tiled", "triton")
 """From the plainest to the fastest on a GPU:
@@ -61,30 +61,6 @@ def choose_backend(backend: str | None, x: Tensor, y: Tensor, *, name: str = "lo
     chosen = "dense" if fits else "tiled"
     log_choice(name, chosen, f"{len(x)} x {len(y)} similarities on {x.device.type}")
     return chosen
-
-
-def choose_ring_backend(backend: str | None, x: Tensor, *, name: str = "loss") -> str:
-    """Return the backend to compare ``x`` (A, D) with the candidates of several processes, and log what was chosen.
-
-    Args:
-        backend: tiled or triton, or None to choose.
-        x: vectors of this process.
-        name: for the log.
-
-    Raises:
-        ValueError: a backend that takes all candidates at once, or one that is unknown or cannot run here.
-    """
-    if backend is None:
-        backend = "triton" if triton_is_usable(x.device) else "tiled"
-        log_choice(name, backend, f"through a ring of processes on {x.device.type}")
-        return backend
-    backend = choose_backend(backend, x, x, name=name)
-    if backend in ("functional", "dense"):
-        raise ValueError(
-            f"backend {backend!r} takes all candidates at once, which a ring of processes passes on: give 'tiled' or "
-            "'triton', or leave it out"
-        )
-    return backend
 
 
 def triton_is_usable(device: torch.device) -> bool:

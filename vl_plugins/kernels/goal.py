@@ -5,9 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from vl_plugins import functional
-from vl_plugins.distributed import Ring
 from vl_plugins.functional.goal import Objective, hardest_negative_losses
-from vl_plugins.kernels.arrangement import Arrangement
 from vl_plugins.kernels.hardest import hardest_negative_loss
 
 __all__ = ["goal_loss"]
@@ -32,9 +30,8 @@ def goal_loss(
     same_set: bool = False,
     symmetric: bool = True,
     reduction: str = "mean",
-    pairs: tuple[Tensor, Tensor] | Arrangement | None = None,
+    pairs: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
-    ring: Ring | None = None,
 ) -> Tensor:
     """GOAL of embeddings with the hardest negatives: :func:`vl_plugins.functional.goal_loss` without a matrix (A, C).
 
@@ -46,17 +43,15 @@ def goal_loss(
         triplet_weight: con, nca or cir.
         pair_weight: con, lin, sig, sig_ms or lin_ms.
         margin, tau, offset, alpha, beta, lam, eps: see :func:`vl_plugins.functional.goal_loss`.
-        normalize, same_set, symmetric, reduction, pairs, backend, ring: see
+        normalize, same_set, symmetric, reduction, pairs, backend: see
             :func:`~vl_plugins.kernels.triplet.triplet_hn_loss`. Dot products (``normalize=False``) suit (con, con) and
-            (nca, con); the other weights are made for cosines. With a ring sig_ms and lin_ms compare a pair with those
-            of all processes.
+            (nca, con); the other weights are made for cosines.
 
     Returns:
         A scalar, or (number of positive pairs,), as :func:`~vl_plugins.kernels.triplet.triplet_hn_loss`.
 
     Raises:
-        ValueError: wrong shape, type, device, reduction or backend, an unknown weight, or a ring whose processes give
-            different kinds.
+        ValueError: wrong shape, type, device, reduction or backend, or an unknown weight.
 
     Reference:
         Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval, Eq. 5-13.
@@ -82,6 +77,5 @@ def goal_loss(
         reduction=reduction,
         pairs=pairs,
         backend=backend,
-        ring=ring,
         name="goal_loss",
     )

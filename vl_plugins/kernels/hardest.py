@@ -6,16 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vl_plugins.distributed import Ring
 from vl_plugins.functional.goal import NegativeStatistics, Objective
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
 from vl_plugins.functional.precision import full_precision, zero_or_nan
-from vl_plugins.kernels.arrangement import Arrangement, arrange, nan_of_any
-from vl_plugins.kernels.dispatch import choose_backend, choose_ring_backend
+from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.mining import negative_statistics
-from vl_plugins.kernels.pairs import check_sets, check_vectors, compare_all, equal_label_pairs, pairs_of_others
-from vl_plugins.kernels.ring_hardest import ring_search
+from vl_plugins.kernels.pairs import check_vectors, compare_all, equal_label_pairs, pairs_of_others
 from vl_plugins.kernels.vectors import (
     Comparison,
     add_pair_gradients,
@@ -42,57 +39,28 @@ def hardest_negative_loss(
     same_set: bool,
     symmetric: bool,
     reduction: str,
-    pairs: tuple[Tensor, Tensor] | Arrangement | None,
+    pairs: tuple[Tensor, Tensor] | None,
     backend: str | None,
-    ring: Ring | None,
     name: str,
 ) -> Tensor:
     """Return a loss of embeddings, see :func:`vl_plugins.kernels.triplet_hn_loss` for all that is not named here.
 
     Args:
         of_pairs: ``(anchors, positive_similarities, of_negatives) -> losses`` of all positive pairs, (M,) each but for
-            ``of_negatives``, those of all anchors. With a ring and an objective that compares pairs with others, the
-            similarities of the positives of all processes are given as ``batch_positives``.
+            ``of_negatives``, those of all anchors.
         of_similarities: the same loss of ``(similarities, positive_mask, negative_mask)``, for ``functional``.
         objective: what else ``of_negatives`` has to tell beside the hardest.
         name: for the log.
     """
     check_vectors(x, y, x_labels, y_labels, same_set)
     check_reduction(reduction)
-    if ring is None:
-        backend = eager()(choose_backend, backend, x, y, name=name)
-    else:
-        check_sets(same_set)
-        backend = eager()(choose_ring_backend, backend, x, name=name)
+    backend = eager()(choose_backend, backend, x, y, name=name)
     if backend == "functional":
         similarities, *masks = compare_all(x, y, x_labels, y_labels, normalize=normalize, same_set=same_set)
         return of_similarities(similarities, *masks, symmetric=symmetric, reduction=reduction)
 
     # First, and so the last in the backward pass, where its gradient is then added in place instead of in a copy.
     zero = sum(zero_or_nan(side) for side in full_precision(x, y))
-    if ring is not None:
-        zero = zero + eager()(nan_of_any, ring, x, y, zero, symmetric)
-        arrangement = eager()(arrange, ring, x_labels, y_labels) if pairs is None else pairs
-        positives, of_rows, of_columns, batch_positives = eager()(
-            ring_search,
-            x,
-            y,
-            x_labels,
-            arrangement,
-            objective,
-            ring,
-            symmetric=symmetric,
-            normalize=normalize,
-            backend=backend,
-        )
-        if batch_positives is not None:
-            of_pairs = partial(of_pairs, batch_positives=batch_positives)
-        losses = positives
-        if len(positives) > 0:
-            losses = of_pairs(arrangement.rows, positives, of_rows)
-            if symmetric:
-                losses = losses + of_pairs(arrangement.columns, positives, of_columns)
-        return reduce_pair_losses(losses, reduction) + zero
     pairs = eager()(equal_label_pairs, x_labels, y_labels) if pairs is None else pairs
     rows, columns = pairs_of_others(*pairs) if same_set else pairs
     if len(rows) == 0:

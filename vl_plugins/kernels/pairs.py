@@ -9,7 +9,6 @@ from vl_plugins.functional.precision import full_precision
 __all__ = [
     "RememberedPairs",
     "SameTensors",
-    "check_sets",
     "check_vectors",
     "compare_all",
     "equal_label_pairs",
@@ -101,12 +100,6 @@ def compare_all(
     positive_mask = x_labels[:, None] == y_labels
     negative_mask = ~positive_mask
     return similarities, positive_mask.fill_diagonal_(False) if same_set else positive_mask, negative_mask
-
-
-def check_sets(same_set: bool) -> None:
-    """Raise ``ValueError`` for one set of vectors, which is not compared with itself through a ring of processes."""
-    if same_set:
-        raise ValueError("same_set cannot be used with a ring of processes, which compares x with another set y")
 
 
 def check_vectors(x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, same_set: bool) -> None:

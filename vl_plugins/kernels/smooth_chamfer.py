@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins import functional
-from vl_plugins.functional.set_similarity import check_sets
+from vl_plugins.functional import set_similarity
 from vl_plugins.kernels.dispatch import log_choice, triton_is_usable
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import check_name
@@ -50,7 +50,7 @@ def smooth_chamfer_similarity(
     """
     if not alpha > 0:
         raise ValueError(f"alpha must be > 0, got {alpha!r}")
-    check_sets(x, y, x_mask, y_mask, paired)
+    set_similarity.check_sets(x, y, x_mask, y_mask, paired)
     if eager()(_choose_backend, backend, x, y, paired) == "tiled":
         return functional.smooth_chamfer_similarity(
             x, y, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize, paired=paired

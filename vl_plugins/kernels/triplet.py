@@ -5,10 +5,8 @@ from functools import partial
 from torch import Tensor
 
 from vl_plugins import functional
-from vl_plugins.distributed import Ring
 from vl_plugins.functional.goal import NegativeStatistics
 from vl_plugins.functional.triplet import triplet_margin
-from vl_plugins.kernels.arrangement import Arrangement
 from vl_plugins.kernels.hardest import hardest_negative_loss
 
 __all__ = ["triplet_hn_loss"]
@@ -25,9 +23,8 @@ def triplet_hn_loss(
     same_set: bool = False,
     symmetric: bool = True,
     reduction: str = "mean",
-    pairs: tuple[Tensor, Tensor] | Arrangement | None = None,
+    pairs: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
-    ring: Ring | None = None,
 ) -> Tensor:
     """Triplet-HN of embeddings: :func:`vl_plugins.functional.triplet_hn_loss` without a matrix (A, C).
 
@@ -46,17 +43,15 @@ def triplet_hn_loss(
         symmetric: rows and columns are anchors; otherwise rows only.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
             the order of ``torch.where(x_labels[:, None] == y_labels)``.
-        pairs: what :func:`~vl_plugins.kernels.pairs.equal_label_pairs` returns for the labels, or with a ring
-            :func:`~vl_plugins.kernels.arrangement.arrange`, if it is known already.
+        pairs: what :func:`~vl_plugins.kernels.pairs.equal_label_pairs` returns for the labels, if it is known already.
         backend: one of :data:`~vl_plugins.kernels.dispatch.BACKENDS`; chosen by device, size and memory if left out.
-        ring: of processes, see :func:`~vl_plugins.kernels.unified.unified_loss`.
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64, also under autocast. NaN if any embedding is not
-        finite, in any process. Second derivatives take vectors of all positive pairs; there are none with a ring.
+        finite. Second derivatives take vectors of all positive pairs.
 
     Raises:
-        ValueError: wrong shape, type, device, reduction or backend, or a ring whose processes give different kinds.
+        ValueError: wrong shape, type, device, reduction or backend.
 
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 1-2;
@@ -81,7 +76,6 @@ def triplet_hn_loss(
         reduction=reduction,
         pairs=pairs,
         backend=backend,
-        ring=ring,
         name="triplet_hn_loss",
     )
 

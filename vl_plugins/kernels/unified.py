@@ -3,16 +3,13 @@
 from torch import Tensor
 
 from vl_plugins import functional
-from vl_plugins.distributed import Ring
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.pairs import check_reduction, reduce_pair_losses
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.functional.unified import softplus_over_negatives
-from vl_plugins.kernels.arrangement import Arrangement, arrange, nan_of_any
-from vl_plugins.kernels.dispatch import choose_backend, choose_ring_backend
+from vl_plugins.kernels.dispatch import choose_backend
 from vl_plugins.kernels.log_sum_exp import contrast
-from vl_plugins.kernels.pairs import check_sets, check_vectors, compare_all, equal_label_pairs, pairs_of_others
-from vl_plugins.kernels.ring_log_sum_exp import ring_contrast
+from vl_plugins.kernels.pairs import check_vectors, compare_all, equal_label_pairs, pairs_of_others
 from vl_plugins.kernels.vectors import number_on
 from vl_plugins.utils.eager import eager
 
@@ -32,9 +29,8 @@ def unified_loss(
     same_set: bool = False,
     symmetric: bool = True,
     reduction: str = "mean",
-    pairs: tuple[Tensor, Tensor] | Arrangement | None = None,
+    pairs: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
-    ring: Ring | None = None,
 ) -> Tensor:
     """Unified loss of embeddings: :func:`vl_plugins.functional.unified_loss` without several matrices (A, C).
 
@@ -54,22 +50,15 @@ def unified_loss(
         symmetric: rows and columns are anchors; otherwise rows only.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
             the order of ``torch.where(x_labels[:, None] == y_labels)``.
-        pairs: what :func:`~vl_plugins.kernels.pairs.equal_label_pairs` returns for the labels, or with a ring
-            :func:`~vl_plugins.kernels.arrangement.arrange`, if it is known already.
+        pairs: what :func:`~vl_plugins.kernels.pairs.equal_label_pairs` returns for the labels, if it is known already.
         backend: one of :data:`~vl_plugins.kernels.dispatch.BACKENDS`; chosen by device, size and memory if left out.
-        ring: of processes, each of which gives its own vectors and labels, and compares its anchors with the candidates
-            of all: C above is the number of all candidates, those of the first process first. The values are those of
-            the positive pairs of the own rows; with ``symmetric`` the negatives of a column are the rows of all. After
-            the backward pass, in which all processes take part, each has the gradients of the sum of all losses by its
-            own vectors; those by its copy of a number that all share, such as the scale, add up to that of the sum of
-            all losses. Not with ``same_set``, and with the backends tiled and triton only.
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64, also under autocast. NaN if any embedding is not
-        finite, in any process. Second derivatives take all similarities; there are none with a ring.
+        finite. Second derivatives take all similarities.
 
     Raises:
-        ValueError: wrong shape, type, device, reduction or backend, or a ring whose processes give different kinds.
+        ValueError: wrong shape, type, device, reduction or backend.
 
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5.
@@ -82,11 +71,7 @@ def unified_loss(
     """
     check_vectors(x, y, x_labels, y_labels, same_set)
     check_reduction(reduction)
-    if ring is None:
-        backend = eager()(choose_backend, backend, x, y, name="unified_loss")
-    else:
-        check_sets(same_set)
-        backend = eager()(choose_ring_backend, backend, x, name="unified_loss")
+    backend = eager()(choose_backend, backend, x, y, name="unified_loss")
     if weights is not None:
         if weights.shape != x_labels.shape or weights.device != x.device:
             raise ValueError(
@@ -102,18 +87,11 @@ def unified_loss(
     # Before the losses, so that backwards its gradient comes last, and is added in the memory of theirs.
     zero = sum(zero_or_nan(side) for side in full_precision(x, y))
     options = {"symmetric": symmetric, "normalize": normalize, "backend": backend}
-    if ring is None:
-        pairs = eager()(equal_label_pairs, x_labels, y_labels) if pairs is None else pairs
-        of_all = contrast(x, y, x_labels, y_labels, pairs, scale, **options)
-        candidates = len(y)
-    else:
-        zero = zero + eager()(nan_of_any, ring, x, y, zero, scale if isinstance(scale, Tensor) else False, symmetric)
-        arrangement = eager()(arrange, ring, x_labels, y_labels) if pairs is None else pairs
-        of_all = ring_contrast(x, y, x_labels, arrangement, scale, ring, **options)
-        pairs, candidates = (arrangement.rows, arrangement.columns), len(arrangement.y_labels)
+    pairs = eager()(equal_label_pairs, x_labels, y_labels) if pairs is None else pairs
+    of_all = contrast(x, y, x_labels, y_labels, pairs, scale, **options)
     rows, columns, positives = pairs_of_others(*pairs, of_all.positives) if same_set else (*pairs, of_all.positives)
     scale = number_on(x.device, positives.dtype, scale)
-    margin = _at_pairs(margin, rows, columns, (len(x), candidates), positives)
+    margin = _at_pairs(margin, rows, columns, (len(x), len(y)), positives)
     losses = softplus_over_negatives(of_all.rows[rows], positives, margin, scale)
     if symmetric:
         losses = losses + softplus_over_negatives(of_all.columns[columns], positives, margin, scale)
@@ -132,16 +110,15 @@ def vlc_loss(
     same_set: bool = False,
     symmetric: bool = True,
     reduction: str = "mean",
-    pairs: tuple[Tensor, Tensor] | Arrangement | None = None,
+    pairs: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
-    ring: Ring | None = None,
 ) -> Tensor:
     """Vision-language contrastive loss of embeddings: :func:`vl_plugins.functional.vlc_loss` without its matrices.
 
     :func:`unified_loss` with margin 0, times the scale.
 
     Args:
-        x, y, x_labels, y_labels, scale, normalize, same_set, symmetric, reduction, pairs, backend, ring: see
+        x, y, x_labels, y_labels, scale, normalize, same_set, symmetric, reduction, pairs, backend: see
             :func:`unified_loss`.
 
     Returns:
@@ -160,7 +137,7 @@ def vlc_loss(
     tensor(100.)
     """
     options = {"normalize": normalize, "same_set": same_set, "symmetric": symmetric, "reduction": reduction}
-    loss = unified_loss(x, y, x_labels, y_labels, 0.0, scale, pairs=pairs, backend=backend, ring=ring, **options)
+    loss = unified_loss(x, y, x_labels, y_labels, 0.0, scale, pairs=pairs, backend=backend, **options)
     return (scale * loss).to(loss.dtype)
 
 

@@ -11,12 +11,9 @@ from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, 
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
-from vl_plugins.distributed import Ring
 from vl_plugins.functional import triplet_margin
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels import BACKENDS, choose_backend
-from vl_plugins.kernels.arrangement import RememberedArrangement
-from vl_plugins.kernels.dispatch import choose_ring_backend
 from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
 from vl_plugins.utils.checks import non_negative, scale_of_call, tensor_or_none
 from vl_plugins.utils.eager import eager
@@ -55,16 +52,6 @@ class PairLoss(BaseMetricLossFunction):
             call if left out.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer``, ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
-
-    Attributes:
-        ring: of processes, see :class:`vl_plugins.distributed.Ring`; None for this process alone. Each process calls
-            the loss with its own embeddings and references, which are compared with the references, and with
-            ``symmetric`` the embeddings, of all: labels have to mean the same in each. None holds more than two blocks
-            of those of others at a time. It reduces the losses of the positive pairs of its own embeddings, with
-            references of any process. After the backward pass, which all processes have to call, its gradients are
-            those of the sum of the losses of all processes: what gathering with gradients gives. Only of two sets
-            compared by labels, without second derivatives; a loss that needs all similarities says so. The reducer has
-            to return a tensor.
     """
 
     equation: str
@@ -84,8 +71,6 @@ class PairLoss(BaseMetricLossFunction):
         self._given: tuple[Tensor, Tensor] | None = None  # likewise, in their own types
         self._zero: Tensor | None = None  # likewise, or NaN
         self._pairs = RememberedPairs()
-        self.ring: Ring | None = None
-        self._arrangement = RememberedArrangement()
 
     independent_pairs: ClassVar[bool] = False
     """Whether the loss of a pair is one of its own row and column only; each class says so for itself."""
@@ -114,7 +99,7 @@ class PairLoss(BaseMetricLossFunction):
             x_labels: (A,).
             y_labels: (C,).
             options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions, and
-                ``ring`` and ``scale`` where there is one.
+                ``scale`` where there is one.
         """
         raise NotImplementedError
 
@@ -151,6 +136,7 @@ class PairLoss(BaseMetricLossFunction):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
         scale: float | Tensor | None = None,
+        symmetric: bool | None = None,
     ) -> Tensor:
         """Return the reduced loss.
 
@@ -162,16 +148,17 @@ class PairLoss(BaseMetricLossFunction):
             ref_labels: (C,).
             scale: in place of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
                 ``model.logit_scale.exp()``.
+            symmetric: in place of the loss's own.
 
         Raises:
             ValueError: labels missing, tensors that do not fit each other or the reducer, a ``scale`` of a loss that
-                has none, or a ``backend`` or ``ring`` that cannot compute this.
+                has none, or a ``backend`` that cannot compute this.
         """
         if ref_emb is embeddings:
             ref_emb = None
         check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
-        check_reducer(self.reducer, embeddings, labels, ref_emb, self.ring)
-        options = {}
+        check_reducer(self.reducer, embeddings, labels, ref_emb)
+        options = {"symmetric": self.symmetric if symmetric is None else symmetric}
         if scale is not None:
             if not hasattr(self, "scale"):
                 raise ValueError(f"{type(self).__name__} has no scale")
@@ -191,9 +178,6 @@ class PairLoss(BaseMetricLossFunction):
             loss = loss + zero
             if isinstance(scale, Tensor):  # without pairs it would have no gradient
                 loss = loss + zero_or_nan(scale).to(loss)
-        elif self.ring is not None:
-            # Without the zero, a process that has no pairs would leave the others waiting in the backward pass.
-            raise ValueError(f"with a ring the reducer has to return a tensor, {type(self.reducer).__name__} does not")
         return loss
 
     def _without_autocast(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, options):
@@ -207,13 +191,14 @@ class PairLoss(BaseMetricLossFunction):
             self.add_embedding_regularization_to_loss_dict(losses, embeddings)
             return self.reducer(losses, embeddings, labels)
 
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, **options):
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, *, symmetric, **options):
         one_set = ref_emb is embeddings
         backend = self._backend_for(embeddings, indices_tuple, ref_emb)
         if backend != "functional":
-            losses, pairs = eager()(self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend, options)
-            # All of them are NaN if any embedding is. Those of no pairs too, because a ring needs every process in the
-            # backward pass.
+            losses, pairs = eager()(
+                self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend, symmetric, options
+            )
+            # All of them are NaN if any embedding is.
             sources = (losses,) if len(losses) > 0 else (losses, embeddings, ref_emb)
             self._zero = sum(zero_or_nan(tensor) for tensor in sources)
             return self.loss_dict(losses, pairs, "pos_pair")
@@ -230,7 +215,7 @@ class PairLoss(BaseMetricLossFunction):
             )
             positive_mask = _mask(similarities, anchors, positives)
             negative_mask = _mask(similarities, negative_anchors, negatives)
-        symmetric = self.symmetric and indices_tuple is None and not one_set
+        symmetric = symmetric and indices_tuple is None and not one_set
         losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric, **options)
         return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
 
@@ -238,12 +223,6 @@ class PairLoss(BaseMetricLossFunction):
         problem = self.kernel_problem()
         if problem is None and indices_tuple is not None:
             problem = "pairs are given as an indices_tuple"
-        if self.ring is not None:
-            if problem is None and ref_emb is embeddings:
-                problem = "there is no ref_emb"
-            if problem is not None:
-                raise ValueError(f"a ring of processes cannot be used, because {problem}: set the attribute to None")
-            return eager()(choose_ring_backend, self.backend, embeddings, name=type(self).__name__)
         if problem is None:
             return eager()(choose_backend, self.backend, embeddings, ref_emb, name=type(self).__name__)
         if self.backend not in (None, "functional"):
@@ -258,19 +237,14 @@ class PairLoss(BaseMetricLossFunction):
         ref_labels: Tensor,
         one_set: bool,
         backend: str,
+        symmetric: bool,
         options: Mapping[str, float | Tensor],
     ) -> tuple[Tensor, IndicesTuple]:
         x, y = embeddings, ref_emb
-        if (backend == "triton" or self.ring is not None) and self._given[0].dtype == self._given[1].dtype:
-            # Half precision as it is: products are exact in float32, and on a GPU several times as fast; and through a
-            # ring go half as many bytes.
+        if backend == "triton" and self._given[0].dtype == self._given[1].dtype:
+            # Half precision as it is: products are exact in float32, and on a GPU several times as fast.
             x, y = self._given
-        if self.ring is None:
-            pairs = arrangement = self._pairs(labels, ref_labels)
-        else:
-            arrangement = self._arrangement(self.ring, labels, ref_labels)
-            pairs = arrangement.rows, arrangement.columns
-            options = {**options, "ring": self.ring}
+        pairs = self._pairs(labels, ref_labels)
         losses = self.embedding_losses(
             x,
             y,
@@ -278,8 +252,8 @@ class PairLoss(BaseMetricLossFunction):
             ref_labels,
             normalize=self.distance.normalize_embeddings,
             same_set=one_set,
-            symmetric=self.symmetric and not one_set,
-            pairs=arrangement,
+            symmetric=symmetric and not one_set,
+            pairs=pairs,
             backend=backend,
             **options,
         )
@@ -329,10 +303,9 @@ class TripletLoss(PairLoss):
         self.margin = non_negative("margin", margin)
         self.add_to_recordable_attributes(name="margin")
 
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        # A ring refuses them there.
-        if indices_tuple is None or len(indices_tuple) != 3 or self.ring is not None:
-            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, **options):
+        if indices_tuple is None or len(indices_tuple) != 3:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
         losses = self.triplet_losses(self.similarities(embeddings, ref_emb), *indices_tuple)
         return self.loss_dict(losses, indices_tuple, "triplet")
 
@@ -387,12 +360,9 @@ def check_reducer(
     embeddings: Tensor,
     labels: Tensor | None,
     ref_emb: Tensor | None,
-    ring: Ring | None = None,
 ) -> None:
     """Raise ``ValueError`` for a call whose losses the reducer could not look up."""
     for module in reducer.modules():
-        if isinstance(module, PerAnchorReducer) and ring is not None:
-            raise ValueError("PerAnchorReducer takes no more ref_emb than embeddings, and a ring has those of all")
         if isinstance(module, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
             raise ValueError(
                 f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"

@@ -7,8 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vl_plugins.distributed import Ring
-from vl_plugins.kernels.arrangement import Arrangement
 from vl_plugins.kernels.pairs import compare_all, pairs_of_others
 from vl_plugins.kernels.vectors import compare, pair_similarities
 from vl_plugins.losses.base import TripletLoss
@@ -32,14 +30,13 @@ class HardestNegativeLoss(TripletLoss):
 
     Args:
         margin: see :class:`~vl_plugins.losses.base.TripletLoss`.
-        warmup_steps: number of training steps during which all negatives of an anchor count, and are summed up, on all
-            similarities whatever the ``backend``. Steps are calls in training mode with gradients enabled; their number
-            is part of ``state_dict``. Given triplets and evaluation are not affected.
+        warmup_steps: number of calls in training mode, with gradients enabled, during which all negatives of an anchor
+            count, and are summed up, on all similarities whatever the ``backend``. Given triplets and
+            evaluation are not affected.
         kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Attributes:
-        calls_per_step: how many calls make a training step: more than 1 where a host calls the loss for each direction
-            or micro-batch.
+        training_calls: number of these calls so far, a 0-D buffer.
     """
 
     kernels_of_formulas: ClassVar[Mapping[str, str]] = {
@@ -50,8 +47,7 @@ class HardestNegativeLoss(TripletLoss):
     def __init__(self, margin: float = 0.2, warmup_steps: int = 0, **kwargs):
         super().__init__(margin=margin, **kwargs)
         self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
-        self.calls_per_step = 1
-        self.training_calls = 0
+        self.register_buffer("training_calls", torch.tensor(0))
         self._collapsed_calls = 0
         self._has_warned = False
 
@@ -88,37 +84,25 @@ class HardestNegativeLoss(TripletLoss):
         normalize: bool,
         same_set: bool,
         symmetric: bool,
-        pairs: tuple[Tensor, Tensor] | Arrangement,
+        pairs: tuple[Tensor, Tensor],
         backend: str,
-        ring: Ring | None = None,
     ) -> Tensor:
         of_all = {"normalize": normalize, "same_set": same_set}
         in_training, mining = self._next_step()
         if mining == "all":
             similarities, *masks = compare_all(x, y, x_labels, y_labels, **of_all)
             return self.mined_losses(similarities, *masks, mining=mining, symmetric=symmetric)
-        through = {} if ring is None else {"ring": ring}
         losses = self.hardest_losses(
-            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all, **through
+            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all
         )
         if in_training:
-            of_pairs = losses.detach()
-            if ring is not None:
-                # Of those within this process, because others may not be watching.
-                own, first = pairs.parts[ring.rank], pairs.columns_of(ring.rank).start
-                of_pairs, pairs = of_pairs[own], (pairs.rows[own], pairs.columns[own] - first)
 
             def positive_similarities() -> Tensor:
                 positives = pairs_of_others(*pairs) if same_set else pairs
                 return pair_similarities(compare(x, y, x_labels, y_labels, positives, normalize=normalize))
 
-            self._watch(of_pairs, positive_similarities, symmetric)
+            self._watch(losses.detach(), positive_similarities, symmetric)
         return losses
-
-    def kernel_problem(self) -> str | None:
-        if self.ring is not None and self._is_warming_up(self.training_calls + 1):
-            return "all negatives count during the warm-up"
-        return super().kernel_problem()
 
     def _next_step(self) -> tuple[bool, str]:
         """Return whether this call is one of a training step, and its mining."""
@@ -129,10 +113,7 @@ class HardestNegativeLoss(TripletLoss):
     def _advance(self) -> bool:
         """Count a call of a training step; return whether it is one of the warm-up."""
         self.training_calls += 1
-        return self._is_warming_up(self.training_calls)
-
-    def _is_warming_up(self, call: int) -> bool:
-        return call <= self.warmup_steps * self.calls_per_step
+        return bool(self.training_calls <= self.warmup_steps)
 
     @torch.compiler.disable
     def _watch(self, losses: Tensor, positive_similarities: Callable[[], Tensor], symmetric: bool) -> None:
@@ -144,7 +125,7 @@ class HardestNegativeLoss(TripletLoss):
             self._collapsed_calls = 0
             return
         self._collapsed_calls += CHECK_EVERY
-        if self._collapsed_calls >= COLLAPSED_STEPS * self.calls_per_step:
+        if self._collapsed_calls >= COLLAPSED_STEPS:
             self._has_warned = True
             warnings.warn(
                 f"{type(self).__name__} has been {losses.mean():.4g} per pair for {COLLAPSED_STEPS} steps, its value "
@@ -153,9 +134,3 @@ class HardestNegativeLoss(TripletLoss):
                 RuntimeWarning,
                 stacklevel=1,  # between here and the user's code are only modules calling modules
             )
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"training_calls": self.training_calls}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.training_calls = state["training_calls"]

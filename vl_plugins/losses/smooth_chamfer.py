@@ -125,12 +125,6 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         """Whether the base adds both directions; a base that has no such attribute adds none, and this has none."""
         return self.base.symmetric
 
-    @symmetric.setter
-    def symmetric(self, value: bool) -> None:
-        if not hasattr(self.base, "symmetric"):
-            raise AttributeError(f"{type(self.base).__name__} has no attribute 'symmetric'")
-        self.base.symmetric = value
-
     def forward(
         self,
         embeddings: Tensor,
@@ -141,6 +135,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
         scale: float | Tensor | None = None,
+        symmetric: bool | None = None,
     ) -> Tensor | dict[str, dict]:
         """Return the reduced loss of the base plus the regularization; a dict of both with ``DoNothingReducer``.
 
@@ -148,7 +143,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             embeddings: (A, K, D), (A, K * D) or (A, D).
             labels, indices_tuple, ref_emb, ref_labels: see :class:`~vl_plugins.losses.base.PairLoss`.
             slots, ref_slots: see :meth:`regularization`.
-            scale: in place of that of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
+            scale, symmetric: in place of those of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
 
         Raises:
             ValueError: labels missing, a ``scale`` where the base has none, or tensors that do not fit each other, the
@@ -160,7 +155,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
-            options = {} if scale is None else {"scale": scale}  # a base of pytorch-metric-learning takes none
+            # A base of pytorch-metric-learning takes neither.
+            given = {"scale": scale, "symmetric": symmetric}
+            options = {name: value for name, value in given.items() if value is not None}
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):
