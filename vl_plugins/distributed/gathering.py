@@ -49,19 +49,14 @@ class BatchGatherer:
         self._has_warned = False
 
     def global_batch(
-        self,
-        num_images: int,
-        num_texts: int,
-        image_ids: Tensor | None = None,
-        device: torch.device | None = None,
+        self, num_images: int, num_texts: int, image_ids: Tensor | None = None, device=None
     ) -> GlobalBatch:
         """Return what the processes' batches are together. Only CPUs communicate, so that no GPU is waited for.
 
         Args:
             num_images: number of images in this process.
             num_texts: number of texts in this process; the k texts of an image are side by side.
-            image_ids: (num_images,), integers, equal for the same image in any process; if left out, all images are
-                different.
+            image_ids: (num_images,), integers, equal for the same image; if left out, all images are different.
             device: of the labels in the result.
 
         Raises:
@@ -70,17 +65,17 @@ class BatchGatherer:
         num_ids = -1 if image_ids is None else len(image_ids)
         # Gathered before they are checked, so that all processes raise the error and none waits for the others.
         rows = self._gather_on_cpu(torch.tensor([[num_images, num_texts, num_ids]]), [1] * self.world_size).tolist()
-        captions_per_image = self._check(rows)
+        k = self._check(rows)
         image_counts, text_counts, id_counts = zip(*rows, strict=True)
         labels = torch.arange(sum(image_counts))
         if max(id_counts) >= 0:  # a process without images need not give any
-            own_ids = torch.zeros(0) if image_ids is None else image_ids
-            labels = self._gather_on_cpu(own_ids.cpu().long(), image_counts).unique(return_inverse=True)[1]
+            ids = torch.zeros(0) if image_ids is None else image_ids.cpu()
+            labels = self._gather_on_cpu(ids.long(), image_counts).unique(return_inverse=True)[1]
         pairs = labels.bincount()[labels]  # each image's positive pairs, divided by k
         own_pairs = pairs.split(image_counts)[self.rank].sum().item()
         weight = own_pairs * self.world_size / max(pairs.sum().item(), 1)
         labels = labels.to(device)
-        return GlobalBatch(image_counts, text_counts, labels, labels.repeat_interleave(captions_per_image), weight)
+        return GlobalBatch(image_counts, text_counts, labels, labels.repeat_interleave(k), weight)
 
     def features(self, images: Tensor, texts: Tensor, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         """Return the features of all images and texts, given those of this process and :meth:`global_batch`."""
@@ -93,8 +88,7 @@ class BatchGatherer:
             where = f" in process {rank}" if self.world_size > 1 else ""
             if texts % images if images else texts:
                 raise ValueError(
-                    "text_features must hold the same number of captions for each image: "
-                    f"got {texts} texts for {images} images{where}"
+                    f"each image must have the same number of texts, got {texts} for {images} images{where}"
                 )
             if ids not in (-1, images):
                 raise ValueError(f"image_ids must be one for each of {images} images, got {ids}{where}")
@@ -107,8 +101,8 @@ class BatchGatherer:
         if len(set(image_counts)) > 1 and self.rank == 0 and not self._has_warned:
             self._has_warned = True
             logging.warning(
-                f"processes have batches of different sizes, {image_counts} images: every pair still counts the same, "
-                "but all wait for the largest batch; drop incomplete batches in the data loader"
+                f"batches of different sizes, {image_counts} images: every pair counts the same, but all processes "
+                "wait for the largest batch; drop incomplete batches in the data loader"
             )
         return max(captions_per_image, default=0)
 
@@ -124,8 +118,7 @@ def all_gather_rows(rows: Tensor, counts: Sequence[int], *, with_grad: bool = Fa
     Args:
         rows: (n, ...), of this process.
         counts: n of each process.
-        with_grad: the gradient of a process's rows is summed over all processes, which then have to run the backward
-            pass together.
+        with_grad: gradients are summed over all processes, which have to run the backward pass together.
         group: process group of ``torch.distributed``, by default of all processes.
     """
     return rows if len(counts) == 1 else _AllGatherRows.apply(rows, counts, with_grad, group)
