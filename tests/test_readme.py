@@ -27,7 +27,6 @@ from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.data import FOLLOWED, REFUSED
-from vl_plugins.integrations.open_clip.launcher import main as train_clip
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.open_clip.options import format_help
 from vl_plugins.integrations.pytorch_metric_learning import config as config_module

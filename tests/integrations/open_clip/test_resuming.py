@@ -336,7 +336,7 @@ def test_the_state_of_a_loss(caplog):
     saved = resuming.state_of_loss(WithMemory(), "triplet_hn()")
     assert saved["state"].keys() == {"training_calls"}
     assert "leaves out _extra_state of the loss" in caplog.text
-    assert not resuming.restore_loss(other, "triplet_hn()", saved)
+    assert not resuming.restore_loss(WithMemory(), "triplet_hn()", saved)
 
 
 def test_other_settings_are_noticed(caplog):
