@@ -1,3 +1,4 @@
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distances.base import SetDistance
+from vl_plugins.integrations.open_clip.launcher import _checked_loss
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
@@ -321,6 +323,13 @@ def test_warm_up_counts_training_steps(fields, arguments, calls, batches_per_ste
     mined = build_loss(PluginOptions(loss="triplet_hn", **fields))(**outputs)
     assert values[0] > mined + 0.1
     assert torch.equal(values, torch.stack([values[0]] * 2 * batches_per_step + [mined] * batches_per_step))
+
+
+def test_the_launcher_multiplies_warm_up_by_calls_per_step(monkeypatch):
+    """Before open_clip joins the processes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5})
+    assert _checked_loss(options, Namespace(local_loss=True, accum_freq=3)).warmup_steps == 5 * 2 * 3
 
 
 def test_own_rows_are_not_compared_by_a_loss_of_related_pairs():
