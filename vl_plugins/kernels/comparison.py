@@ -207,12 +207,12 @@ class EmbeddingPair:
         """Add the gradients of :meth:`similarities_of_pairs`, for constant norms, to (A, D) and (C, D) in place."""
         if self.inverse_norms is not None:
             upstream = upstream * self.inverse_norms[rows] * self.ref_inverse_norms[columns]
-        for part in row_blocks(len(rows), self.embeddings.shape[1], rows.device):
-            weights = upstream[part, None]
-            if grad is not None:
-                grad.index_add_(0, rows[part], weights * self.ref_emb[columns[part]])
-            if ref_grad is not None:
-                ref_grad.index_add_(0, columns[part], weights * self.embeddings[rows[part]])
+        shape = len(self.embeddings), len(self.ref_emb)
+        weights = torch.sparse_coo_tensor(torch.stack([rows, columns]), upstream, shape, check_invariants=False)
+        if grad is not None:
+            torch.addmm(grad, weights, self.ref_emb.to(grad.dtype), out=grad)
+        if ref_grad is not None:
+            torch.addmm(ref_grad, weights.t(), self.embeddings.to(ref_grad.dtype), out=ref_grad)
 
     def finish_gradients(self, grad: Tensor | None, ref_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Turn gradients for constant norms into those of the normalized embeddings, in place."""

@@ -5,37 +5,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.comparison import EmbeddingPair
+from vl_plugins.kernels.comparison import EmbeddingPair, PairLabels
 from vl_plugins.kernels.triton_tiles import block_sizes, launch, negatives_of_tile, side_arguments, tile_position
 
 __all__ = ["search"]
 
 
 def search(
-    pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, *, symmetric: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return the largest similarity to a negative of each row and its column, and those of each column.
+    pair: EmbeddingPair, labels: PairLabels, *, symmetric: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the similarities of positive pairs, and of the hardest negatives with their indices for rows and columns.
 
-    Of equally similar ones it is the first; without negatives -inf and 0. With a NaN the numbers of a row or column may
-    be any, but its index is one of a candidate.
-
-    Args:
-        pair: of float32, float16 or bfloat16.
-        labels: (A,); pairs of different labels are negative.
-        ref_labels: (C,).
-        symmetric: search for the columns too.
-
-    Returns:
-        Values (A,), float32, and indices (A,), int64; those of the columns, (C,), or None.
+    Of equally similar ones it is the first; without negatives -inf. With a NaN the numbers of a row or column may be
+    any, but its index is one of a candidate.
     """
     x, y = pair.embeddings, pair.ref_emb
     blocks = block_sizes(x.shape[1], x.dtype)
     rows = _tile_memory(triton.cdiv(len(y), blocks.columns), x)
     columns = _tile_memory(triton.cdiv(len(x), blocks.rows), y) if symmetric else (None, None)
-    if len(x) and len(y):
-        arguments = *side_arguments(pair, labels, ref_labels), *rows, *columns
-        launch(_search_tiles, blocks, (len(x), len(y)), *arguments, x.shape[1])
-    return _first_largest(*rows), _first_largest(*columns) if symmetric else None
+    arguments = *side_arguments(pair, labels), *rows, *columns
+    launch(_search_tiles, blocks, (len(x), len(y)), *arguments, x.shape[1])
+    positives = pair.similarities_of_pairs(labels.rows, labels.columns)
+    return positives, _first_largest(*rows), _first_largest(*columns) if symmetric else None
 
 
 def _tile_memory(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +35,6 @@ def _tile_memory(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    if len(values) == 0:
-        return values.new_full(values.shape[1:], -torch.inf), index.new_zeros(index.shape[1:]).long()
     largest, tile = values.max(dim=0)
     return largest, index.gather(0, tile[None])[0].long()
 

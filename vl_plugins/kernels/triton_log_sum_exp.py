@@ -34,7 +34,7 @@ def log_sum_exps(pair: EmbeddingPair, scale: float | Tensor, labels: PairLabels,
     if symmetric:
         column_partials = x.new_empty(2, triton.cdiv(len(x), blocks.rows), len(y), dtype=torch.float32)
     if len(x) and len(y):
-        arguments = *side_arguments(pair, labels.labels, labels.ref_labels), _rate(scale, x)
+        arguments = *side_arguments(pair, labels), _rate(scale, x)
         launch(_sum_tiles, blocks, (len(x), len(y)), *arguments, row_partials, column_partials, x.shape[1])
     row_lse, column_lse = (
         None if partials is None else _merged(partials, scale) for partials in (row_partials, column_partials)
@@ -64,7 +64,7 @@ def gradients(
     blocks = block_sizes(x.shape[1], x.dtype)
 
     def write(part: slice, workspace: Tensor) -> None:
-        sides = side_arguments(pair, labels.labels, labels.ref_labels, part)
+        sides = side_arguments(pair, labels, part)
         arguments = *sides, references[part], row_weights[part], *column_arguments, _rate(scale, x)
         counts = part.stop - part.start, len(y)
         launch(_write_gradients, blocks, counts, *arguments, workspace, workspace.stride(0), x.shape[1])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.comparison import EmbeddingPair
+from vl_plugins.kernels.comparison import EmbeddingPair, PairLabels
 
 __all__ = [
     "LEAST",
@@ -72,10 +72,10 @@ def block_sizes(width: int, dtype: torch.dtype) -> Blocks:
     return Blocks(128, 128, depth, warps=8, stages=3)
 
 
-def side_arguments(pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, rows: slice = slice(None)) -> tuple:
+def side_arguments(pair: EmbeddingPair, labels: PairLabels, rows: slice = slice(None)) -> tuple:
     """Return what kernels read of both sides, of some rows and all columns."""
     norms = None if pair.inverse_norms is None else pair.inverse_norms[rows]
-    labels, ref_labels = labels[rows].long(), ref_labels.long()
+    labels, ref_labels = labels.labels[rows].long(), labels.ref_labels.long()
     return pair.embeddings[rows], pair.ref_emb, norms, pair.ref_inverse_norms, labels, ref_labels
 
 
