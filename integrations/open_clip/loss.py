@@ -11,7 +11,6 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import MeanReducer
 from torch import nn
 
-from vl_plugins.components import create_component
 from vl_plugins.distances.base import SetDistance
 from vl_plugins.distributed import Ring
 from vl_plugins.functional import circular_variance
@@ -21,8 +20,14 @@ from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.cross_modal import one_direction, pair_loss_of
 from vl_plugins.losses.hardest_negative import HardestNegativeLoss
-from vl_plugins.options import REQUIRED, constructor_options, format_options
-from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.registry import (
+    REQUIRED,
+    constructor_options,
+    create_component,
+    create_loss,
+    format_options,
+    loss_options,
+)
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import UserError
 

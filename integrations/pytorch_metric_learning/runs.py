@@ -47,7 +47,7 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     ShardedTwoStreamMetricLoss,
     clipper_of_all,
 )
-from vl_plugins.options import construct
+from vl_plugins.registry import construct
 from vl_plugins.retrieval.metrics import format_metrics_table
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError

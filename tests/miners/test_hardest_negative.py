@@ -8,10 +8,10 @@ from pytorch_metric_learning.utils import loss_and_miner_utils
 
 from tests.pml.loops import LABELS, OTHER_LABELS, call_with, embeddings_of
 from tests.reference import distances as reference
-from vl_plugins.components import create_component, list_components
 from vl_plugins.functional import triplet_hn_loss
 from vl_plugins.losses import TripletHNLoss
 from vl_plugins.miners import HardestNegativeMiner
+from vl_plugins.registry import create_component, list_components
 
 SETS = pytest.mark.parametrize("sets", [1, 2], ids=["one set", "two sets"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)

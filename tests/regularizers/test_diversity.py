@@ -5,8 +5,8 @@ from pytorch_metric_learning import losses, reducers
 from tests.pml import components
 from tests.pml.loops import check
 from tests.reference import regularizers as reference
-from vl_plugins.components import create_component
 from vl_plugins.losses import UnifiedLoss
+from vl_plugins.registry import create_component
 from vl_plugins.regularizers import DiversityRegularizer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -6,7 +6,7 @@ from pytorch_metric_learning import losses, reducers
 
 from tests.pml.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
 from tests.reference import regularizers as reference
-from vl_plugins.components import create_component
+from vl_plugins.registry import create_component
 from vl_plugins.regularizers import MMDRegularizer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

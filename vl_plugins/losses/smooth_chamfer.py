@@ -11,10 +11,9 @@ from pytorch_metric_learning.regularizers import BaseRegularizer
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
-from vl_plugins.components import create_component
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import IndicesTuple
-from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.registry import create_component, create_loss, loss_options
 from vl_plugins.utils.checks import non_negative
 
 __all__ = ["SmoothChamferLoss"]
@@ -100,7 +99,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
     @classmethod
     def forwarded_options(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of the loss that the option ``base`` names, see :mod:`vl_plugins.options`."""
+        """Return the options of the loss that the option ``base`` names, see :mod:`vl_plugins.registry`."""
         of_base = dict(given)
         base = of_base.pop("base", "triplet_hn")
         return loss_options(base, **of_base) if _is_name_of_base(base) else {}
