@@ -23,7 +23,7 @@ class HardestNegativeMiner(BaseMiner):
 
     Args:
         k: number of negatives for each positive pair, >= 1.
-        kwargs: ``distance`` (default ``CosineSimilarity()``; any other, also of embedding sets) and ``collect_stats`` of
+        kwargs: ``distance``, by default ``CosineSimilarity()``, also one of embedding sets, and ``collect_stats`` of
             pytorch-metric-learning.
 
     Returns:
