@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from vl_plugins.integrations.command_lines import exit_status
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import files_named, occupied
-from vl_plugins.options import format_options
-from vl_plugins.utils.errors import UserError, print_error
+from vl_plugins.registry import format_options
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["main"]
 
@@ -35,22 +35,18 @@ OF_LOSS = (
 
 def main(argv: Sequence[str]) -> int:
     """Train or evaluate; return 0, or after one line on standard error 2 when the input is wrong, 130 after Ctrl-C."""
-    try:
-        if {"-h", "--help"}.intersection(argv):
-            print(format_help(), end="")
-            return 0
-        options, host_options, host_argv = parse_arguments(argv)
-        host.check_version()
-        check_command_line(options, host_options)
-        host.trainer()
-        return _run(options, host_options, host_argv)
-    except UserError as error:
-        print_error("vl_plugins", error)
-        return 2
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("vl_plugins: interrupted", file=sys.stderr)
-        return 130  # as shells report a process that Ctrl-C ended
+    return exit_status("vl_plugins", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(argv):
+        print(format_help(), end="")
+        return 0
+    options, host_options, host_argv = parse_arguments(argv)
+    host.check_version()
+    check_command_line(options, host_options)
+    host.trainer()
+    return _run(options, host_options, host_argv)
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 
-from vl_plugins.components import create_component
 from vl_plugins.distances.base import SetDistance
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
 from vl_plugins.functional import circular_variance
@@ -16,8 +15,14 @@ from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.cross_modal import cross_modal_loss, without_regularization
-from vl_plugins.options import REQUIRED, constructor_options, format_options
-from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.registry import (
+    REQUIRED,
+    constructor_options,
+    create_component,
+    create_loss,
+    format_options,
+    loss_options,
+)
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import UserError
 
