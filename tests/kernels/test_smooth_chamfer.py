@@ -50,6 +50,7 @@ def test_inputs_of_any_layout_stay_as_they_are(small_blocks, backend):
             actual = value_and_gradients(pairwise_smooth_chamfer(*sets, backend=backend), sets)
             torch.testing.assert_close(actual, value_and_gradients(smooth_chamfer_similarity(*sets), sets))
             assert all(map(torch.equal, sets, before))
+            assert all(gradient.is_contiguous() for gradient in actual[1:])  # collectives take this for granted
 
 
 @pytest.mark.parametrize("needed", [0, 1])
