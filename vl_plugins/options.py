@@ -46,7 +46,7 @@ def own_and_forwarded_options(
             break
         if owner is not None and "forwarded_options" in vars(owner):
             forwarded = factory.forwarded_options(given or {})
-            return options, {name: default for name, default in forwarded.items() if name not in options}
+            options.update({name: default for name, default in forwarded.items() if name not in options})
     return options, {}
 
 

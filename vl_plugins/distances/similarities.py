@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vl_plugins import functional
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.kernels import SET_BACKENDS, pairwise_smooth_chamfer
+from vl_plugins.kernels import BACKENDS, pairwise_smooth_chamfer
 from vl_plugins.utils.checks import finite, positive
 from vl_plugins.utils.errors import check_name
 
@@ -34,7 +34,7 @@ class SmoothChamferSimilarity(SetDistance):
     def __init__(self, alpha: float = 16.0, set_size: int = 1, backend: str | None = None, **kwargs):
         super().__init__(set_size, **kwargs)
         self.alpha = positive("alpha", alpha)
-        self.backend = None if backend is None else check_name("backend", backend, SET_BACKENDS)
+        self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
         self.add_to_recordable_attributes(name="alpha", is_stat=False)
 
     def similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool = False, **options) -> Tensor:

@@ -1,4 +1,4 @@
-"""GOAL: objectives that are given by their gradient, a triplet weight times two pair weights."""
+"""GOAL: objectives given by their gradient, a triplet weight times two pair weights."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,17 +10,20 @@ from torch.nn.functional import logsigmoid
 from vl_plugins.functional.pairs import reduce_positive_pairs
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.functional.triplet import hardest_negatives
+from vl_plugins.utils.checks import finite, non_negative, positive
 from vl_plugins.utils.errors import check_name
 
 __all__ = [
     "PAIR_WEIGHTS",
     "TRIPLET_WEIGHTS",
-    "NegativeStatistics",
     "Objective",
+    "RelativeTerms",
     "goal_loss",
     "goal_triplet_loss",
-    "hardest_negative_losses",
+    "objective_losses",
     "pair_weights",
+    "relative_negatives",
+    "relative_positives",
     "triplet_violation",
     "triplet_weight",
 ]
@@ -32,10 +35,24 @@ MININGS = ("hardest", "all")
 
 @dataclass(frozen=True)
 class Objective:
-    """The weights and options of :func:`goal_loss`, and the one place of their defaults.
+    """The weights of :func:`goal_loss` and their hyper-parameters.
+
+    Args:
+        triplet_weight: con, nca or cir.
+        pair_weight: con, lin, sig, sig_ms or lin_ms.
+        margin: m of triplet weight con, >= 0.
+        tau: inverse temperature of triplet weights nca and cir, > 0.
+        offset: added in the exponent of triplet weight cir: 0 in the paper's text, 0.5 in its code; 1 is Circle loss
+            with m = 0.
+        alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
+        beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
+        lam: similarity at which the weights of sig are 1/2.
+        eps: slack, >= 0, of the other pairs that sig_ms and lin_ms compare a pair with: positives of the batch less
+            than eps above the anchor's hardest negative, and negatives of the anchor less than eps below the least
+            similar positive of the batch.
 
     Raises:
-        ValueError: an unknown weight.
+        ValueError: an unknown weight, or a hyper-parameter out of its range.
     """
 
     triplet_weight: str = "nca"
@@ -51,31 +68,24 @@ class Objective:
     def __post_init__(self):
         check_name("triplet_weight", self.triplet_weight, TRIPLET_WEIGHTS)
         check_name("pair_weight", self.pair_weight, PAIR_WEIGHTS)
+        positive("tau", self.tau)
+        for name in ("offset", "lam"):
+            finite(name, getattr(self, name))
+        for name in ("margin", "alpha", "beta", "eps"):
+            non_negative(name, getattr(self, name))
 
     @property
     def is_relative(self) -> bool:
-        """Whether a pair is compared with others of the batch."""
+        """Whether a pair is compared with other pairs of the batch."""
         return self.pair_weight in ("sig_ms", "lin_ms")
-
-    def floor(self, least_positive: Tensor) -> Tensor:
-        """Return above which similarity negatives are chosen to be compared with, 0-D."""
-        return least_positive - self.eps
 
 
 def goal_loss(
     similarities: Tensor,
     positive_mask: Tensor,
     negative_mask: Tensor,
-    triplet_weight: str = Objective.triplet_weight,
-    pair_weight: str = Objective.pair_weight,
+    objective: Objective = Objective(),
     *,
-    margin: float = Objective.margin,
-    tau: float = Objective.tau,
-    offset: float = Objective.offset,
-    alpha: float = Objective.alpha,
-    beta: float = Objective.beta,
-    lam: float = Objective.lam,
-    eps: float = Objective.eps,
     mining: str = "hardest",
     symmetric: bool = True,
     reduction: str = "mean",
@@ -124,18 +134,7 @@ def goal_loss(
         similarities: (A, C), cosines of anchors x candidates, [-1, 1]. (con, con) and (nca, con) take any similarity.
         positive_mask: (A, C), bool.
         negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
-        triplet_weight: con, nca or cir.
-        pair_weight: con, lin, sig, sig_ms or lin_ms.
-        margin: m of triplet weight con, >= 0.
-        tau: inverse temperature of triplet weights nca and cir, > 0.
-        offset: added in the exponent of triplet weight cir, 0 in the paper's text and 0.5 in its code; 1 is Circle
-            loss with m = 0.
-        alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
-        beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
-        lam: similarity at which the weights of sig are 1/2.
-        eps: slack by which sig_ms and lin_ms choose the other pairs that a pair is compared with: positives of the
-            batch less than eps above the anchor's hardest negative, and negatives of the anchor less than eps below
-            the least similar positive of the batch.
+        objective: the weights and their hyper-parameters.
         mining: ``"hardest"``, or ``"all"``: the sum over all negatives of the anchor; memory is then one row of
             candidates per positive pair.
         symmetric: rows and columns are anchors; otherwise rows only.
@@ -153,21 +152,35 @@ def goal_loss(
 
     >>> similarities = torch.tensor([[0.5, 0.4], [0.6, 0.9]], requires_grad=True)
     >>> positives = torch.eye(2, dtype=torch.bool)
-    >>> goal_loss(similarities, positives, ~positives, "con", "lin", symmetric=False, reduction="sum").backward()
+    >>> objective = Objective("con", "lin")
+    >>> goal_loss(similarities, positives, ~positives, objective, symmetric=False, reduction="sum").backward()
     >>> similarities.grad
     tensor([[-0.5000,  0.4000],
             [ 0.0000,  0.0000]])
     """
     check_name("mining", mining, MININGS)
-    objective = Objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
-    anchor_loss = _all_negatives if mining == "all" else _hardest_negatives
+
+    def anchor_loss(similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor) -> Tensor:
+        s_p = similarities[anchors, positives]  # (M,)
+        hardest, index = hardest_negatives(similarities, negative_mask)  # (A,)
+        exists = hardest != -torch.inf
+        hardest = hardest.masked_fill(~exists, 0)
+        terms = None
+        if objective.is_relative:
+            with torch.no_grad():
+                to_positives = relative_positives(objective, s_p, hardest[anchors])
+                to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
+        if mining == "hardest":
+            if objective.is_relative:
+                terms = RelativeTerms(to_positives, to_negatives.gather(1, index[:, None])[anchors, 0])
+            return objective_losses(objective, s_p, hardest[anchors], exists[anchors], terms)
+        if objective.is_relative:
+            terms = RelativeTerms(to_positives[:, None], to_negatives[anchors])
+        losses = objective_losses(objective, s_p[:, None], similarities[anchors], negative_mask[anchors], terms)
+        return losses.sum(dim=1)
+
     return reduce_positive_pairs(
-        lambda *pairs: anchor_loss(*pairs, objective=objective),
-        similarities,
-        positive_mask,
-        negative_mask,
-        symmetric=symmetric,
-        reduction=reduction,
+        anchor_loss, similarities, positive_mask, negative_mask, symmetric=symmetric, reduction=reduction
     )
 
 
@@ -176,64 +189,43 @@ def goal_triplet_loss(
     anchors: Tensor,
     positives: Tensor,
     negatives: Tensor,
-    triplet_weight: str = Objective.triplet_weight,
-    pair_weight: str = Objective.pair_weight,
-    *,
-    margin: float = Objective.margin,
-    tau: float = Objective.tau,
-    offset: float = Objective.offset,
-    alpha: float = Objective.alpha,
-    beta: float = Objective.beta,
-    lam: float = Objective.lam,
-    eps: float = Objective.eps,
+    objective: Objective = Objective(),
 ) -> Tensor:
-    """Return :func:`goal_loss` of each given triplet, (number of triplets,).
+    """Return :func:`goal_loss` of each given triplet, (T,).
 
-    For sig_ms and lin_ms the pairs of all triplets are those that a pair is compared with.
+    For sig_ms and lin_ms a pair is compared with the pairs of all triplets.
 
     Args:
         similarities: (A, C), cosines of anchors x candidates.
         anchors, positives, negatives: (T,), indices of rows, columns and columns.
-        triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps: see :func:`goal_loss`.
-
-    Raises:
-        ValueError: an unknown weight.
+        objective: see :func:`goal_loss`.
 
     >>> index = torch.tensor([0])
-    >>> goal_triplet_loss(torch.tensor([[0.5, 0.9, 0.4]]), index, index, index + 2, "con")
+    >>> goal_triplet_loss(torch.tensor([[0.5, 0.9, 0.4]]), index, index, index + 2, Objective("con"))
     tensor([0.1000])
     """
-    objective = Objective(triplet_weight, pair_weight, margin, tau, offset, alpha, beta, lam, eps)
     (similarities,) = full_precision(similarities)
     if len(anchors) == 0:
         return similarities.new_zeros(0) + zero_or_nan(similarities)
-    positive_mask, negative_mask = (torch.zeros_like(similarities, dtype=torch.bool) for _ in range(2))
-    positive_mask[anchors, positives] = True
-    negative_mask[anchors, negatives] = True
-    triplets = _Triplets(
-        anchors,
-        similarities[anchors, positives],
-        similarities[anchors, negatives],
-        torch.ones_like(anchors, dtype=torch.bool),
-    )
-    batch_positives = similarities[positive_mask]
-    of_negatives = None
+    s_p, s_n = similarities[anchors, positives], similarities[anchors, negatives]
+    terms = None
     if objective.is_relative:
-        of_negatives = _statistics(objective, similarities, negative_mask, batch_positives)
-    losses = _violation_with_gradient(objective, triplets, batch_positives, of_negatives)
+        with torch.no_grad():
+            positive_mask, negative_mask = torch.zeros(2, *similarities.shape, dtype=torch.bool, device=s_p.device)
+            positive_mask[anchors, positives] = True
+            negative_mask[anchors, negatives] = True
+            rows, _ = torch.where(positive_mask)
+            hardest, _ = hardest_negatives(similarities, negative_mask)
+            to_positives = torch.zeros_like(similarities)
+            to_positives[positive_mask] = relative_positives(objective, similarities[positive_mask], hardest[rows])
+            to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
+            terms = RelativeTerms(to_positives[anchors, positives], to_negatives[anchors, negatives])
+    losses = objective_losses(objective, s_p, s_n, torch.ones_like(anchors, dtype=torch.bool), terms)
     return losses + zero_or_nan(similarities)
 
 
-def triplet_weight(
-    anchor_positive: Tensor,
-    anchor_negative: Tensor,
-    kind: str = Objective.triplet_weight,
-    *,
-    margin: float = Objective.margin,
-    tau: float = Objective.tau,
-    offset: float = Objective.offset,
-) -> Tensor:
-    r"""Return T, the weight of both gradients of a triplet.
+def triplet_weight(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
+    r"""Return T, the weight of both gradients of a triplet, in [0, 1].
 
     ====  ==============================================================================  =====
     con   1 if :math:`m + s_n - s_p > 0` else 0                                           Eq. 5
@@ -242,61 +234,52 @@ def triplet_weight(
     ====  ==============================================================================  =====
 
     Args:
-        anchor_positive: s_p; any shape that broadcasts with s_n.
-        anchor_negative: s_n.
-        kind: con, nca or cir.
-        margin, tau, offset: see :func:`goal_loss`.
+        s_p: similarities of anchor and positive; any shape that broadcasts with s_n.
+        s_n: similarities of anchor and negative.
+        objective: names the weight.
 
-    Raises:
-        ValueError: an unknown kind.
-
-    >>> triplet_weight(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), "con")
+    >>> triplet_weight(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), Objective("con"))
     tensor([0., 1.])
     """
-    argument = _violation_argument(anchor_positive, anchor_negative, kind, margin, tau, offset)
-    return (argument > 0).to(argument.dtype) if kind == "con" else argument.sigmoid()
+    argument = _violation_argument(s_p, s_n, objective)
+    return (argument > 0).to(argument.dtype) if objective.triplet_weight == "con" else argument.sigmoid()
 
 
-def triplet_violation(
-    anchor_positive: Tensor,
-    anchor_negative: Tensor,
-    kind: str = Objective.triplet_weight,
-    *,
-    margin: float = Objective.margin,
-    tau: float = Objective.tau,
-    offset: float = Objective.offset,
-) -> Tensor:
-    r"""Return V, the value that :func:`goal_loss` reports for a triplet.
+def triplet_violation(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
+    r"""Return V, the value that :func:`goal_loss` reports for a triplet, with the arguments of :func:`triplet_weight`.
 
-    ====  ==================================================================================
-    con   :math:`\max(0, m + s_n - s_p)`
-    nca   :math:`\log(1 + e^{\tau (s_n - s_p)}) / \tau`
-    cir   :math:`\log(1 + e^{\tau (s_n^2 - s_p (2 - s_p) + \mathrm{offset})}) / \tau`
-    ====  ==================================================================================
+    That is :math:`\max(0, m + s_n - s_p)` for con, and :math:`\log(1 + e^a) / \tau` for nca and cir, where :math:`a` is
+    the argument of :math:`\sigma` in the triplet weight.
 
-    Args:
-        anchor_positive, anchor_negative, kind, margin, tau, offset: see :func:`triplet_weight`.
-
-    Raises:
-        ValueError: an unknown kind.
-
-    >>> triplet_violation(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), "con")
+    >>> triplet_violation(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), Objective("con"))
     tensor([0.0000, 0.2000])
     """
-    argument = _violation_argument(anchor_positive, anchor_negative, kind, margin, tau, offset)
-    return argument.relu() if kind == "con" else -logsigmoid(-argument) / tau
+    argument = _violation_argument(s_p, s_n, objective)
+    return argument.relu() if objective.triplet_weight == "con" else -logsigmoid(-argument) / objective.tau
+
+
+def _violation_argument(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
+    if objective.triplet_weight == "con":
+        return objective.margin + s_n - s_p
+    if objective.triplet_weight == "nca":
+        return objective.tau * (s_n - s_p)
+    return objective.tau * (s_n.square() - s_p * (2 - s_p) + objective.offset)
+
+
+class RelativeTerms(NamedTuple):
+    """The relative similarities of the pairs of triplets to other pairs of the batch.
+
+    Attributes:
+        positive: m+, how similar the positive pair is compared with other positive pairs.
+        negative: m-, how similar the negative pair is compared with other negatives of the anchor.
+    """
+
+    positive: float | Tensor
+    negative: float | Tensor
 
 
 def pair_weights(
-    anchor_positive: Tensor,
-    anchor_negative: Tensor,
-    kind: str = Objective.pair_weight,
-    *,
-    alpha: float = Objective.alpha,
-    beta: float = Objective.beta,
-    lam: float = Objective.lam,
-    relative_positive: float | Tensor = 0.0,
-    relative_negative: float | Tensor = 0.0,
+    s_p: Tensor, s_n: Tensor, objective: Objective, terms: RelativeTerms | None = None
 ) -> tuple[Tensor, Tensor]:
     r"""Return :math:`P_+` and :math:`P_-`, the weights of the gradients of a triplet's two pairs.
 
@@ -311,244 +294,95 @@ def pair_weights(
     ======  ============================================  ==============================================  ======
 
     Args:
-        anchor_positive: s_p, any shape.
-        anchor_negative: s_n, any shape.
-        kind: con, lin, sig, sig_ms or lin_ms.
-        alpha, beta, lam: see :func:`goal_loss`.
-        relative_positive: m+, the pair's relative similarity to other positive pairs; >= 0 for sig_ms.
-        relative_negative: m-, to other negative pairs.
+        s_p, s_n, objective: see :func:`triplet_weight`.
+        terms: m+ and m-, for sig_ms and lin_ms; >= 0 for sig_ms.
 
-    Returns:
-        Of the shapes of s_p and s_n, where the relative similarities do not broadcast to larger ones.
-
-    Raises:
-        ValueError: an unknown kind.
-
-    >>> [weight.item() for weight in pair_weights(torch.tensor(0.75), torch.tensor(0.5), "lin")]
+    >>> [weight.item() for weight in pair_weights(torch.tensor(0.75), torch.tensor(0.5), Objective("con", "lin"))]
     [0.25, 0.5]
     """
-    check_name("pair_weight", kind, PAIR_WEIGHTS)
+    kind = objective.pair_weight
     if kind == "con":
-        return torch.ones_like(anchor_positive), torch.ones_like(anchor_negative)
+        return torch.ones_like(s_p), torch.ones_like(s_n)
     if kind == "lin":
-        return 1 - anchor_positive, anchor_negative
+        return 1 - s_p, s_n
     if kind == "lin_ms":
-        return (1 - relative_positive) * (1 - anchor_positive), (1 + relative_negative) * anchor_negative
-    exponent_positive, exponent_negative = alpha * (anchor_positive - lam), beta * (lam - anchor_negative)
+        return (1 - terms.positive) * (1 - s_p), (1 + terms.negative) * s_n
+    exponents = objective.alpha * (s_p - objective.lam), objective.beta * (objective.lam - s_n)
     if kind == "sig":
-        return (-exponent_positive).sigmoid(), (-exponent_negative).sigmoid()
-    return _inverse_sum(relative_positive, exponent_positive), _inverse_sum(relative_negative, exponent_negative)
-
-
-def _inverse_sum(term: float | Tensor, exponent: Tensor) -> Tensor:
-    """Return ``1 / (term + exp(exponent))`` without an exponential that overflows."""
-    term = torch.as_tensor(term, dtype=exponent.dtype, device=exponent.device)
-    return (-torch.logaddexp(term.log(), exponent)).exp()
-
-
-def _violation_argument(
-    anchor_positive: Tensor, anchor_negative: Tensor, kind: str, margin: float, tau: float, offset: float
-) -> Tensor:
-    check_name("triplet_weight", kind, TRIPLET_WEIGHTS)
-    if kind == "con":
-        return margin + anchor_negative - anchor_positive
-    if kind == "nca":
-        return tau * (anchor_negative - anchor_positive)
-    return tau * (anchor_negative.square() - anchor_positive * (2 - anchor_positive) + offset)
-
-
-class NegativeStatistics(NamedTuple):
-    """What the triplets of an anchor have to know of all its negatives.
-
-    Attributes:
-        hardest: (A,), the largest similarity; -inf without negatives.
-        index: (A,), the candidate that it belongs to, of equal ones the first; 0 without negatives.
-        chosen: (A,), number of negatives above :meth:`Objective.floor`; None if no pair is compared with others.
-        total: (A,), of those for lin_ms the sum of their similarities, for sig_ms that of
-            ``exp(beta * (similarity - hardest))`` without the term of the hardest, 1; or None.
-    """
-
-    hardest: Tensor
-    index: Tensor
-    chosen: Tensor | None = None
-    total: Tensor | None = None
-
-
-class _Triplets(NamedTuple):
-    """Triplets of a batch; the four broadcast to one shape."""
-
-    rows: Tensor  # the anchors
-    anchor_positive: Tensor  # s_p
-    anchor_negative: Tensor  # s_n
-    valid: Tensor  # bool; any other is none at all, and its s_n any number
-
-
-def hardest_negative_losses(
-    objective: Objective,
-    anchors: Tensor,
-    positive_similarities: Tensor,
-    of_negatives: NegativeStatistics,
-    batch_positives: Tensor | None = None,
-) -> Tensor:
-    """Return the loss of each positive pair with the hardest negative of its anchor, (M,); 0 where there is none.
-
-    Args:
-        objective: what the gradient shall be.
-        anchors: (M,), of the positive pairs; indices of ``of_negatives``.
-        positive_similarities: (M,).
-        of_negatives: of all anchors. The gradient goes to ``hardest`` and to the positives.
-        batch_positives: similarities of all positive pairs of the batch, where these are not all.
-    """
-    if batch_positives is None:
-        batch_positives = positive_similarities
-    exists = of_negatives.hardest != -torch.inf  # (A,)
-    hardest = of_negatives.hardest.masked_fill(~exists, 0)
-    triplets = _Triplets(anchors, positive_similarities, hardest[anchors], exists[anchors])
-    return _violation_with_gradient(objective, triplets, batch_positives, of_negatives)
-
-
-def _hardest_negatives(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Objective
-) -> Tensor:
-    positive_similarities = similarities[anchors, positives]  # (M,)
-    of_negatives = _statistics(objective, similarities, negative_mask, positive_similarities)
-    return hardest_negative_losses(objective, anchors, positive_similarities, of_negatives)
-
-
-def _all_negatives(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, objective: Objective
-) -> Tensor:
-    positive_similarities = similarities[anchors, positives]  # (M,)
-    of_negatives = None
-    if objective.is_relative:
-        of_negatives = _statistics(objective, similarities, negative_mask, positive_similarities)
-    triplets = _Triplets(
-        anchors[:, None], positive_similarities[:, None], similarities[anchors], negative_mask[anchors]
+        return tuple((-exponent).sigmoid() for exponent in exponents)
+    # 1 / (term + exp(exponent)), without an exponential that overflows.
+    return tuple(
+        (-torch.logaddexp(torch.as_tensor(term).to(exponent).log(), exponent)).exp()
+        for term, exponent in zip(terms, exponents, strict=True)
     )
-    return _violation_with_gradient(objective, triplets, positive_similarities, of_negatives).sum(dim=1)
 
 
-def _statistics(
-    objective: Objective, similarities: Tensor, negative_mask: Tensor, batch_positives: Tensor
-) -> NegativeStatistics:
-    hardest, index = hardest_negatives(similarities, negative_mask)
-    if not objective.is_relative:
-        return NegativeStatistics(hardest, index)
-    with torch.no_grad():
-        chosen = negative_mask & (similarities > objective.floor(batch_positives.min()))  # (A, C)
-        count = chosen.sum(dim=1)
-        terms = similarities
-        if objective.pair_weight == "sig_ms":
-            terms = (similarities - hardest[:, None]).mul_(objective.beta).exp_().scatter_(1, index[:, None], 0)
-        return NegativeStatistics(hardest, index, count, terms.masked_fill(~chosen, 0).sum(dim=1))
-
-
-def _violation_with_gradient(
-    objective: Objective, triplets: _Triplets, batch_positives: Tensor, of_negatives: NegativeStatistics | None
+def objective_losses(
+    objective: Objective, s_p: Tensor, s_n: Tensor, valid: Tensor, terms: RelativeTerms | None = None
 ) -> Tensor:
-    """Return V of each triplet, with the objective as its gradient; 0 with zero gradients where not ``valid``.
+    """Return V of each triplet, with the objective as its gradient.
 
     Args:
-        objective: see above.
-        triplets: see above.
-        batch_positives: (M,), the similarities of all positive pairs.
-        of_negatives: of all anchors; not read unless ``objective.is_relative``.
+        objective: see :func:`goal_loss`.
+        s_p: similarities of anchors and positives.
+        s_n: those of anchors and negatives, of a shape that ``s_p`` broadcasts to.
+        valid: bool, which are triplets at all; the others are 0 with zero gradients.
+        terms: for sig_ms and lin_ms.
     """
-    _, anchor_positive, anchor_negative, valid = triplets
-    of_triplet = {
-        "kind": objective.triplet_weight,
-        "margin": objective.margin,
-        "tau": objective.tau,
-        "offset": objective.offset,
-    }
     with torch.no_grad():
-        weights = triplet_weight(anchor_positive, anchor_negative, **of_triplet)
-        relative_positive = relative_negative = 0.0
-        if objective.is_relative:
-            relative_positive, relative_negative = _relative_similarities(
-                objective, triplets, batch_positives, of_negatives
-            )
-        weights_positive, weights_negative = pair_weights(
-            anchor_positive,
-            anchor_negative,
-            objective.pair_weight,
-            alpha=objective.alpha,
-            beta=objective.beta,
-            lam=objective.lam,
-            relative_positive=relative_positive,
-            relative_negative=relative_negative,
-        )
-        weights_positive = torch.where(valid, weights * weights_positive, 0)
-        weights_negative = torch.where(valid, weights * weights_negative, 0)
-        values = triplet_violation(anchor_positive, anchor_negative, **of_triplet)
-        # V underflows before T does, but it is T that decides what a reducer of non-zero values has to keep.
-        values = torch.where(valid & (weights > 0), values.clamp_min(torch.finfo(values.dtype).tiny), 0)
-    surrogate = weights_negative * anchor_negative - weights_positive * anchor_positive
+        weight = torch.where(valid, triplet_weight(s_p, s_n, objective), 0)
+        positive_weight, negative_weight = pair_weights(s_p, s_n, objective, terms)
+        positive_weight, negative_weight = weight * positive_weight, weight * negative_weight
+        # V underflows before T does, but T decides what a reducer of non-zero values has to keep.
+        values = triplet_violation(s_p, s_n, objective).clamp_min(torch.finfo(weight.dtype).tiny)
+        values = torch.where(weight > 0, values, 0)
+    surrogate = negative_weight * s_n - positive_weight * s_p
     return values + (surrogate - surrogate.detach())  # in this order the value is exactly V
 
 
-def _relative_similarities(
-    objective: Objective, triplets: _Triplets, batch_positives: Tensor, of_negatives: NegativeStatistics
-) -> tuple[Tensor, Tensor]:
-    """Return m+ and m- of each triplet: how its two pairs compare with the others of the batch.
+def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part: slice = slice(None)) -> Tensor:
+    """Return m+ of positive pairs: the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over others R < ceiling.
 
-    A pair is compared with a mean over the others of a chosen set. Only what all triplets of an anchor share is summed
-    up, so that no triplet needs a row of the batch of its own.
+    Args:
+        objective: of sig_ms or lin_ms.
+        s_p: (M,), the similarities of all positive pairs of the batch.
+        hardest: (M,), those of their anchors' hardest negatives; eps above them is the ceiling.
+        part: of which m of these pairs; memory is m x M.
+
+    Returns:
+        (m,), 0 without such other pairs.
     """
-    rows, anchor_positive, anchor_negative, _ = triplets
-    hardest, _, negatives_chosen, negative_totals = (values[rows] for values in of_negatives)
+    chosen = s_p < hardest[part, None] + objective.eps  # (m, M)
+    chosen.diagonal(part.start or 0).fill_(False)
+    terms = s_p[part, None] - s_p
+    if objective.pair_weight == "sig_ms":
+        terms = (objective.alpha * terms).exp()
+    return terms.masked_fill_(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp_min(1)
 
-    ordered = batch_positives.sort().values  # (M,), so that the chosen ones of any anchor come first
-    ceiling = hardest + objective.eps
-    positives_chosen = torch.searchsorted(ordered, ceiling)
-    positive_is_chosen = anchor_positive < ceiling
-    negative_is_chosen = anchor_negative > objective.floor(ordered[0])
 
+def relative_negatives(objective: Objective, similarities: Tensor, negative_mask: Tensor, floor: Tensor) -> Tensor:
+    """Return m- of all pairs, (A, C): the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms.
+
+    It goes over the other negatives R > floor of the anchor, and is 0 without any.
+
+    Args:
+        objective: of sig_ms or lin_ms.
+        similarities: (A, C).
+        negative_mask: (A, C), bool.
+        floor: 0-D, eps below the least similar positive of the batch.
+    """
+    chosen = negative_mask & (similarities > floor)
+    others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
     if objective.pair_weight == "lin_ms":
-        sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(dim=0)])
-        return (
-            _mean_difference(anchor_positive, positive_is_chosen, sums[positives_chosen], positives_chosen),
-            _mean_difference(anchor_negative, negative_is_chosen, negative_totals, negatives_chosen),
-        )
-    terms = (objective.alpha * (ordered[0] - ordered)).exp()
-    terms[0] = 0
-    return (
-        _mean_exponential(
-            objective.alpha * (anchor_positive - ordered[0]),
-            positive_is_chosen,
-            terms.cumsum(dim=0)[(positives_chosen - 1).clamp_min(0)],
-            positives_chosen,
-        ),
-        _mean_exponential(
-            objective.beta * (hardest - anchor_negative), negative_is_chosen, negative_totals, negatives_chosen
-        ),
-    )
-
-
-def _mean_difference(value: Tensor, is_chosen: Tensor, total: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean of ``value - other`` over the chosen others, 0 if there is none.
-
-    Args:
-        value: the similarity of a pair.
-        is_chosen: whether the pair itself is among the chosen.
-        total: the sum of the chosen.
-        chosen: their number.
-    """
-    others = chosen - is_chosen.to(chosen.dtype)
-    mean = torch.where(is_chosen, total - value, total) / others.clamp_min(1)
-    return torch.where(others > 0, value - mean, 0)
-
-
-def _mean_exponential(difference: Tensor, is_chosen: Tensor, rest: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean of ``exp(difference - other difference)`` over the chosen others, 0 if there is none.
-
-    Args:
-        difference: of a pair to the extreme one of the chosen, >= 0.
-        is_chosen: whether the pair itself is among the chosen.
-        rest: the sum of ``exp(-other difference)`` over the chosen but the extreme one, whose term is 1.
-        chosen: their number.
-    """
-    # Subtracting the pair's own term cancels only where it is the largest one, which `rest` leaves out by itself.
-    others = torch.where(is_chosen, torch.where(difference == 0, rest, 1 + rest - (-difference).exp()), 1 + rest)
-    count = chosen - is_chosen.to(chosen.dtype)
-    return torch.where(count > 0, difference.exp() * others / count.clamp_min(1), 0)
+        terms = similarities.masked_fill(~chosen, 0)
+        mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp_min(1)
+    else:
+        hardest, index = hardest_negatives(similarities, negative_mask)
+        hardest, index = hardest.masked_fill(hardest == -torch.inf, 0)[:, None], index[:, None]
+        exponents = objective.beta * (similarities - hardest)
+        terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
+        rest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
+        # The difference would lose what is small beside the hardest, but that is not subtracted from itself.
+        total = torch.where(similarities == hardest, rest, terms.gather(1, index) + rest - terms)
+        mean = total / others.clamp_min(1) * (-exponents).exp()
+    return torch.where(others > 0, mean, 0)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 
-__all__ = ["inverse_norms", "unit_vectors"]
+__all__ = ["unit_vectors"]
 
 LEAST_NORM = 1e-12  # a smaller norm is that of a zero vector, as in torch's normalize
 
@@ -22,9 +22,3 @@ def unit_vectors(vectors: Tensor) -> Tensor:
     # Zero vectors are replaced before and after: the second derivative of their norm would be NaN.
     norms = torch.linalg.vector_norm(vectors.masked_fill(are_zero, 1), dim=-1, keepdim=True)
     return (vectors / norms).masked_fill(are_zero, 0)
-
-
-def inverse_norms(vectors: Tensor) -> Tensor:
-    """Return the inverse norms (...,) of vectors (..., D), float32 or float64; 0 for a zero vector."""
-    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.promote_types(vectors.dtype, torch.float32))
-    return norms.reciprocal().masked_fill_(norms < LEAST_NORM, 0)

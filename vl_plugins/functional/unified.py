@@ -1,17 +1,15 @@
-"""Unified loss of pair similarity optimisation, and vision-language contrastive loss as its margin-free case."""
+"""Unified loss of pair similarity optimization, and vision-language contrastive loss as its margin-free case."""
 
 from collections.abc import Callable
-from functools import partial
 from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from vl_plugins.functional.pairs import check_pairs, reduce_positive_pairs
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, zero_or_nan
 
-__all__ = ["Margin", "Weights", "unified_loss", "vlc_loss"]
+__all__ = ["Margin", "Weights", "unified_loss", "unified_pair_losses", "vlc_loss"]
 
 Margin = float | Tensor | Callable[[Tensor, Tensor, Tensor], float | Tensor]
 """A number, 0-D, (A,), (A, C), or a function of the similarities and both masks that returns one of these."""
@@ -89,24 +87,24 @@ def unified_loss(
     if isinstance(scale, Tensor):
         scale = scale.to(similarities.dtype)
     margin = _margin_of_pairs(margin, similarities, positive_mask, negative_mask)
-    of_positives = of_negatives = similarities
+    positive_similarities = negative_similarities = similarities
     if weights is not None:
         positive_weights, negative_weights = _pair_of_weights(weights, similarities)
-        of_positives = _weighted(similarities, positive_weights, positive_mask)
-        of_negatives = _weighted(similarities, negative_weights, negative_mask)
+        positive_similarities = _weighted(similarities, positive_weights, positive_mask)
+        negative_similarities = _weighted(similarities, negative_weights, negative_mask)
 
-    anchor_loss = _softplus_over_negatives if relative is None else partial(_softplus_over_relative, relative=relative)
-    pair_loss = reduce_positive_pairs(
-        lambda *pairs: anchor_loss(*pairs, scale=scale),  # torch.compile of torch 2.2 knows no partial of a partial
-        of_negatives,
+    loss = reduce_positive_pairs(
+        # A function of its own, because torch.compile of torch 2.2 knows no partial of a partial.
+        lambda *pairs: _pair_losses(*pairs, scale=scale, relative=relative),
+        negative_similarities,
         positive_mask,
         negative_mask,
-        of_positives,
+        positive_similarities,
         margin,
         symmetric=symmetric,
         reduction=reduction,
     )
-    return pair_loss / scale
+    return loss + zero_or_nan(scale) if isinstance(scale, Tensor) else loss  # in the graph without pairs too
 
 
 def vlc_loss(
@@ -121,22 +119,8 @@ def vlc_loss(
     r"""Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss (Eq. 3-4).
 
     :func:`unified_loss` with margin 0, times the scale (Eq. 7). With one positive per row and column, ``"mean"`` is
-    the sum of the two cross entropies of ``scale * similarities``, by row and by column.
-
-    Args:
-        similarities: (A, C), anchors x candidates, larger is closer.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
-        scale: gamma > 0, the inverse temperature; a number, or a tensor of one element, which receives a gradient.
-        symmetric: rows and columns are anchors; otherwise rows only.
-        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
-            the order of ``torch.where(positive_mask)``.
-
-    Returns:
-        A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.
-
-    Raises:
-        ValueError: wrong shape, type, device or reduction.
+    the sum of the two cross entropies of ``scale * similarities``, by row and by column. Arguments, result and errors
+    are those of :func:`unified_loss`.
 
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval.
@@ -153,7 +137,26 @@ def vlc_loss(
     return (scale * loss).to(loss.dtype)
 
 
-def _softplus_over_negatives(
+def unified_pair_losses(
+    negative_lse: Tensor, positive_similarities: Tensor, margin: float | Tensor, scale: float | Tensor
+) -> Tensor:
+    """Return the Unified losses of M positive pairs (Eq. 5).
+
+    Args:
+        negative_lse: (..., M), for each pair the log-sum-exp of the scaled similarities of its anchor's negatives; -inf
+            without negatives.
+        positive_similarities: (M,).
+        margin: m; a number or (M,).
+        scale: gamma; a number or 0-D.
+
+    Returns:
+        (..., M), 0 without negatives.
+    """
+    exponents = negative_lse + scale * (margin - positive_similarities)
+    return torch.logaddexp(exponents, exponents.new_zeros(())) / scale  # torch's softplus is only the identity above 20
+
+
+def _pair_losses(
     similarities: Tensor,
     negative_mask: Tensor,
     anchors: Tensor,
@@ -162,43 +165,21 @@ def _softplus_over_negatives(
     margin: float | Tensor,
     *,
     scale: float | Tensor,
+    relative: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    negatives = _masked_logsumexp(scale * similarities, negative_mask)  # (A,)
-    return softplus_over_negatives(negatives[anchors], positive_similarities, margin, scale)  # (M,)
-
-
-def softplus_over_negatives(
-    negatives: Tensor, positive_similarities: Tensor, margin: float | Tensor, scale: float | Tensor
-) -> Tensor:
-    """Return the scaled loss of positive pairs, (M,), from the log-sum-exps of their anchors' negatives, (M,)."""
-    return _softplus(negatives + scale * (margin - positive_similarities))
-
-
-def _softplus_over_relative(
-    similarities: Tensor,
-    negative_mask: Tensor,
-    anchors: Tensor,
-    positives: Tensor,
-    positive_similarities: Tensor,
-    margin: float | Tensor,
-    *,
-    scale: float | Tensor,
-    relative: Callable[[Tensor], Tensor],
-) -> Tensor:
+    if relative is None:
+        negative_lse = _masked_logsumexp(scale * similarities, negative_mask)[anchors]  # (M,)
+        return unified_pair_losses(negative_lse, positive_similarities, margin, scale)
     differences = similarities[anchors] - positive_similarities[:, None]  # (M, C)
     relative_similarities = _matching("relative similarities", relative(differences), differences)
-    negatives = _masked_logsumexp(scale * relative_similarities, negative_mask[anchors])  # (M,)
+    negative_lse = _masked_logsumexp(scale * relative_similarities, negative_mask[anchors])  # (M,)
     # A NaN of the positive's weight or margin comes out, in value and gradients, without negatives too.
-    return _softplus(negatives + scale * (margin + 0 * positive_similarities))
+    return unified_pair_losses(negative_lse, 0 * positive_similarities, margin, scale)
 
 
 def _masked_logsumexp(exponents: Tensor, mask: Tensor) -> Tensor:
     # Not -inf: without negatives logsumexp would have NaN gradients, masked here but reported by anomaly detection.
     return exponents.masked_fill(~mask, torch.finfo(exponents.dtype).min).logsumexp(dim=1)
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return -logsigmoid(-x)  # torch's softplus is only the identity above 20
 
 
 def _margin_of_pairs(
@@ -227,10 +208,9 @@ def _pair_of_weights(weights: Weights | tuple[Weights, Weights], similarities: T
         return both, both
     if len(weights) != 2:
         raise ValueError(f"weights must be one or a pair, for positives and negatives, got {len(weights)}")
-    of_positives, of_negatives = weights
-    return (
-        _weights("weights of the positives", of_positives, similarities),
-        _weights("weights of the negatives", of_negatives, similarities),
+    return tuple(
+        _weights(f"weights of the {kind}", value, similarities)
+        for kind, value in zip(("positives", "negatives"), weights, strict=True)
     )
 
 

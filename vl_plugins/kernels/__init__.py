@@ -1,18 +1,15 @@
-"""Losses of embeddings and labels that need no matrix of all similarities, or one."""
+"""Fast paths of the losses and similarities, for embeddings and labels instead of all similarities."""
 
-from vl_plugins.kernels.dispatch import BACKENDS, choose_backend
-from vl_plugins.kernels.goal import goal_loss
-from vl_plugins.kernels.smooth_chamfer import SET_BACKENDS, pairwise_smooth_chamfer
-from vl_plugins.kernels.triplet import triplet_hn_loss
-from vl_plugins.kernels.unified import unified_loss, vlc_loss
+from vl_plugins.kernels.comparison import BACKENDS, equal_label_pairs
+from vl_plugins.kernels.hardest_negatives import HardestNegatives, hardest_negatives
+from vl_plugins.kernels.log_sum_exp import unified_losses_from_embeddings
+from vl_plugins.kernels.smooth_chamfer import pairwise_smooth_chamfer
 
 __all__ = [
     "BACKENDS",
-    "SET_BACKENDS",
-    "choose_backend",
-    "goal_loss",
+    "HardestNegatives",
+    "equal_label_pairs",
+    "hardest_negatives",
     "pairwise_smooth_chamfer",
-    "triplet_hn_loss",
-    "unified_loss",
-    "vlc_loss",
+    "unified_losses_from_embeddings",
 ]

@@ -8,19 +8,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.functional import smooth_chamfer_similarity
-from vl_plugins.functional.norms import inverse_norms
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.functional.sets import check_sets, element_weights
-from vl_plugins.kernels.dispatch import log_choice, triton_is_usable
-from vl_plugins.kernels.vectors import differentiable_gradients
+from vl_plugins.kernels.comparison import (
+    BACKENDS,
+    DENSE_BYTES,
+    differentiable_gradients,
+    inverse_norms,
+    log_choice,
+    triton_is_usable,
+)
 from vl_plugins.utils.checks import positive
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import check_name
 
-__all__ = ["SET_BACKENDS", "pairwise_smooth_chamfer"]
-
-SET_BACKENDS = ("dense", "tiled", "triton")
-DENSE_BYTES = 2**30  # the largest matrix of exponentials that is kept for the backward pass
+__all__ = ["pairwise_smooth_chamfer"]
 
 # Exponentials at a time: on the CPU they should stay in a cache; elsewhere fewer, larger steps count.
 CPU_BLOCK = 2**19
@@ -223,7 +225,7 @@ def _normalization_gradient(gradient: Tensor, units: Tensor, factors: Tensor) ->
 
 def _choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor) -> str:
     if backend is not None:
-        check_name("backend", backend, SET_BACKENDS)
+        check_name("backend", backend, BACKENDS)
         problem = _triton_problem(embeddings, ref_emb) if backend == "triton" else None
         if problem is not None:
             raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'dense' and 'tiled' always can")
@@ -231,7 +233,7 @@ def _choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor) ->
     (a, k1, _), (c, k2, _) = embeddings.shape, ref_emb.shape
     size = a * k1 * c * k2 * torch.promote_types(embeddings.dtype, torch.float32).itemsize
     chosen = "dense" if size <= DENSE_BYTES else "tiled"
-    log_choice("pairwise_smooth_chamfer", chosen, f"{a} x {c} sets of {k1} and {k2} on {embeddings.device.type}")
+    log_choice("smooth-Chamfer similarity", chosen, embeddings.device.type)
     return chosen
 
 

@@ -5,156 +5,95 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels import tiled
-from vl_plugins.kernels.tiled import Kept
+from vl_plugins.kernels.comparison import EmbeddingPair, LogSumExps, PairLabels
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
-    SUPPORTED_TYPES,
-    Blocks,
     block_sizes,
-    half_gain,
+    gradients_from_products,
     launch,
     negatives_of_tile,
-    partials_bytes,
-    row_slices,
+    side_arguments,
     tile_position,
-    vector_gradients,
-    with_rows,
 )
-from vl_plugins.kernels.vectors import Comparison, add_pair_gradients, pair_similarities
 
-__all__ = ["log_sum_exp_gradients", "log_sum_exps"]
+__all__ = ["gradients", "log_sum_exps"]
 
 
-def log_sum_exps(comparison: Comparison, scale: float | Tensor, *, symmetric: bool, keep: bool) -> Kept:
+def log_sum_exps(pair: EmbeddingPair, scale: float | Tensor, labels: PairLabels, *, symmetric: bool) -> LogSumExps:
     """Return the log-sum-exps of ``scale`` times the similarities of negative pairs, of each row and each column.
 
     Every tile has its own largest similarity of each row and column, so that nothing underflows; these and the sums
     are all that is written. Nothing is kept for the gradients but the results.
-
-    Args:
-        comparison, scale, symmetric, keep: see :func:`vl_plugins.kernels.tiled.log_sum_exps`, which takes over for
-            float64.
     """
-    x, y, *_ = comparison
-    if x.dtype not in SUPPORTED_TYPES:
-        return tiled.log_sum_exps(comparison, scale, symmetric=symmetric, keep=False)
-    numbers = {"dtype": torch.float64, "device": x.device}
-    rows = torch.full((len(x),), -torch.inf, **numbers)
-    columns = torch.full((len(y),), -torch.inf, **numbers) if symmetric else None
-    if len(x) and len(y):
-        blocks = block_sizes(x.shape[1], x.dtype)
-        for part in row_slices(len(x), partials_bytes(len(y), blocks), blocks.rows):
-            rows[part], of_columns = _of_part(with_rows(comparison, part), scale, blocks, symmetric)
-            if symmetric:
-                torch.logaddexp(columns, of_columns, out=columns)
-    positives = pair_similarities(comparison).to(torch.float64)
-    return Kept(rows=rows, columns=columns, positives=positives, shifts=[], tiles=None)
-
-
-def log_sum_exp_gradients(
-    comparison: Comparison,
-    scale: float | Tensor,
-    kept: Kept,
-    of_rows: Tensor,
-    of_columns: Tensor | None,
-    of_positives: Tensor,
-    x_gradient: Tensor | None,
-    y_gradient: Tensor | None,
-) -> None:
-    """Write the gradients by the vectors, as if their norms were constant, to two tensors (A, D) and (C, D).
-
-    The gradients by the similarities of some rows are written in the type of the vectors and multiplied by them; then
-    those of the next rows.
-
-    Args:
-        comparison, scale, kept, of_rows, of_columns, of_positives, x_gradient, y_gradient: see
-            :func:`vl_plugins.kernels.tiled.log_sum_exp_gradients`.
-    """
-    x, y, x_factors, y_factors, *_ = comparison
-    if x.dtype not in SUPPORTED_TYPES or 0 in (len(x), len(y)):
-        tiled.log_sum_exp_gradients(comparison, scale, kept, of_rows, of_columns, of_positives, x_gradient, y_gradient)
-        return
-    sides = [(kept.rows, of_rows * scale)]
-    if of_columns is not None:
-        sides.append((kept.columns, of_columns * scale))
-    gain = None
-    if x.dtype == torch.float16:
-        bound = sum(coefficients.abs().max() for _, coefficients in sides)
-        if x_factors is not None:
-            bound = bound * x_factors.max() * y_factors.max()
-        gain = half_gain(bound)
-    # Of each side the similarity whose exponential is 1, and the gradient where it is that.
-    sides = [
-        ((sums / scale).clamp(min=LEAST.value).float(), (coefficients if gain is None else coefficients * gain).float())
-        for sums, coefficients in sides
-    ]
+    x, y = pair.embeddings, pair.ref_emb
     blocks = block_sizes(x.shape[1], x.dtype)
-    # Room for whole tiles, which are faster to write.
-    stride = triton.cdiv(len(y), blocks.columns) * blocks.columns
-    parts = list(row_slices(len(x), stride * x.element_size(), blocks.rows))
-    workspace = x.new_empty(triton.cdiv(parts[0].stop, blocks.rows) * blocks.rows, stride)
-
-    def gradients_of(part: slice) -> Tensor:
-        row_numbers = [numbers[part] for numbers in sides[0]]
-        column_numbers = sides[1] if len(sides) == 2 else (None, None)
-        counts = part.stop - part.start, len(y)
-        arguments = *with_rows(comparison, part)[:6], *row_numbers, *column_numbers, _rate(scale, x)
-        launch(_write_gradients, blocks, counts, *arguments, workspace, stride, x.shape[1])
-        return workspace[: counts[0], : counts[1]]
-
-    vector_gradients(x, y, parts, gradients_of, gain, x_gradient, y_gradient)
-    add_pair_gradients(comparison, of_positives, x_gradient, y_gradient)
-
-
-def _of_part(
-    comparison: Comparison, scale: float | Tensor, blocks: Blocks, symmetric: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-sum-exps of the rows, (A,), and those of the columns over these rows, (C,) or None."""
-    x, y, *_ = comparison
-    counts = len(x), len(y)
     # Of each tile the largest similarity and the sum, of its rows and of its columns.
-    row_partials = x.new_empty(2, triton.cdiv(counts[1], blocks.columns), counts[0], dtype=torch.float32)
+    row_partials = x.new_empty(2, triton.cdiv(len(y), blocks.columns), len(x), dtype=torch.float32)
     column_partials = None
     if symmetric:
-        column_partials = x.new_empty(2, triton.cdiv(counts[0], blocks.rows), counts[1], dtype=torch.float32)
-    launch(_sum_tiles, blocks, counts, *comparison[:6], _rate(scale, x), row_partials, column_partials, x.shape[1])
-    return tuple(None if partials is None else _merged(partials, scale) for partials in (row_partials, column_partials))
+        column_partials = x.new_empty(2, triton.cdiv(len(x), blocks.rows), len(y), dtype=torch.float32)
+    if len(x) and len(y):
+        arguments = *side_arguments(pair, labels.labels, labels.ref_labels), _rate(scale, x)
+        launch(_sum_tiles, blocks, (len(x), len(y)), *arguments, row_partials, column_partials, x.shape[1])
+    row_lse, column_lse = (
+        None if partials is None else _merged(partials, scale) for partials in (row_partials, column_partials)
+    )
+    positives = pair.similarities_of_pairs(labels.rows, labels.columns)
+    # One block without a shift: whether all is finite has not been seen.
+    return LogSumExps(positives, row_lse, column_lse, [(None, None)])
+
+
+def gradients(
+    pair: EmbeddingPair,
+    scale: float | Tensor,
+    labels: PairLabels,
+    sums: LogSumExps,
+    row_weights: Tensor,
+    column_weights: Tensor | None,
+    positive_grad: Tensor,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients by both sides of embeddings, as if their norms were constant."""
+    x, y = pair.embeddings, pair.ref_emb
+    # For each side the similarity whose exponential is 1, and the gradient where it is that.
+    references = (sums.row_lse / scale).clamp(min=LEAST.value)
+    column_arguments = None, None
+    if column_weights is not None:
+        column_arguments = (sums.column_lse / scale).clamp(min=LEAST.value), column_weights
+    blocks = block_sizes(x.shape[1], x.dtype)
+
+    def write(part: slice, workspace: Tensor) -> None:
+        sides = side_arguments(pair, labels.labels, labels.ref_labels, part)
+        arguments = *sides, references[part], row_weights[part], *column_arguments, _rate(scale, x)
+        counts = part.stop - part.start, len(y)
+        launch(_write_gradients, blocks, counts, *arguments, workspace, workspace.stride(0), x.shape[1])
+
+    grads = gradients_from_products(x, y, write, blocks, needed)
+    pair.add_gradients_of_pairs(labels.rows, labels.columns, positive_grad, *grads)
+    return tuple(grads)
 
 
 def _rate(scale: float | Tensor, like: Tensor) -> Tensor:
     """Return the scale for exponentials of base 2, 0-D, where the vectors are."""
-    return (torch.full((), LOG2_E, dtype=torch.float64, device=like.device) * scale).float()
+    return torch.full((), LOG2_E, device=like.device) * scale
 
 
 def _merged(partials: Tensor, scale: float | Tensor) -> Tensor:
-    """Return the log-sum-exps (N,), float64, of the maxima and sums of N rows or columns in T tiles, (2, T, N)."""
+    """Return the log-sum-exps (N,) of the maxima and sums of N rows or columns in T tiles, (2, T, N)."""
     maxima, sums = partials
+    if len(maxima) == 0:
+        return maxima.new_full(maxima.shape[1:], -torch.inf)
     largest = maxima.amax(0)
-    totals = sums.mul_(maxima.sub_(largest).mul_(scale).exp_()).sum(0, dtype=torch.float64)
-    return totals.log_().add_(scale * largest.double())
+    totals = sums.mul_(maxima.sub_(largest).mul_(scale).exp_()).sum(0)
+    return totals.log_().add_(scale * largest)
 
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
 def _sum_tiles(
-    x,
-    y,
-    x_factors,
-    y_factors,
-    x_labels,
-    y_labels,
-    rate,
-    row_partials,
-    column_partials,
-    width,
-    row_count,
-    column_count,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, y, x_factors, y_factors, x_labels, y_labels, rate, row_partials, column_partials, width, row_count, column_count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write the maxima and sums of a tile's rows, (2, column blocks, A), and columns, (2, row blocks, C)."""
     row_blocks, column_blocks = tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS)
     row_block, column_block = tile_position(row_blocks, column_blocks)
@@ -183,27 +122,10 @@ def _sum_tiles(
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
 def _write_gradients(
-    x,
-    y,
-    x_factors,
-    y_factors,
-    x_labels,
-    y_labels,
-    row_references,
-    row_coefficients,
-    column_references,
-    column_coefficients,
-    rate,
-    gradients,
-    stride,
-    width,
-    row_count,
-    column_count,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, y, x_factors, y_factors, x_labels, y_labels, row_references, row_weights, column_references, column_weights,
+    rate, gradients, stride, width, row_count, column_count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write the gradients by the dot products of a tile; those beyond the last row and column are meaningless."""
     row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
     all_rows = row_block * ROWS + tl.arange(0, ROWS)
@@ -215,11 +137,11 @@ def _write_gradients(
     rate = tl.load(rate)
 
     exponentials = tl.exp2((similarities - tl.load(row_references + rows)[:, None]) * rate)
-    of_tile = exponentials * tl.load(row_coefficients + rows)[:, None]
+    tile_gradients = exponentials * tl.load(row_weights + rows)[:, None]
     if column_references is not None:
         exponentials = tl.exp2((similarities - tl.load(column_references + columns)[None, :]) * rate)
-        of_tile += exponentials * tl.load(column_coefficients + columns)[None, :]
+        tile_gradients += exponentials * tl.load(column_weights + columns)[None, :]
     if x_factors is not None:
-        of_tile *= tl.load(x_factors + rows)[:, None] * tl.load(y_factors + columns)[None, :]
+        tile_gradients *= tl.load(x_factors + rows)[:, None] * tl.load(y_factors + columns)[None, :]
     at = gradients + all_rows.to(tl.int64)[:, None] * stride + all_columns[None, :]
-    tl.store(at, of_tile.to(gradients.dtype.element_ty))
+    tl.store(at, tile_gradients.to(gradients.dtype.element_ty))

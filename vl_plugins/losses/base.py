@@ -1,36 +1,25 @@
-"""Losses of positive pairs and of triplets as pytorch-metric-learning losses."""
+"""Losses of positive pairs as pytorch-metric-learning losses."""
 
-import inspect
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import BaseReducer, ClassWeightedReducer, MeanReducer, PerAnchorReducer
-from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer, PerAnchorReducer
 from torch import Tensor
 
-from vl_plugins.distributed import Ring
-from vl_plugins.functional import triplet_margin
-from vl_plugins.functional.precision import full_precision, zero_or_nan
-from vl_plugins.kernels import BACKENDS, choose_backend
-from vl_plugins.kernels.arrangement import RememberedArrangement
-from vl_plugins.kernels.dispatch import choose_ring_backend
-from vl_plugins.kernels.pairs import RememberedPairs, pairs_of_others
-from vl_plugins.utils.checks import non_negative, scale_of_call, tensor_or_none
+from vl_plugins.functional.precision import zero_or_nan
+from vl_plugins.kernels import BACKENDS
+from vl_plugins.losses.pair_batch import IndicesTuple, PairBatch
+from vl_plugins.utils.checks import scale_of_call
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import check_name
 
-__all__ = ["PairLoss", "TripletLoss"]
-
-IndicesTuple = tuple[Tensor, ...]
+__all__ = ["PairBatch", "PairLoss", "distance_problem"]
 
 
 class PairLoss(BaseMetricLossFunction):
-    """A function of similarities, positive pairs and negative pairs, as a pytorch-metric-learning loss.
-
-    Called as ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None, scale=None)``:
+    """A loss of positive pairs and their negatives; a subclass overrides :meth:`pair_losses`.
 
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
       positive, all others negative; image to text plus text to image.
@@ -39,109 +28,46 @@ class PairLoss(BaseMetricLossFunction):
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
       the labels' pairs, in the direction that it mined: its anchors are the queries.
 
-    An ``embedding_regularizer`` is of ``embeddings`` alone, and of ``ref_emb`` too where its ``forward`` takes that.
-
     The reducer receives one value per positive pair, ``reduction_type="pos_pair"``. Everything is computed in float32
-    at least, also under autocast; gradients have the type of the embeddings. A batch without pairs gives 0, connected
-    to all embeddings. NaN or infinity in any embedding gives NaN, whatever the reducer.
-
-    Pairs of labels are compared by cosine or dot product without several matrices of all similarities, in the way that
-    fits the device and the memory, see :data:`vl_plugins.kernels.BACKENDS`. Where that cannot be (another distance, a
-    miner's pairs, weights that are functions) the formulas are computed on all similarities.
+    at least, also under autocast. A batch without pairs gives 0, connected to all embeddings. NaN or infinity in any
+    embedding gives NaN, whatever the reducer.
 
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
-        backend: one of :data:`vl_plugins.kernels.BACKENDS`; a call that it cannot serve is an error. Chosen for each
-            call if left out.
+        backend: one of :data:`vl_plugins.kernels.BACKENDS`, where :meth:`kernel_problem` is None; chosen by size and
+            device by default.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
-            ``embedding_regularizer``, ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
-
-    Attributes:
-        ring: of processes, see :class:`vl_plugins.distributed.Ring`; None for this process alone. Each process calls
-            the loss with its own embeddings and references, which are compared with the references, and with
-            ``symmetric`` the embeddings, of all: labels have to mean the same in each. None holds more than two blocks
-            of those of others at a time. It reduces the losses of the positive pairs of its own embeddings, with
-            references of any process. After the backward pass, which all processes have to call, its gradients are
-            those of the sum of the losses of all processes: what gathering with gradients gives. Only of two sets
-            compared by labels, without second derivatives; a loss that needs all similarities says so. The reducer has
-            to return a tensor.
+            ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
+            ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
     """
 
-    equation: str
-    paper: str
-
-    kernels_of_formulas: ClassVar[Mapping[str, str]] = {
-        "pair_losses": "embedding_losses",
-        "similarities": "embedding_losses",
-    }
-    """Names of methods: which one computes the same from embeddings as another does from all similarities."""
+    independent_pairs: ClassVar[bool] = False
+    """Whether the loss of a pair depends on the similarities of its own row and column only."""
 
     def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs):
         super().__init__(**kwargs)
         self.symmetric = symmetric
         self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
-        self._ref_emb: Tensor | None = None  # during a call
-        self._given: tuple[Tensor, Tensor] | None = None  # likewise, in their own types
-        self._zero: Tensor | None = None  # likewise, or NaN
-        self._pairs = RememberedPairs()
-        self.ring: Ring | None = None
-        self._arrangement = RememberedArrangement()
 
-    independent_pairs: ClassVar[bool] = False
-    """Whether the loss of a pair is one of its own row and column only; each class says so for itself."""
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        """Return the loss of each positive pair, (M,), in the order of ``batch.pairs``."""
+        raise NotImplementedError
 
-    def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
-    ) -> Tensor:
-        """Return the loss of each positive pair, in the order of ``torch.where(positive_mask)``.
-
-        A loss with an attribute ``scale`` also takes an argument of that name, where a call gives one.
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor):
+        """Return the loss of each given triplet, (T,); None to take triplets for pairs.
 
         Args:
             similarities: (A, C), larger is closer.
-            positive_mask: (A, C), bool.
-            negative_mask: (A, C), bool.
-            symmetric: rows and columns are anchors; otherwise rows only.
+            anchors, positives, negatives: (T,), indices of rows, columns and columns.
         """
-        raise NotImplementedError
-
-    def embedding_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
-        """Return the loss of each pair of equal labels as :meth:`pair_losses` does, by :mod:`vl_plugins.kernels`.
-
-        Args:
-            x: (A, D).
-            y: (C, D).
-            x_labels: (A,).
-            y_labels: (C,).
-            options: ``normalize``, ``same_set``, ``symmetric``, ``pairs`` and ``backend`` of these functions, and
-                ``ring`` and ``scale`` where there is one.
-        """
-        raise NotImplementedError
 
     def kernel_problem(self) -> str | None:
-        """Say why the loss as it is set up can only be computed on all similarities; None if it need not."""
-        for formula, kernel in self.kernels_of_formulas.items():
-            # A subclass with a formula of its own is not what the kernel of its base computes.
-            if _place(type(self), formula) < _place(type(self), kernel):
-                return f"{type(self).__name__} needs all similarities"
-        # Not of a subclass, which may compute something else.
-        if type(self.distance) not in (CosineSimilarity, DotProductSimilarity):
-            return f"{type(self.distance).__name__} is neither CosineSimilarity nor DotProductSimilarity"
-        if self.distance.power != 1 or (self.distance.normalize_embeddings and self.distance.p != 2):
-            return f"the distance has p={self.distance.p} and power={self.distance.power}, not 2 and 1"
-        if self.distance.collect_stats:
-            return "the distance collects statistics"
-        return None
+        """Return why :meth:`pair_losses` needs all similarities; None if it uses :mod:`vl_plugins.kernels`."""
+        return f"{type(self).__name__} needs all similarities"
 
     def adds_up_over_rows(self) -> bool:
         """Return whether the losses of some rows and of the others, weighted by their pairs, make that of all rows."""
-        declared = "independent_pairs" in vars(type(self))  # a subclass may have another formula
-        return (
-            declared
-            and self.independent_pairs
-            and type(self.reducer) is MeanReducer
-            and self.embedding_regularizer is None
-        )
+        return self.independent_pairs and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
     def forward(
         self,
@@ -151,6 +77,7 @@ class PairLoss(BaseMetricLossFunction):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
         scale: float | Tensor | None = None,
+        symmetric: bool | None = None,
     ) -> Tensor:
         """Return the reduced loss.
 
@@ -158,255 +85,101 @@ class PairLoss(BaseMetricLossFunction):
             embeddings: (A, D).
             labels: (A,); may be left out with an ``indices_tuple``.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
-            ref_emb: (C, D); the embeddings themselves if left out.
+            ref_emb: (C, D); the embeddings themselves by default.
             ref_labels: (C,).
-            scale: in place of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
+            scale: instead of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
                 ``model.logit_scale.exp()``.
+            symmetric: instead of the loss's own.
 
         Raises:
-            ValueError: labels missing, tensors that do not fit each other or the reducer, a ``scale`` of a loss that
-                has none, or a ``backend`` or ``ring`` that cannot compute this.
+            ValueError: labels missing, tensors that do not fit each other or the reducer, a ``scale`` for a loss that
+                has none, or a ``backend`` that cannot compute this.
         """
-        if ref_emb is embeddings:
-            ref_emb = None
-        check_embeddings(embeddings, labels, indices_tuple, ref_emb, ref_labels, self.distance)
-        check_reducer(self.reducer, embeddings, labels, ref_emb, self.ring)
-        options = {}
-        if scale is not None:
-            if not hasattr(self, "scale"):
-                raise ValueError(f"{type(self).__name__} has no scale")
-            options["scale"] = scale_of_call(scale)
-        self._given = embeddings, embeddings if ref_emb is None else ref_emb
-        embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        self._ref_emb = ref_emb
-        try:
-            loss = self._without_autocast(embeddings, labels, indices_tuple, ref_emb, ref_labels, options)
-        finally:
-            zero, self._zero = self._zero, None
-            self._ref_emb = self._given = None
-        if isinstance(loss, Tensor):  # DoNothingReducer returns a dict
-            # Only here, because a reducer may drop what it was given: no NaN is above AvgNonZeroReducer's threshold.
-            if zero is None:
-                zero = sum(zero_or_nan(tensor) for tensor in (embeddings, ref_emb) if tensor is not None)
-            loss = loss + zero
-            if isinstance(scale, Tensor):  # without pairs it would have no gradient
-                loss = loss + zero_or_nan(scale).to(loss)
-        elif self.ring is not None:
-            # Without the zero, a process that has no pairs would leave the others waiting in the backward pass.
-            raise ValueError(f"with a ring the reducer has to return a tensor, {type(self.reducer).__name__} does not")
-        return loss
+        # torch.compile would unroll the kernels' loops.
+        ref_emb = None if ref_emb is embeddings else ref_emb
+        return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
 
-    def _without_autocast(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, options):
-        # A method of its own, because torch.compile of torch 2.2 does not compile a `with` in a `try`.
-        with torch.autocast(embeddings.device.type, enabled=False):
-            # What pytorch-metric-learning's forward does, which has no options.
-            self.reset_stats()
-            labels = None if labels is None else common_functions.to_device(labels, embeddings)
-            ref_emb, ref_labels = common_functions.set_ref_emb(embeddings, labels, ref_emb, ref_labels)
-            losses = self.compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
-            self.add_embedding_regularization_to_loss_dict(losses, embeddings)
-            return self.reducer(losses, embeddings, labels)
-
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, **options):
-        one_set = ref_emb is embeddings
-        backend = self._backend_for(embeddings, indices_tuple, ref_emb)
-        if backend != "functional":
-            losses, pairs = eager()(self._compare, embeddings, labels, ref_emb, ref_labels, one_set, backend, options)
-            # All of them are NaN if any embedding is. Those of no pairs too, because a ring needs every process in the
-            # backward pass.
-            sources = (losses,) if len(losses) > 0 else (losses, embeddings, ref_emb)
-            self._zero = sum(zero_or_nan(tensor) for tensor in sources)
-            return self.loss_dict(losses, pairs, "pos_pair")
-        similarities = self.similarities(embeddings, ref_emb)
-        if indices_tuple is None:
-            # PML's own pairs leave the diagonal out whenever labels and ref_labels are the same object.
-            positive_mask = labels[:, None] == ref_labels[None, :]
-            negative_mask = ~positive_mask
-            if one_set:
-                positive_mask.fill_diagonal_(False)
-        else:
-            anchors, positives, negative_anchors, negatives = loss_and_miner_utils.convert_to_pairs(
-                indices_tuple, labels
-            )
-            positive_mask = _mask(similarities, anchors, positives)
-            negative_mask = _mask(similarities, negative_anchors, negatives)
-        symmetric = self.symmetric and indices_tuple is None and not one_set
-        losses = self.pair_losses(similarities, positive_mask, negative_mask, symmetric=symmetric, **options)
-        return self.loss_dict(losses, torch.where(positive_mask), "pos_pair")
-
-    def _backend_for(self, embeddings: Tensor, indices_tuple: IndicesTuple | None, ref_emb: Tensor) -> str:
+    def _forward(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric):
+        self.reset_stats()
+        self._check_reducer(embeddings, labels, ref_emb)
         problem = self.kernel_problem()
         if problem is None and indices_tuple is not None:
             problem = "pairs are given as an indices_tuple"
-        if self.ring is not None:
-            if problem is None and ref_emb is embeddings:
-                problem = "there is no ref_emb"
-            if problem is not None:
-                raise ValueError(f"a ring of processes cannot be used, because {problem}: set the attribute to None")
-            return eager()(choose_ring_backend, self.backend, embeddings, name=type(self).__name__)
-        if problem is None:
-            return eager()(choose_backend, self.backend, embeddings, ref_emb, name=type(self).__name__)
-        if self.backend not in (None, "functional"):
+        if problem is not None and self.backend is not None:
             raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
-        return "functional"
+        if self.backend != "triton":  # which multiplies half precision in float32
+            dtype = torch.promote_types(embeddings.dtype, torch.float32)
+            dtype = dtype if ref_emb is None else torch.promote_types(dtype, ref_emb.dtype)
+            embeddings, ref_emb = embeddings.to(dtype), None if ref_emb is None else ref_emb.to(dtype)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            batch = PairBatch.make(
+                embeddings,
+                labels,
+                indices_tuple,
+                ref_emb,
+                ref_labels,
+                symmetric=self.symmetric if symmetric is None else symmetric,
+                scale=self._scale(scale),
+                distance=self.distance,
+                use_kernel=problem is None,
+            )
+            losses, indices, reduction_type = None, batch.pairs, "pos_pair"
+            if indices_tuple is not None and len(indices_tuple) == 3:
+                losses = self.triplet_losses(batch.similarities(), *indices_tuple)
+            if losses is None:
+                losses = self.pair_losses(batch)
+            else:
+                indices, reduction_type = indices_tuple, "triplet"
+            info = {"losses": losses, "indices": indices, "reduction_type": reduction_type, "divisor": len(losses)}
+            loss_dict = {"loss": info if len(losses) > 0 else self.zero_loss()}
+            embeddings = embeddings.to(losses.dtype)  # regularizers and reducers compute in the type of what they get
+            if self.embedding_regularizer is not None:
+                loss_dict["embedding_reg_loss"] = self._regularization(embeddings, ref_emb)
+            loss = self.reducer(loss_dict, embeddings, batch.labels)
+            return self._connected(loss, losses, batch, scale)
 
-    def _compare(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
-        one_set: bool,
-        backend: str,
-        options: Mapping[str, float | Tensor],
-    ) -> tuple[Tensor, IndicesTuple]:
-        x, y = embeddings, ref_emb
-        if (backend == "triton" or self.ring is not None) and self._given[0].dtype == self._given[1].dtype:
-            # Half precision as it is: products are exact in float32, and on a GPU several times as fast; and through a
-            # ring go half as many bytes.
-            x, y = self._given
-        if self.ring is None:
-            pairs = arrangement = self._pairs(labels, ref_labels)
-        else:
-            arrangement = self._arrangement(self.ring, labels, ref_labels)
-            pairs = arrangement.rows, arrangement.columns
-            options = {**options, "ring": self.ring}
-        losses = self.embedding_losses(
-            x,
-            y,
-            labels,
-            ref_labels,
-            normalize=self.distance.normalize_embeddings,
-            same_set=one_set,
-            symmetric=self.symmetric and not one_set,
-            pairs=arrangement,
-            backend=backend,
-            **options,
-        )
-        return losses, pairs_of_others(*pairs) if one_set else pairs
+    def _connected(self, loss: Tensor | dict, losses: Tensor, batch: PairBatch, scale: float | Tensor | None):
+        """Add 0 that connects what contributes nothing to the loss, or NaN that the reducer has dropped."""
+        if not isinstance(loss, Tensor):  # DoNothingReducer returns the dict
+            return loss
+        if batch.use_kernel and len(losses) > 0:  # NaN for all pairs if any embedding is not finite
+            return loss if type(self.reducer) is MeanReducer else loss + zero_or_nan(losses)
+        sources = [losses, batch.embeddings, batch.ref_emb, *([scale] if isinstance(scale, Tensor) else [])]
+        return loss + sum(zero_or_nan(source.to(loss)) for source in sources)
 
-    def embedding_regularization_loss(self, embeddings: Tensor) -> dict:
-        """Return the weighted term of the regularizer as PML does, which would leave the references out."""
-        if "ref_emb" not in inspect.signature(self.embedding_regularizer.forward).parameters:
-            return super().embedding_regularization_loss(embeddings)
-        loss = self.embedding_regularizer(embeddings, ref_emb=self._ref_emb) * self.embedding_reg_weight
-        return {"losses": loss, "indices": None, "reduction_type": "already_reduced"}
+    def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict:
+        regularizer = self.embedding_regularizer
+        options = {}
+        if getattr(regularizer, "takes_ref_emb", False):
+            options["ref_emb"] = None if ref_emb is None else ref_emb.to(embeddings.dtype)
+        losses = regularizer(embeddings, **options) * self.embedding_reg_weight
+        return {"losses": losses, "indices": None, "reduction_type": "already_reduced"}
 
-    def similarities(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
-        """Return (A, C) similarities, larger is closer, by the loss's distance."""
-        distances = self.distance(embeddings, ref_emb)
-        return distances if self.distance.is_inverted else -distances
+    def _scale(self, scale: float | Tensor | None) -> float | Tensor | None:
+        if scale is None:
+            return getattr(self, "scale", None)
+        if not hasattr(self, "scale"):
+            raise ValueError(f"{type(self).__name__} has no scale")
+        return scale_of_call(scale)
 
-    def loss_dict(self, losses: Tensor, indices: IndicesTuple, reduction_type: str) -> dict[str, dict]:
-        """Return what a PML reducer takes. ``DivisorReducer`` divides the sum by the number of values."""
-        if len(losses) == 0:
-            return self.zero_losses()
-        return {
-            "loss": {
-                "losses": losses,
-                "indices": indices,
-                "reduction_type": reduction_type,
-                "divisor": len(losses),
-            }
-        }
+    def _check_reducer(self, embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None) -> None:
+        for reducer in self.reducer.modules():
+            if isinstance(reducer, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
+                raise ValueError(
+                    f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"
+                )
+            if isinstance(reducer, ClassWeightedReducer) and labels is None:
+                raise ValueError("ClassWeightedReducer needs labels, got None")
 
     def get_default_distance(self):
         return CosineSimilarity()
 
 
-class TripletLoss(PairLoss):
-    """A triplet loss: given triplets are used as they are, by default ``relu(margin + S_an - S_ap)`` each.
-
-    The reducer then receives one value per triplet, ``reduction_type="triplet"``.
-
-    Args:
-        margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
-        kwargs: see :class:`PairLoss`.
-    """
-
-    def __init__(self, margin: float = 0.2, **kwargs):
-        super().__init__(**kwargs)
-        self.margin = non_negative("margin", margin)
-        self.add_to_recordable_attributes(name="margin")
-
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        # A ring refuses them there.
-        if indices_tuple is None or len(indices_tuple) != 3 or self.ring is not None:
-            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        losses = self.triplet_losses(self.similarities(embeddings, ref_emb), *indices_tuple)
-        return self.loss_dict(losses, indices_tuple, "triplet")
-
-    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-        """Return the loss of each triplet, (T,).
-
-        Args:
-            similarities: (A, C), larger is closer.
-            anchors: (T,), indices of rows.
-            positives: (T,), indices of columns.
-            negatives: (T,), indices of columns.
-        """
-        return triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
-
-
-def check_embeddings(
-    embeddings: Tensor,
-    labels: Tensor | None,
-    indices_tuple: IndicesTuple | None,
-    ref_emb: Tensor | None,
-    ref_labels: Tensor | None,
-    distance: BaseDistance,
-) -> None:
-    """Raise ``ValueError`` for a call that PML would answer with a wrong value or an obscure error."""
-    common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-    check_labels("labels", labels, embeddings)
-    if indices_tuple is not None and len(indices_tuple) not in (3, 4):
-        raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
-    if ref_emb is None:
-        return
-    # A distance of sets looks itself: packed sets of unequal size are of unequal width.
-    if not hasattr(distance, "unpack") and ref_emb.shape[-1] != embeddings.shape[-1]:
-        raise ValueError(
-            f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
-        )
-    if ref_emb.device != embeddings.device:
-        raise ValueError(f"ref_emb must be on the device of embeddings, {embeddings.device}, got {ref_emb.device}")
-    if indices_tuple is None and ref_labels is None:
-        raise ValueError("ref_labels cannot be None when ref_emb is given without an indices_tuple")
-    check_labels("ref_labels", ref_labels, ref_emb)
-
-
-def check_labels(name: str, labels: Tensor | None, embeddings: Tensor) -> None:
-    """Raise ``ValueError`` unless there is one label for each embedding."""
-    tensor_or_none(name, labels)
-    if labels is not None and labels.shape != embeddings.shape[:1]:
-        raise ValueError(f"{name} must have the shape {tuple(embeddings.shape[:1])}, got {tuple(labels.shape)}")
-
-
-def check_reducer(
-    reducer: BaseReducer,
-    embeddings: Tensor,
-    labels: Tensor | None,
-    ref_emb: Tensor | None,
-    ring: Ring | None = None,
-) -> None:
-    """Raise ``ValueError`` for a call whose losses the reducer could not look up."""
-    for module in reducer.modules():
-        if isinstance(module, PerAnchorReducer) and ring is not None:
-            raise ValueError("PerAnchorReducer takes no more ref_emb than embeddings, and a ring has those of all")
-        if isinstance(module, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
-            raise ValueError(
-                f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"
-            )
-        if isinstance(module, ClassWeightedReducer) and labels is None:
-            raise ValueError("ClassWeightedReducer needs labels, got None")
-
-
-def _place(owner: type, method: str) -> int:
-    """Return how far up in the bases of a class a method is defined."""
-    return next(place for place, base in enumerate(owner.__mro__) if method in vars(base))
-
-
-def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    mask = torch.zeros_like(similarities, dtype=torch.bool)
-    mask[rows, columns] = True
-    return mask
+def distance_problem(distance: BaseDistance) -> str | None:
+    """Return why :mod:`vl_plugins.kernels` cannot compute the similarities of a distance; None if they can."""
+    # A subclass may compute something else.
+    if type(distance) not in (CosineSimilarity, DotProductSimilarity):
+        return f"{type(distance).__name__} is neither CosineSimilarity nor DotProductSimilarity"
+    if distance.power != 1 or (distance.normalize_embeddings and distance.p != 2):
+        return f"the distance has p={distance.p} and power={distance.power}, not 2 and 1"
+    return "the distance collects statistics" if distance.collect_stats else None

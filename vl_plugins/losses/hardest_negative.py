@@ -1,161 +1,85 @@
-"""What the losses of hardest negatives share: a warm-up without mining, and a warning when the model collapses."""
-
-import warnings
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+"""What triplet losses share: given triplets, and a warm-up without mining for those that mine."""
 
 import torch
 from torch import Tensor
 
-from vl_plugins.distributed import Ring
-from vl_plugins.kernels.arrangement import Arrangement
-from vl_plugins.kernels.pairs import compare_all, pairs_of_others
-from vl_plugins.kernels.vectors import compare, pair_similarities
-from vl_plugins.losses.base import TripletLoss
-from vl_plugins.utils.checks import integer
+from vl_plugins.functional import triplet_margin
+from vl_plugins.functional.goal import Objective
+from vl_plugins.kernels import HardestNegatives, hardest_negatives
+from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
+from vl_plugins.utils.checks import integer, non_negative
 
-__all__ = ["HardestNegativeLoss"]
-
-# Similar embeddings of different items are normal at the first steps of a model trained from scratch.
-COLLAPSED_STEPS = 100
-CHECK_EVERY = 10  # reading a value off the accelerator waits for it
-TOLERANCE = 0.05
+__all__ = ["HardestNegativeLoss", "TripletLoss"]
 
 
-class HardestNegativeLoss(TripletLoss):
-    """A triplet loss that mines: by itself it compares each positive with the hardest negative of its anchor.
+class TripletLoss(PairLoss):
+    """A triplet loss: given triplets are used as they are, ``relu(margin + S_an - S_ap)`` each.
+
+    The reducer then receives one value per triplet, ``reduction_type="triplet"``.
+
+    Args:
+        margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
+        kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
+    """
+
+    def __init__(self, margin: float = 0.2, **kwargs):
+        super().__init__(**kwargs)
+        self.margin = non_negative("margin", margin)
+        self.add_to_recordable_attributes(name="margin")
+
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        return triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
+
+
+class HardestNegativeLoss(PairLoss):
+    """A loss that compares each positive pair with the hardest negatives, by default after a warm-up without mining.
 
     Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
     become the same, and the loss stays at its value for that, 2 * margin for each pair of a triplet loss. Counting all
-    negatives for the first epoch or so helps, as VSE++ and its successors are trained. The losses warn, once, when they
-    have been at that value for a hundred steps.
+    negatives for the first epoch or so helps, as VSE++ and its successors are trained.
 
     Args:
-        margin: see :class:`~vl_plugins.losses.base.TripletLoss`.
-        warmup_steps: number of training steps during which all negatives of an anchor count, and are summed up, on all
-            similarities whatever the ``backend``. Steps are calls in training mode with gradients enabled; their number
-            is part of ``state_dict``. Given triplets and evaluation are not affected.
+        warmup_steps: number of calls in training mode, with gradients enabled, in which all negatives of an anchor
+            count and are summed up, on all similarities. Given triplets and evaluation are not affected.
         kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Attributes:
-        calls_per_step: how many calls make a training step: more than 1 where a host calls the loss for each direction
-            or micro-batch.
+        training_calls: the number of such calls so far, a 0-D buffer.
     """
 
-    kernels_of_formulas: ClassVar[Mapping[str, str]] = {
-        **TripletLoss.kernels_of_formulas,
-        "mined_losses": "hardest_losses",
-    }
-
-    def __init__(self, margin: float = 0.2, warmup_steps: int = 0, **kwargs):
-        super().__init__(margin=margin, **kwargs)
+    def __init__(self, warmup_steps: int = 0, **kwargs):
+        super().__init__(**kwargs)
         self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
-        self.calls_per_step = 1
-        self.training_calls = 0
-        self._collapsed_calls = 0
-        self._has_warned = False
+        self.register_buffer("training_calls", torch.zeros((), dtype=torch.long))
 
-    def mined_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
-    ) -> Tensor:
-        """Return the loss of each positive pair as :meth:`pair_losses` does, ``mining`` is "hardest" or "all"."""
+    def all_negative_losses(self, batch: PairBatch) -> Tensor:
+        """Return the loss of each positive pair summed over all negatives, (M,)."""
         raise NotImplementedError
 
-    def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
-        """Return the loss of pairs in one direction, (M,), if the hardest negative were as similar as the positive."""
+    def hardest_losses(self, batch: PairBatch) -> Tensor:
+        """Return the loss of each positive pair with the hardest negatives, (M,)."""
         raise NotImplementedError
 
-    def hardest_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
-        """Return what :meth:`mined_losses` does for the hardest negatives, by :mod:`vl_plugins.kernels`."""
-        raise NotImplementedError
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        if self.warmup_steps and self.training and torch.is_grad_enabled():
+            self.training_calls += 1
+            if self.training_calls <= self.warmup_steps:
+                return self.all_negative_losses(batch)
+        return self.hardest_losses(batch)
 
-    def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
-    ) -> Tensor:
-        in_training, mining = self._next_step()
-        losses = self.mined_losses(similarities, positive_mask, negative_mask, mining=mining, symmetric=symmetric)
-        if in_training and mining == "hardest":
-            self._watch(losses.detach(), lambda: similarities.detach()[positive_mask], symmetric)
-        return losses
-
-    def embedding_losses(
-        self,
-        x: Tensor,
-        y: Tensor,
-        x_labels: Tensor,
-        y_labels: Tensor,
-        *,
-        normalize: bool,
-        same_set: bool,
-        symmetric: bool,
-        pairs: tuple[Tensor, Tensor] | Arrangement,
-        backend: str,
-        ring: Ring | None = None,
-    ) -> Tensor:
-        of_all = {"normalize": normalize, "same_set": same_set}
-        in_training, mining = self._next_step()
-        if mining == "all":
-            similarities, *masks = compare_all(x, y, x_labels, y_labels, **of_all)
-            return self.mined_losses(similarities, *masks, mining=mining, symmetric=symmetric)
-        through = {} if ring is None else {"ring": ring}
-        losses = self.hardest_losses(
-            x, y, x_labels, y_labels, symmetric=symmetric, pairs=pairs, backend=backend, **of_all, **through
+    def mine(self, batch: PairBatch, objective: Objective | None = None) -> HardestNegatives:
+        """Return the similarities of the positive pairs and of the hardest negatives, see :mod:`vl_plugins.kernels`."""
+        return hardest_negatives(
+            batch.embeddings,
+            batch.ref_emb,
+            batch.labels,
+            batch.ref_labels,
+            batch.pairs,
+            objective=objective,
+            normalize=self.distance.normalize_embeddings,
+            symmetric=batch.symmetric,
+            backend=self.backend,
         )
-        if in_training:
-            of_pairs = losses.detach()
-            if ring is not None:
-                # Of those within this process, because others may not be watching.
-                own, first = pairs.parts[ring.rank], pairs.columns_of(ring.rank).start
-                of_pairs, pairs = of_pairs[own], (pairs.rows[own], pairs.columns[own] - first)
-
-            def positive_similarities() -> Tensor:
-                positives = pairs_of_others(*pairs) if same_set else pairs
-                return pair_similarities(compare(x, y, x_labels, y_labels, positives, normalize=normalize))
-
-            self._watch(of_pairs, positive_similarities, symmetric)
-        return losses
 
     def kernel_problem(self) -> str | None:
-        if self.ring is not None and self._is_warming_up(self.training_calls + 1):
-            return "all negatives count during the warm-up"
-        return super().kernel_problem()
-
-    def _next_step(self) -> tuple[bool, str]:
-        """Return whether this call is one of a training step, and its mining."""
-        in_training = self.training and torch.is_grad_enabled()
-        return in_training, "all" if in_training and self._advance() else "hardest"
-
-    @torch.compiler.disable
-    def _advance(self) -> bool:
-        """Count a call of a training step; return whether it is one of the warm-up."""
-        self.training_calls += 1
-        return self._is_warming_up(self.training_calls)
-
-    def _is_warming_up(self, call: int) -> bool:
-        return call <= self.warmup_steps * self.calls_per_step
-
-    @torch.compiler.disable
-    def _watch(self, losses: Tensor, positive_similarities: Callable[[], Tensor], symmetric: bool) -> None:
-        if self._has_warned or self.training_calls % CHECK_EVERY or len(losses) == 0:
-            return
-        collapsed = self.collapsed_losses(positive_similarities()) * (2 if symmetric else 1)
-        # Of every pair, because a mean can have any value for other reasons.
-        if (losses - collapsed).abs().mean() >= TOLERANCE * collapsed.mean():
-            self._collapsed_calls = 0
-            return
-        self._collapsed_calls += CHECK_EVERY
-        if self._collapsed_calls >= COLLAPSED_STEPS * self.calls_per_step:
-            self._has_warned = True
-            warnings.warn(
-                f"{type(self).__name__} has been {losses.mean():.4g} per pair for {COLLAPSED_STEPS} steps, its value "
-                "when all embeddings are the same: the model seems to have collapsed. Train the first epoch without "
-                "mining (warmup_steps), or with the Unified loss, or lower the learning rate.",
-                RuntimeWarning,
-                stacklevel=1,  # between here and the user's code are only modules calling modules
-            )
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"training_calls": self.training_calls}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.training_calls = state["training_calls"]
+        return distance_problem(self.distance)

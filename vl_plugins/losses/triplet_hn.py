@@ -1,16 +1,15 @@
 """Triplet loss with the hardest negative."""
 
-import torch
 from torch import Tensor
 
-from vl_plugins import kernels
-from vl_plugins.functional import triplet_hn_loss, triplet_sh_loss
-from vl_plugins.losses.hardest_negative import HardestNegativeLoss
+from vl_plugins.functional import triplet_hn_loss, triplet_margin, triplet_sh_loss
+from vl_plugins.losses.base import PairBatch
+from vl_plugins.losses.hardest_negative import HardestNegativeLoss, TripletLoss
 
 __all__ = ["TripletHNLoss"]
 
 
-class TripletHNLoss(HardestNegativeLoss):
+class TripletHNLoss(HardestNegativeLoss, TripletLoss):
     """Triplet loss with the hardest negative of each anchor, the max of hinges of VSE++.
 
     See :func:`vl_plugins.functional.triplet_hn_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for
@@ -39,14 +38,14 @@ class TripletHNLoss(HardestNegativeLoss):
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     independent_pairs = True
 
-    def mined_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, mining: str, symmetric: bool
-    ) -> Tensor:
-        loss = triplet_sh_loss if mining == "all" else triplet_hn_loss
-        return loss(similarities, positive_mask, negative_mask, self.margin, symmetric=symmetric, reduction="none")
+    def hardest_losses(self, batch: PairBatch) -> Tensor:
+        if batch.use_kernel:
+            mined = self.mine(batch)
+            losses = triplet_margin(mined.positive_similarities, mined.negative_similarities, self.margin)
+            return losses.where(mined.exists, 0).sum(dim=0) + mined.zero
+        similarities, masks = batch.similarities(), batch.masks()
+        return triplet_hn_loss(similarities, *masks, self.margin, symmetric=batch.symmetric, reduction="none")
 
-    def hardest_losses(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor, **options) -> Tensor:
-        return kernels.triplet_hn_loss(x, y, x_labels, y_labels, self.margin, reduction="none", **options)
-
-    def collapsed_losses(self, positive_similarities: Tensor) -> Tensor:
-        return torch.full_like(positive_similarities, self.margin)
+    def all_negative_losses(self, batch: PairBatch) -> Tensor:
+        similarities, masks = batch.similarities(), batch.masks()
+        return triplet_sh_loss(similarities, *masks, self.margin, symmetric=batch.symmetric, reduction="none")

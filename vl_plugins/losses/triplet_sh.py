@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from vl_plugins.functional import triplet_sh_loss
-from vl_plugins.losses.base import TripletLoss
+from vl_plugins.losses.base import PairBatch
+from vl_plugins.losses.hardest_negative import TripletLoss
 
 __all__ = ["TripletSHLoss"]
 
@@ -36,9 +37,6 @@ class TripletSHLoss(TripletLoss):
     paper = "Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives"
     independent_pairs = True
 
-    def pair_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *, symmetric: bool
-    ) -> Tensor:
-        return triplet_sh_loss(
-            similarities, positive_mask, negative_mask, self.margin, symmetric=symmetric, reduction="none"
-        )
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        similarities, masks = batch.similarities(), batch.masks()
+        return triplet_sh_loss(similarities, *masks, self.margin, symmetric=batch.symmetric, reduction="none")

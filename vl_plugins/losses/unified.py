@@ -1,15 +1,16 @@
-"""Unified loss of pair similarity optimisation."""
+"""Unified loss of pair similarity optimization."""
 
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vl_plugins import kernels
 from vl_plugins.functional import Polynomial, unified_loss
 from vl_plugins.functional.unified import Margin, Weights
-from vl_plugins.losses.base import PairLoss
+from vl_plugins.kernels import unified_losses_from_embeddings
+from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
 from vl_plugins.utils.checks import adaptive_margin, constant_scale, finite_tensor
 
 __all__ = ["UnifiedLoss"]
@@ -76,50 +77,33 @@ class UnifiedLoss(PairLoss):
 
     @property
     def independent_pairs(self) -> bool:
-        """Only without functions, which may look at all similarities, and without numbers for certain rows."""
+        """Not with functions, which may look at all similarities, nor with numbers for certain rows."""
         return isinstance(self.margin, float) and self.weights is None and self.relative is None
 
-    def pair_losses(
-        self,
-        similarities: Tensor,
-        positive_mask: Tensor,
-        negative_mask: Tensor,
-        *,
-        symmetric: bool,
-        scale: float | Tensor | None = None,
-    ) -> Tensor:
-        return unified_loss(
-            similarities,
-            positive_mask,
-            negative_mask,
-            self.margin,
-            self.scale if scale is None else scale,
-            weights=self.weights,
-            relative=self.relative,
-            symmetric=symmetric,
-            reduction="none",
-        )
-
-    def embedding_losses(
-        self,
-        x: Tensor,
-        y: Tensor,
-        x_labels: Tensor,
-        y_labels: Tensor,
-        *,
-        scale: float | Tensor | None = None,
-        **options,
-    ) -> Tensor:
-        return kernels.unified_loss(
-            x,
-            y,
-            x_labels,
-            y_labels,
-            self.margin,
-            self.scale if scale is None else scale,
-            weights=self.weights,
-            reduction="none",
-            **options,
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        if not batch.use_kernel:
+            return unified_loss(
+                batch.similarities(),
+                *batch.masks(),
+                self.margin,
+                batch.scale,
+                weights=self.weights,
+                relative=self.relative,
+                symmetric=batch.symmetric,
+                reduction="none",
+            )
+        return unified_losses_from_embeddings(
+            batch.embeddings,
+            batch.ref_emb,
+            batch.labels,
+            batch.ref_labels,
+            batch.pairs,
+            _margin_of_pairs(self.margin, batch),
+            batch.scale,
+            normalize=self.distance.normalize_embeddings,
+            same_set=batch.same_set,
+            symmetric=batch.symmetric,
+            backend=self.backend,
         )
 
     def kernel_problem(self) -> str | None:
@@ -127,17 +111,33 @@ class UnifiedLoss(PairLoss):
             return "relative similarities are a row of candidates for each pair"
         if callable(self.margin):
             return "the margin is a function of all similarities"
-        if self.weights is not None and not (isinstance(self.weights, Tensor) and self.weights.ndim == 1):
-            return "weights are not one for each row"
-        return super().kernel_problem()
+        if self.weights is not None:
+            return "similarities are weighted"
+        return distance_problem(self.distance)
+
+
+def _margin_of_pairs(margin: float | Tensor, batch: PairBatch) -> float | Tensor:
+    """Return the margins of the positive pairs, a number or (M,)."""
+    if not isinstance(margin, Tensor):
+        return margin
+    shape = len(batch.embeddings), len(batch.ref_emb)
+    if margin.shape != shape[: margin.ndim]:
+        raise ValueError(
+            f"margin must have the shape (), ({shape[0]},) or ({shape[0]}, {shape[1]}), got {tuple(margin.shape)}"
+        )
+    margin = margin[batch.pairs[: margin.ndim]] if margin.ndim else margin
+    return margin.to(torch.promote_types(batch.embeddings.dtype, torch.float32))
 
 
 def _pair_or_one(weights: Any) -> Weights | tuple[Weights, Weights] | None:
     if weights is None:
         return None
     if isinstance(weights, Sequence) and len(weights) == 2 and not any(isinstance(item, Real) for item in weights):
-        of_positives, of_negatives = weights
-        return _weights("weights of the positives", of_positives), _weights("weights of the negatives", of_negatives)
+        positive_weights, negative_weights = weights
+        return (
+            _weights("weights of the positives", positive_weights),
+            _weights("weights of the negatives", negative_weights),
+        )
     return _weights("weights", weights)
 
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from vl_plugins import kernels
 from vl_plugins.functional import vlc_loss
-from vl_plugins.losses.base import PairLoss
+from vl_plugins.kernels import unified_losses_from_embeddings
+from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
 from vl_plugins.utils.checks import constant_scale
 
 __all__ = ["VLCLoss"]
@@ -44,27 +44,24 @@ class VLCLoss(PairLoss):
         self.scale = constant_scale(scale)
         self.add_to_recordable_attributes(name="scale")
 
-    def pair_losses(
-        self,
-        similarities: Tensor,
-        positive_mask: Tensor,
-        negative_mask: Tensor,
-        *,
-        symmetric: bool,
-        scale: float | Tensor | None = None,
-    ) -> Tensor:
-        scale = self.scale if scale is None else scale
-        return vlc_loss(similarities, positive_mask, negative_mask, scale, symmetric=symmetric, reduction="none")
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        if not batch.use_kernel:
+            similarities, masks = batch.similarities(), batch.masks()
+            return vlc_loss(similarities, *masks, batch.scale, symmetric=batch.symmetric, reduction="none")
+        losses = unified_losses_from_embeddings(
+            batch.embeddings,
+            batch.ref_emb,
+            batch.labels,
+            batch.ref_labels,
+            batch.pairs,
+            0.0,
+            batch.scale,
+            normalize=self.distance.normalize_embeddings,
+            same_set=batch.same_set,
+            symmetric=batch.symmetric,
+            backend=self.backend,
+        )
+        return (batch.scale * losses).to(losses.dtype)
 
-    def embedding_losses(
-        self,
-        x: Tensor,
-        y: Tensor,
-        x_labels: Tensor,
-        y_labels: Tensor,
-        *,
-        scale: float | Tensor | None = None,
-        **options,
-    ) -> Tensor:
-        scale = self.scale if scale is None else scale
-        return kernels.vlc_loss(x, y, x_labels, y_labels, scale, reduction="none", **options)
+    def kernel_problem(self) -> str | None:
+        return distance_problem(self.distance)

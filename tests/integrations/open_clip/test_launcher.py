@@ -354,6 +354,10 @@ WRONG = {
     "captions": (["--loss", "unified", "--captions-per-image", "0"], "got '0'"),
     "model": (["--model", "ViT-B-33"], "unknown model 'ViT-B-33' (did you mean 'ViT-B-32'?)"),
     "siglip": (["--loss", "unified", "--siglip"], "--loss unified and --siglip both name a loss"),
+    "horovod": (
+        ["--loss", "unified", "--horovod"],
+        "--loss unified does not support --horovod: start the processes with",
+    ),
     "coca": (["--loss", "unified", "--model", "coca_ViT-B-32"], "coca_ViT-B-32"),
     "shard": (["--train-data", "no-such-{000..003}.tar"], "4 of 4 shards do not exist: no-such-000.tar"),
     "workers": (["--workers", "40"], "shards are too few for --workers 40"),

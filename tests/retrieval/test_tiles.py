@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vl_plugins.kernels.tiles import slices, tile_shape
+from vl_plugins.retrieval.tiles import slices, tile_shape
 
 CPU = torch.device("cpu")
 

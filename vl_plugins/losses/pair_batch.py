@@ -1,0 +1,122 @@
+"""The data of one call of a loss."""
+
+from dataclasses import dataclass
+
+import torch
+from pytorch_metric_learning.distances import BaseDistance
+from torch import Tensor
+
+from vl_plugins.kernels import equal_label_pairs
+
+__all__ = ["IndicesTuple", "PairBatch"]
+
+IndicesTuple = tuple[Tensor, ...]
+"""A miner's (anchors, positives, negatives), or (anchors, positives, anchors, negatives)."""
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """What one call of a loss compares.
+
+    Attributes:
+        embeddings: (A, D), the anchors.
+        ref_emb: (C, D), the candidates.
+        labels, ref_labels: (A,) and (C,); None where they are not given.
+        pairs: rows and columns of the M positive pairs.
+        negative_pairs: those of the negative pairs; None for all pairs of different labels.
+        same_set: ``ref_emb`` is ``embeddings``; an item is not its own positive.
+        symmetric: rows and columns are anchors; otherwise rows only.
+        scale: inverse temperature; None for a loss without one.
+        distance: of the loss.
+        use_kernel: :mod:`vl_plugins.kernels` can compute the loss.
+    """
+
+    embeddings: Tensor
+    ref_emb: Tensor
+    labels: Tensor | None
+    ref_labels: Tensor | None
+    pairs: tuple[Tensor, Tensor]
+    negative_pairs: tuple[Tensor, Tensor] | None
+    same_set: bool
+    symmetric: bool
+    scale: float | Tensor | None
+    distance: BaseDistance
+    use_kernel: bool
+
+    @classmethod
+    def make(
+        cls,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: IndicesTuple | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        **options,
+    ) -> "PairBatch":
+        """Find the pairs of a call; ``symmetric`` is dropped where there is one direction only.
+
+        Raises:
+            ValueError: labels missing, or tensors that do not fit each other.
+        """
+        _check(embeddings, labels, indices_tuple, ref_emb, ref_labels, options["distance"])
+        same_set = ref_emb is None
+        if same_set:
+            ref_emb, ref_labels = embeddings, labels
+        negative_pairs = None
+        if indices_tuple is None:
+            labels, ref_labels = labels.to(embeddings.device), ref_labels.to(embeddings.device)
+            pairs = equal_label_pairs(labels, ref_labels, same_set=same_set)
+        else:
+            anchors, positives, *negatives = indices_tuple
+            negative_pairs = (anchors, *negatives) if len(negatives) == 1 else tuple(negatives)
+            pairs = torch.where(_mask(embeddings, ref_emb, (anchors, positives)))
+        options["symmetric"] = options["symmetric"] and not same_set and indices_tuple is None
+        return cls(embeddings, ref_emb, labels, ref_labels, pairs, negative_pairs, same_set, **options)
+
+    def similarities(self) -> Tensor:
+        """Compute all similarities, (A, C), larger is closer."""
+        distances = self.distance(self.embeddings, self.ref_emb)
+        return distances if self.distance.is_inverted else -distances
+
+    def masks(self) -> tuple[Tensor, Tensor]:
+        """Return which pairs are positive and which are negative, (A, C) bool each."""
+        positive_mask = _mask(self.embeddings, self.ref_emb, self.pairs)
+        if self.negative_pairs is None:
+            return positive_mask, self.labels[:, None] != self.ref_labels
+        return positive_mask, _mask(self.embeddings, self.ref_emb, self.negative_pairs)
+
+
+def _mask(embeddings: Tensor, ref_emb: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    mask = torch.zeros(len(embeddings), len(ref_emb), dtype=torch.bool, device=embeddings.device)
+    mask[pairs] = True
+    return mask
+
+
+def _check(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    indices_tuple: IndicesTuple | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+    distance: BaseDistance,
+) -> None:
+    if indices_tuple is None:
+        for name, values, is_needed in (("labels", labels, True), ("ref_labels", ref_labels, ref_emb is not None)):
+            if values is None and is_needed:
+                raise ValueError(f"{name} must be given without an indices_tuple, got None")
+    elif len(indices_tuple) not in (3, 4):
+        raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
+    for name, values, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
+        if values is not None and not isinstance(values, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(values).__name__}")
+        if values is not None and side is not None and values.shape != side.shape[:1]:
+            raise ValueError(f"{name} must have the shape {tuple(side.shape[:1])}, got {tuple(values.shape)}")
+    if ref_emb is None:
+        return
+    # A distance of sets checks dimensions itself: packed sets may have different sizes.
+    if not hasattr(distance, "unpack") and ref_emb.shape[-1] != embeddings.shape[-1]:
+        raise ValueError(
+            f"ref_emb must have the dimension of embeddings, {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}"
+        )
+    if ref_emb.device != embeddings.device:
+        raise ValueError(f"ref_emb must be on the device of embeddings, {embeddings.device}, got {ref_emb.device}")
