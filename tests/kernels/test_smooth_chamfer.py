@@ -152,7 +152,7 @@ def test_choice(monkeypatch, caplog):
         monkeypatch.setattr(smooth_chamfer, "DENSE_BYTES", size)
         pairwise_smooth_chamfer(x, y)
         pairwise_smooth_chamfer(x, y)
-        assert [f"pairwise_smooth_chamfer: backend {chosen}" in line for line in caplog.messages].count(True) == 1
+        assert [f"smooth-Chamfer similarity: backend {chosen}" in line for line in caplog.messages].count(True) == 1
 
 
 @pytest.mark.parametrize(
