@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_set_similarity.py [--images 200] [--captions 1000] [--elements 4] [--dimension 1024]
 
-Forward and backward of ``smooth_chamfer_similarity`` and of each formulation in ``tests/reference/sets.py``, on leaves
-of unit vectors in float32, with one thread. ``unit vectors`` has ``normalize=False``, as the others do it; ``normalised
-here`` computes more than they do. In each round all of them run, forwards in one round and backwards in the next.
+Forward and backward of ``pairwise_smooth_chamfer``, dense and tiled, and of each formulation in
+``tests/reference/sets.py``, on leaves of unit vectors in float32, with one thread. Only ours normalizes them. In each
+round all of them run, forwards in one round and backwards in the next.
 
 Seconds are of processor time, which other programs on the machine disturb less than wall time: their median, and
 ours divided by the other's in the same round, median, least and most. Memory is the most that was allocated during

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from pytorch_metric_learning.distances import BatchedDistance
 from torch.nn.functional import normalize
 
 from tests.helpers.sets import normal, random_mask, value_and_gradients
@@ -101,16 +100,6 @@ def test_dot_products_another_norm_and_power(name):
     torch.testing.assert_close(make_distance(name, p=1, power=3)(x, y), expected, atol=1e-10, rtol=0)
 
 
-@NAMES
-def test_second_derivatives(name):
-    distance = make_distance(name)
-    for parameter in distance.parameters():
-        parameter.requires_grad_(False)
-    padding = torch.zeros(2, 1, 4, dtype=torch.float64)
-    sides = normal(2, 2, 4), normal(3, 2, 4, seed=1)
-    assert torch.autograd.gradgradcheck(lambda x, y: distance(torch.cat([x, padding], dim=1), y), sides)
-
-
 def test_statistics_and_records():
     x, y = (side.detach() for side in make_sides())
     distance = distances.SmoothChamferSimilarity(alpha=3, set_size=3, collect_stats=True)
@@ -144,16 +133,6 @@ def test_copies(name, tmp_path):
     restored.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
     for twin in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), restored, copy.deepcopy(loss).half()):
         torch.testing.assert_close(twin.distance(x.flatten(1), y), expected)
-
-
-def test_batched_distance():
-    x, y = (side.detach() for side in make_sides())
-    found = []
-    distance = distances.SmoothChamferSimilarity(set_size=3)
-    batched = BatchedDistance(distance, iter_fn=lambda part, start, end: found.append(part), batch_size=3)
-    batched(x.flatten(1), y.flatten(1))
-    assert [len(part) for part in found] == [3, 1]
-    torch.testing.assert_close(torch.cat(found), distance(x, y))
 
 
 def test_learnable_probabilities():

@@ -3,7 +3,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 from tests.helpers.sets import normal
 from tests.reference import regularizers as reference
@@ -36,13 +35,6 @@ def test_mmd(shapes, gamma, squared, dtype):
     check(mmd_loss(x, y, gamma, squared=squared), (x, y), value, gradients)
 
 
-def test_default_options():
-    x, y, sets = normal(7, 5), normal(4, 5, seed=1), normal(3, 4, 5)
-    assert torch.equal(mmd_loss(x, y), mmd_loss(x, y, 0.5, squared=False))
-    assert torch.equal(diversity_loss(sets), diversity_loss(sets, scale=2.0, reduction="mean"))
-    assert torch.equal(uniformity_loss(sets), uniformity_loss(sets, t=2.0))
-
-
 @DTYPES
 @SQUARED
 def test_mmd_of_the_same_vectors_is_zero(squared, dtype):
@@ -52,17 +44,6 @@ def test_mmd_of_the_same_vectors_is_zero(squared, dtype):
         assert 0 <= value < 10 * torch.finfo(dtype).eps
         for gradient in torch.autograd.grad(value, (x, y)):
             assert gradient.abs().max() < 10 * torch.finfo(dtype).eps
-
-
-@DTYPES
-@SQUARED
-def test_mmd_is_symmetric_and_not_negative(squared, dtype):
-    for exponent in range(8):
-        x = normal(6, 3, seed=exponent, dtype=dtype).detach()
-        y = x + 10.0**-exponent * normal(6, 3, seed=9, dtype=dtype).detach()
-        value = mmd_loss(x, y, squared=squared)
-        assert value >= 0
-        torch.testing.assert_close(mmd_loss(y.flip(0), x, squared=squared), value, atol=2e-5, rtol=0)
 
 
 @DTYPES
@@ -101,6 +82,7 @@ def test_mmd_of_narrow_clouds_is_not_drowned_by_the_rounding_of_one(squared):
     value, _ = reference.mmd(x.tolist(), y.tolist(), 0.5, squared)
     assert value < 1e-3
     torch.testing.assert_close(mmd_loss(x, y, squared=squared).item(), value, atol=0, rtol=2e-3)
+    assert mmd_loss(x, x + 1e-9 * y, squared=squared) >= 0
 
 
 @pytest.mark.parametrize(
@@ -162,12 +144,6 @@ def test_circular_variance(padding):
     expected = [reference.circular_variance(vectors) for vectors in elements[:4]] + [0.0]
     torch.testing.assert_close(circular_variance(sets, mask=MASK), torch.tensor(expected, dtype=torch.float64))
     assert expected[0] > 0.1
-
-
-def test_uniformity_of_embeddings_is_that_of_all_pairs():
-    embeddings = normal(7, 5)
-    expected = torch.pdist(normalize(embeddings, dim=1)).pow(2).mul(-2).exp().mean().log()
-    torch.testing.assert_close(uniformity_loss(embeddings), expected)
 
 
 @DTYPES

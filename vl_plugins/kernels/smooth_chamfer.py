@@ -165,22 +165,25 @@ class _Exponentials:
 
     def gradients(self, upstream: Tensor, derivatives: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients by both sides; the derivatives are computed again where there are none."""
-        gradient = self.embeddings.new_empty(self.embeddings.shape) if needed[0] else None
-        ref_gradient = torch.zeros_like(self.ref_units) if needed[1] else None
+        # Contiguous, whatever the layout of the embeddings: collectives read them as such.
+        (a, k1, k2, c), width = self.shape, self.embeddings.shape[2]
+        gradient = self.embeddings.new_empty(a, k1, width) if needed[0] else None
+        ref_gradient = self.embeddings.new_zeros(c, k2, width) if needed[1] else None
         for rows, block in self._blocks():
             if derivatives is None:
                 self._pool(rows, block, derive=True)
             torch.mul(block if derivatives is None else derivatives[rows], upstream[rows, None, None], out=block)
-            products = block.flatten(2).flatten(0, 1)  # (a * K1, K2 * C)
             units = self.embeddings[rows] * self.factors[rows, :, None]
             if gradient is not None:
+                products = block.flatten(2).flatten(0, 1)
                 torch.mm(products, self.ref_units.flatten(0, 1), out=gradient[rows].flatten(0, 1))
                 _normalization_gradient(gradient[rows], units, self.factors[rows])
             if ref_gradient is not None:
-                ref_gradient.flatten(0, 1).addmm_(products.T, units.flatten(0, 1))
+                for k in range(k2):
+                    ref_gradient[:, k].addmm_(block[:, :, k].flatten(0, 1).T, units.flatten(0, 1))
         if ref_gradient is not None:
-            _normalization_gradient(ref_gradient, self.ref_units, self.ref_factors)
-            ref_gradient = ref_gradient.transpose(0, 1)
+            for k in range(k2):
+                _normalization_gradient(ref_gradient[:, k], self.ref_units[k], self.ref_factors[k])
         return [gradient, ref_gradient]
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -215,7 +218,9 @@ class _Exponentials:
 
 def _normalization_gradient(gradient: Tensor, units: Tensor, factors: Tensor) -> None:
     """Turn the gradient by unit vectors, in place, into that by the vectors."""
-    gradient.addcmul_(units, torch.einsum("kcd,kcd->kc", gradient, units)[..., None], value=-1).mul_(factors[..., None])
+    gradient.addcmul_(units, torch.einsum("...d,...d->...", gradient, units)[..., None], value=-1).mul_(
+        factors[..., None]
+    )
 
 
 def _choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor) -> str:

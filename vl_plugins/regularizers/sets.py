@@ -30,10 +30,7 @@ class SetRegularizer(BaseRegularizer):
         self.add_to_recordable_attributes(name="set_size")
 
     def unpack(self, *sides: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Return of one or two sides the sets (B, K, D), in float32 at least, and the mask (B, K) of their elements.
-
-        The mask is None where there is no padding.
-        """
+        """Return sets (B, K, D) in float32 at least and masks (B, K) of one or two sides; None without padding."""
         sides = full_precision(*sides)
         unpacked = SetDistance(self.set_size).unpack(sides[0], sides[-1])
         return [(sets, elements_present(sets)) for sets in unpacked[: len(sides)]]
