@@ -7,8 +7,8 @@ from pytorch_metric_learning import losses, reducers
 from tests.helpers.sets import normal
 from tests.pml.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
 from tests.reference import regularizers as reference
-from vl_plugins.registry import create_component
 from vl_plugins.losses import UnifiedLoss
+from vl_plugins.registry import create_component
 from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer, UniformityRegularizer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
