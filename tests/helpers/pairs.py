@@ -62,8 +62,11 @@ def upstream_like(values):
     return (0.5 + 0.25 * torch.arange(values.numel(), dtype=torch.float64)).to(values).reshape(values.shape)
 
 
-def value_and_gradients(values, leaves):
-    return values.detach(), *torch.autograd.grad(values, leaves, upstream_like(values), retain_graph=True)
+def value_and_gradients(values, leaves, *, create_graph=False):
+    gradients = torch.autograd.grad(
+        values, leaves, upstream_like(values), retain_graph=True, create_graph=create_graph, materialize_grads=True
+    )
+    return values.detach(), *gradients
 
 
 def loops(pair_loss, similarities, masks, **options):
