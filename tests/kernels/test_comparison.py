@@ -10,7 +10,7 @@ from pytorch_metric_learning.reducers import AvgNonZeroReducer, MeanReducer
 
 from tests.helpers.embeddings import KERNELS, formula_and_gradients, kernel_and_gradients, random_embeddings
 from tests.helpers.pairs import assert_near, upstream_like, value_and_gradients
-from tests.memory import LargestTensor, extra_bytes
+from tests.memory import extra_bytes
 from vl_plugins import kernels
 from vl_plugins.kernels import comparison, equal_label_pairs
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss, VLCLoss
@@ -19,14 +19,12 @@ BACKENDS = pytest.mark.parametrize("backend", ["dense", "tiled"])
 ALL = pytest.mark.parametrize(("kernel", "formula"), KERNELS.values(), ids=KERNELS)
 
 
-def use_small_blocks(monkeypatch):
-    monkeypatch.setattr(comparison, "CPU_BLOCK", 1)
-    monkeypatch.setattr(comparison, "LEAST_ROWS", 16)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    use_small_blocks(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "CPU_BLOCK", 1)
+        patch.setattr(comparison, "LEAST_ROWS", 16)
+        yield
 
 
 @BACKENDS
@@ -49,15 +47,13 @@ def test_equal_to_the_formulas(kernel, formula, backend, rows, columns, labels, 
         sides_and_labels = *(side / 2 for side in sides_and_labels[:2]), *sides_and_labels[2:]
     options = {"normalize": normalize, "symmetric": symmetric, "same_set": same_set}
     expected = formula_and_gradients(formula, *sides_and_labels, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        use_small_blocks(patch)
-        actual = kernel_and_gradients(kernel, *sides_and_labels, backend=backend, **options)
+    actual = kernel_and_gradients(kernel, *sides_and_labels, backend=backend, **options)
     assert_near(actual, expected, 1e-9)
 
 
 @BACKENDS
 @ALL
-def test_single_and_half_precision(small_blocks, kernel, formula, backend):
+def test_single_and_half_precision(kernel, formula, backend):
     # Not of any numbers: rounding may move another negative to the top.
     sides_and_labels = random_embeddings(50, 70, 8, seed=4, labels=30)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 1e-2)):
@@ -73,7 +69,7 @@ def test_single_and_half_precision(small_blocks, kernel, formula, backend):
 
 @BACKENDS
 @ALL
-def test_opposite_equal_and_zero_vectors(small_blocks, kernel, formula, backend):
+def test_opposite_equal_and_zero_vectors(kernel, formula, backend):
     directions = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]).repeat(8, 1)
     labels = torch.arange(40) // 2
     for dtype in (torch.float32, torch.float16):
@@ -85,7 +81,7 @@ def test_opposite_equal_and_zero_vectors(small_blocks, kernel, formula, backend)
 
 @BACKENDS
 @ALL
-def test_anchors_without_negatives_or_positives_beside_others(small_blocks, kernel, formula, backend):
+def test_anchors_without_negatives_or_positives_beside_others(kernel, formula, backend):
     sides = random_embeddings(5, 40, 4, seed=2)[:2]
     # All columns have the label of the first two rows: these rows have no negatives, the others no positives.
     labels = torch.tensor([0, 0, 1, 2, 2]), torch.zeros(40, dtype=torch.long)
@@ -115,7 +111,7 @@ def test_layout_and_sides_without_gradient(kernel, formula, backend):
 
 @BACKENDS
 @ALL
-def test_the_graph_can_be_used_again_but_not_with_other_vectors(small_blocks, kernel, formula, backend):
+def test_the_graph_can_be_used_again_but_not_with_other_vectors(kernel, formula, backend):
     embeddings, *others = random_embeddings(40, 30, 4, seed=7)
     embeddings.requires_grad_()
     value = kernel(embeddings, *others, backend=backend).sum()
@@ -186,38 +182,17 @@ def test_memory_of_dense_is_about_one_matrix():
     assert matrix < megabytes(KERNELS["unified"][0], "dense", 2048) < 1.3 * matrix
 
 
-def test_largest_tensors(monkeypatch):
-    monkeypatch.setattr(comparison, "CPU_BLOCK", 900 * 40)
-    sides_and_labels = random_embeddings(700, 900, 4, seed=8, labels=1000)
-    sides = [side.requires_grad_() for side in sides_and_labels[:2]]
-    elements = {}
-    for name, (kernel, _) in KERNELS.items():
-        for backend in ("dense", "tiled"):
-            with LargestTensor() as largest:
-                kernel(*sides, *sides_and_labels[2:], backend=backend).sum().backward()
-            elements[name, backend] = largest.elements
-    assert elements.pop(("unified", "dense")) == 700 * 900
-    assert set(elements.values()) == {40 * 900}
-
-
-labels_of_a_side = st.lists(st.integers(-3, 3), max_size=12)
-
-
-@given(labels_of_a_side, labels_of_a_side, st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.float32]))
-def test_pairs_of_equal_labels(labels, ref_labels, dtype):
-    labels, ref_labels = torch.tensor(labels).to(dtype), torch.tensor(ref_labels).to(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "CPU_BLOCK", 1)
-        patch.setattr(comparison, "LEAST_ROWS", 5)
-        assert all(map(torch.equal, equal_label_pairs(labels, ref_labels), torch.where(labels[:, None] == ref_labels)))
-        different = ~torch.eye(len(labels), dtype=torch.bool)
-        expected = torch.where((labels[:, None] == labels) & different)
-        assert all(map(torch.equal, equal_label_pairs(labels, labels, same_set=True), expected))
-
-
-def test_labels_of_two_types():
-    labels, ref_labels = torch.tensor([300, 2], dtype=torch.int64), torch.tensor([2, 44], dtype=torch.uint8)
-    assert [index.tolist() for index in equal_label_pairs(labels, ref_labels)] == [[1], [0]]
+def test_pairs_of_equal_labels():
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((40, 36), (5, 50), (0, 3), (3, 0)):
+        for dtype, ref_dtype in ((torch.int64, torch.uint8), (torch.bool, torch.bool), (torch.float32, torch.int64)):
+            labels = torch.randint(4, (rows,), generator=generator).to(dtype)
+            ref_labels = torch.randint(4, (columns,), generator=generator).to(ref_dtype)
+            found = equal_label_pairs(labels, ref_labels)
+            assert all(map(torch.equal, found, torch.where(labels[:, None] == ref_labels)))
+            expected = torch.where((labels[:, None] == labels) & ~torch.eye(rows, dtype=torch.bool))
+            assert all(map(torch.equal, equal_label_pairs(labels, labels, same_set=True), expected))
+    assert equal_label_pairs(torch.tensor([300]), torch.tensor([44], dtype=torch.uint8))[0].numel() == 0
 
 
 def test_the_backend_is_chosen_by_size_and_logged_once(monkeypatch, caplog):
