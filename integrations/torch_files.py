@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that may come from anywhere, and may be damaged."""
+"""Devices and files that the user names: files of ``torch.save`` may come from anywhere, and may be damaged."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import torch
 
 from vl_plugins.utils.errors import UserError, first_line
 
-__all__ = ["UnreadableFileError", "read_torch_file"]
+__all__ = ["UnreadableFileError", "check_device", "read_torch_file"]
 
 
 class UnreadableFileError(UserError):
@@ -45,6 +45,15 @@ def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "
             raise UnreadableFileError("it holds more than tensors and text, and such files can run code") from error
         reason = type(error).__name__ if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise UnreadableFileError(f"it is cut off or damaged ({reason})") from error
+
+
+def check_device(flag: str, device: str) -> str:
+    """Return ``device``, or raise ``UserError`` unless torch can put a tensor there."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"{flag} {device}: {first_line(error)}") from error
+    return device
 
 
 def _begins_as_torch_writes(file: str | os.PathLike) -> bool:

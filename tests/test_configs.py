@@ -17,7 +17,7 @@ from vl_plugins.integrations.open_clip.models import check_model, register_model
 from vl_plugins.integrations.open_clip.options import parse_arguments
 from vl_plugins.integrations.pytorch_metric_learning import main as pml_main
 from vl_plugins.integrations.pytorch_metric_learning.config import as_plain, read_config
-from vl_plugins.integrations.pytorch_metric_learning.runs import build_loss_of
+from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OF_OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))

@@ -27,7 +27,6 @@ from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.data import FOLLOWED, REFUSED
-from vl_plugins.integrations.open_clip.launcher import main as train_clip
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.open_clip.options import format_help
 from vl_plugins.integrations.pytorch_metric_learning import config as config_module
@@ -164,31 +163,6 @@ def test_the_open_clip_command(tmp_path, toy_shards):
     output = run([*command, *small], tmp_path)
     assert "Training with the loss of vl_plugins: unified(margin=0.2, scale=50.0" in output
     assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
-
-
-def test_the_command_of_a_ring(tmp_path, toy_shards, monkeypatch, capsys):
-    """As it is, but that only one process tries it out; the test below has two."""
-    command, flags = ring_command()
-    assert command == "torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip"
-    monkeypatch.chdir(tmp_path)
-    assert train_clip([*flags, "--device", "cpu", "--model", "vl-tiny", "--pretrained", "", "--dry-run"]) == 0
-    assert "dry run: one step of vl-tiny with unified(margin=0.2" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_command_of_a_ring_in_two_processes(tmp_path, toy_shards):
-    command, flags = ring_command()
-    flags += "--model vl-tiny --device cpu --precision fp32 --batch-size 16 --workers 0 --epochs 1 --warmup 0".split()
-    flags += ["--pretrained", "", "--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar", "--name", "run"]
-    flags += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
-    run([*command.replace("8", "2", 1).split(), "--", *flags], tmp_path)
-    assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
-
-
-def ring_command():
-    (line,) = [line for block in blocks("bash") for line in block.splitlines() if "--exchange ring" in line]
-    command, flags = line.split(" -- ")
-    return command, flags.split()
 
 
 def test_reader_snippet(toy_shards, tmp_path, monkeypatch):

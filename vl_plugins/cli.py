@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.utils.errors import UserError, print_error
+from vl_plugins.integrations.command_lines import exit_status
 
 __all__ = ["main"]
 
@@ -30,18 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit status.
 
     That is 0, 2 after one line on standard error when the input is wrong, 130 after Ctrl-C, or what the subcommand
-    says.
+    returns.
     """
     arguments = build_parser().parse_args(argv)
     try:
-        status = arguments.run(arguments) or 0
+        status = exit_status(f"vl-plugins {arguments.command}", lambda: arguments.run(arguments))
         sys.stdout.flush()
-    except UserError as error:
-        print_error(f"vl-plugins {arguments.command}", error)
-        return 2
-    except KeyboardInterrupt:
-        print(f"vl-plugins {arguments.command}: interrupted", file=sys.stderr)
-        return 130  # as shells report a process that Ctrl-C ended
     except BrokenPipeError:
         # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

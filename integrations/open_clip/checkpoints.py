@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vl_plugins.components import create_component
 from vl_plugins.integrations.key_values import literal
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
@@ -23,6 +22,7 @@ from vl_plugins.integrations.open_clip.names import has_schema
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import is_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_model as load_towers
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.registry import create_component
 from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["add_heads", "load_model"]

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
-from vl_plugins.options import construct, format_options
+from vl_plugins.registry import construct, format_options
 from vl_plugins.retrieval.features import describe_similarity
 from vl_plugins.utils.checks import integer
 from vl_plugins.utils.errors import UserError

@@ -19,7 +19,6 @@ __all__ = [
     "other_than_pairs",
     "pair_of",
     "plain_model",
-    "uses_horovod",
     "with_loss",
 ]
 
@@ -93,11 +92,6 @@ def plain_model(evaluated: nn.Module) -> nn.Module:
 def evaluates_together(args: Namespace) -> bool:
     """Return whether a model can only be run by all processes at once."""
     return False
-
-
-def uses_horovod(args: Namespace) -> bool:
-    """Return whether features are gathered by Horovod."""
-    return args.horovod
 
 
 def other_than_pairs(options: Namespace) -> str | None:

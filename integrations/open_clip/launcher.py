@@ -1,11 +1,9 @@
 """Runs ``open_clip_train.main.main`` with the loss, the reader and the validation that the flags ask for."""
 
 import contextlib
-import copy
 import functools
 import logging
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,18 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from vl_plugins.integrations.command_lines import exit_status
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import files_named, occupied
-from vl_plugins.options import format_options
-from vl_plugins.utils.errors import UserError, print_error
+from vl_plugins.registry import format_options
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["main"]
 
 # Options that mean nothing to open_clip's own loss.
 OF_LOSS = (
-    "exchange",
     "loss_kwargs",
     "miner",
     "miner_kwargs",
@@ -37,22 +35,18 @@ OF_LOSS = (
 
 def main(argv: Sequence[str]) -> int:
     """Train or evaluate; return 0, or after one line on standard error 2 when the input is wrong, 130 after Ctrl-C."""
-    try:
-        if {"-h", "--help"}.intersection(argv):
-            print(format_help(), end="")
-            return 0
-        options, host_options, host_argv = parse_arguments(argv)
-        host.check_version()
-        check_command_line(options, host_options)
-        host.trainer()
-        return _run(options, host_options, host_argv)
-    except UserError as error:
-        print_error("vl_plugins", error)
-        return 2
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("vl_plugins: interrupted", file=sys.stderr)
-        return 130  # as shells report a process that Ctrl-C ended
+    return exit_status("vl_plugins", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(argv):
+        print(format_help(), end="")
+        return 0
+    options, host_options, host_argv = parse_arguments(argv)
+    host.check_version()
+    check_command_line(options, host_options)
+    host.trainer()
+    return _run(options, host_options, host_argv)
 
 
 def _run(options: PluginOptions, host_options: Namespace, host_argv: Sequence[str]) -> int:
@@ -175,6 +169,8 @@ def check(options: PluginOptions, host_options: Namespace):
                 "--same-group positive needs --loss: open_clip's own loss takes all other images for negatives"
             )
     else:
+        if getattr(host_options, "horovod", False):  # gone in 4.x
+            raise UserError(f"--loss {options.loss} does not support --horovod: start the processes with torchrun")
         for other in ("siglip", "distill_model"):
             if getattr(host_options, other):
                 raise UserError(
@@ -196,7 +192,7 @@ def check(options: PluginOptions, host_options: Namespace):
         _check_head(options, host_options)
     if host_options.resume == "latest" and host_options.name is None:
         raise UserError("--resume latest goes on with an earlier run: give its --name")
-    return None if options.loss is None else _checked_loss(options)
+    return None if options.loss is None else _checked_loss(options, host_options)
 
 
 def _check_head(options: PluginOptions, host_options: Namespace) -> None:
@@ -215,13 +211,19 @@ def _check_head(options: PluginOptions, host_options: Namespace) -> None:
         raise UserError(f"--head {options.head} is not for model {host_options.model}, which generates captions too")
 
 
-def _checked_loss(options: PluginOptions):
-    from vl_plugins.integrations.open_clip.loss import build_loss, create_pair_loss
+def _checked_loss(options: PluginOptions, host_options: Namespace):
+    from open_clip_train.distributed import world_info_from_env
+
+    from vl_plugins.integrations.open_clip.loss import build_loss
 
     try:
-        loss = create_pair_loss(options)
-        build_loss(options, loss=copy.deepcopy(loss))  # for its miner
-        return loss
+        two_towers = build_loss(
+            options,
+            local_loss=host_options.local_loss,
+            world_size=world_info_from_env()[2],  # the processes have not been joined yet
+            batches_per_step=host_options.accum_freq,
+        )
+        return two_towers.loss
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -262,22 +264,20 @@ def _add_heads(clip, model: str, created_with: Mapping[str, Any], options: Plugi
 def _create_loss(args: Namespace, *, options: PluginOptions, loss, training):
     from vl_plugins.integrations.open_clip.loss import build_loss, describe
 
-    is_wrong = args.local_loss and not args.gather_with_grad and options.exchange != "ring"
-    if is_wrong and args.world_size > 1 and args.rank == 0:
+    if args.local_loss and not args.gather_with_grad and args.world_size > 1 and args.rank == 0:
         logging.warning(
             "--local-loss without --gather-with-grad: features of other processes get no gradient, so the update "
             "points in another direction than the loss's; add --gather-with-grad."
         )
     two_towers = build_loss(
         options,
-        args.local_loss,
-        args.gather_with_grad,
-        args.rank,
-        args.world_size,
-        use_horovod=host.adapter().uses_horovod(args),
-        accum_freq=args.accum_freq,
-        log_every_n_steps=args.log_every_n_steps if args.rank == 0 else 0,
-        loss=loss,
+        loss,
+        local_loss=args.local_loss,
+        gather_with_grad=args.gather_with_grad,
+        rank=args.rank,
+        world_size=args.world_size,
+        batches_per_step=args.accum_freq,
+        log_every=args.log_every_n_steps * args.accum_freq if args.rank == 0 else 0,
         image_ids=training.image_ids,
     )
     logging.info(f"Training with the loss of vl_plugins: {describe(options)}")

@@ -1,74 +1,60 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import MeanReducer
-from torch import nn
+from torch import Tensor, nn
 
-from vl_plugins.components import create_component
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.distributed import Ring
+from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
 from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.integrations.open_clip.gathering import JoinedBatch, Processes
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.cross_modal import one_direction, pair_loss_of
-from vl_plugins.losses.hardest_negative import HardestNegativeLoss
-from vl_plugins.options import REQUIRED, constructor_options, format_options
-from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.losses.cross_modal import cross_modal_loss, without_regularization
+from vl_plugins.registry import (
+    REQUIRED,
+    constructor_options,
+    create_component,
+    create_loss,
+    format_options,
+    loss_options,
+)
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 
-LEARNED = "learned"
-
-
-class Labels(NamedTuple):
-    """Of images (N,) and texts (k * N,) of all processes, and of those of this one."""
-
-    images: torch.Tensor
-    texts: torch.Tensor
-    own_images: torch.Tensor
-    own_texts: torch.Tensor
-
 
 class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Both directions are trained, image to text and text to image. A loss that adds them itself says so with an attribute
-    ``symmetric``, as all of ours do, and is called once on the whole batch. A miner chooses pairs for one direction at
-    a time; there, as for any other loss, each direction is one call and the two are added. Where the option
-    ``symmetric`` is False it is image to text only.
+    Image to text and text to image are added, or image to text only if the loss has an attribute ``symmetric`` that is
+    False, see :func:`~vl_plugins.losses.cross_modal.cross_modal_loss`. Regularization, as in ``smooth_chamfer``, is
+    computed once and logged apart.
 
-    With several processes the features are gathered by open_clip's own function, and gradients are those of ClipLoss:
-    with ``gather_with_grad`` those of one process with the joined batch, without it these divided by ``world_size``.
-    ``local_loss`` saves time, each process compares its own images and texts with the gathered ones, where that gives
-    the same, see :meth:`~vl_plugins.losses.base.PairLoss.adds_up_over_rows`. Any other loss is computed of the joined
-    batch in each process. Without ``gather_with_grad`` a ``local_loss`` has no gradient for the others' negatives, as
-    that of ClipLoss; its direction is not the loss's.
-
-    A loss with regularization, as ``smooth_chamfer``, has it computed once for both directions, on all features, and
-    logged apart.
+    With several processes the features are gathered, and gradients are those of ClipLoss: with ``gather_with_grad``
+    those of one process with the whole batch, otherwise these divided by ``world_size``. With ``local_loss`` a process
+    compares only its own images and texts with the gathered ones, if the processes' losses average to that of the whole
+    batch: for means over positive pairs that are independent of each other. Any other loss is computed of the whole
+    batch in each process. As in ClipLoss, ``local_loss`` without ``gather_with_grad`` has no gradients of candidates,
+    and so another direction.
 
     Args:
         name: the loss's name; the term is logged as ``<name>_loss``.
-        loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``; or, where it has a method
-            ``regularization``, its ``base`` is.
-        miner: gives the ``indices_tuple`` of one direction, or None.
-        learned_scale: use the model's logit scale as the loss's ``scale``.
-        local_loss, gather_with_grad, rank, world_size, use_horovod: as in ``open_clip.ClipLoss``.
-        log_every: log the circular variance of embedding sets at each so many calls; 0 for never.
+        loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
+        miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
+        learned_scale: pass the model's logit scale to the loss as ``scale``.
+        local_loss, gather_with_grad, rank, world_size: as in ``open_clip.ClipLoss``.
+        batches_per_step: number of batches in a training step, each of which is a call of this loss.
+        log_every: log the circular variance of embedding sets at every so many calls; 0 for never.
         image_ids: returns the ``image_ids`` of a call that is given none, or None.
-        ring: through which processes compare their features instead of gathering them; gradients are those of
-            ``gather_with_grad``. Of one of our losses that can, averaged by ``MeanReducer``.
+
+    Attributes:
+        pair_calls_per_step: how often ``loss`` is called in a training step, which is what its warm-up counts.
     """
 
     def __init__(
@@ -81,51 +67,45 @@ class TwoTowerLoss(nn.Module):
         gather_with_grad: bool = False,
         rank: int = 0,
         world_size: int = 1,
-        use_horovod: bool = False,
+        batches_per_step: int = 1,
         log_every: int = 0,
-        image_ids: Callable[[], torch.Tensor | None] = lambda: None,
-        ring: Ring | None = None,
+        image_ids: Callable[[], Tensor | None] = lambda: None,
     ):
         super().__init__()
         self.name = name
         self.loss = loss
-        self.pair_loss = pair_loss_of(loss)
+        self.pair_loss = without_regularization(loss)
         self.miner = miner
         self.learned_scale = learned_scale
-        self.gather_with_grad = gather_with_grad
-        self.processes = Processes(gather_with_grad, rank, world_size, use_horovod)
-        self.through_ring = ring is not None and world_size > 1
-        if self.through_ring:
-            self.pair_loss.ring = ring
-        adds_up = isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
-        self.by_rows = local_loss and world_size > 1 and miner is None and adds_up and not self.through_ring
+        self.gatherer = BatchGatherer(gather_with_grad, rank, world_size)
+        self.symmetric = getattr(self.pair_loss, "symmetric", True)
+        is_split = local_loss and world_size > 1 and miner is None
+        self.compares_own_rows = (
+            is_split and isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
+        )
+        one_call = hasattr(self.pair_loss, "symmetric") and miner is None and not self.compares_own_rows
+        self.pair_calls_per_step = batches_per_step * (1 if one_call or not self.symmetric else 2)
         self.log_every = log_every
         self.image_ids = image_ids
         self.calls = 0
-        self._labels: dict[tuple, Labels] = {}
-        adds_directions = hasattr(self.pair_loss, "symmetric")
-        self.text_to_image = getattr(self.pair_loss, "symmetric", True)
-        self.one_call = adds_directions and miner is None and not self.by_rows
-        if adds_directions and not self.one_call:
-            self.pair_loss.symmetric = False
 
     def continue_after(self, steps: int) -> None:
-        """Go on with the loss's warm-up as after so many steps of training."""
-        if isinstance(self.pair_loss, HardestNegativeLoss):
-            self.pair_loss.training_calls = steps * self.pair_loss.calls_per_step
+        """Go on with the loss's warm-up as after so many training steps."""
+        if hasattr(self.pair_loss, "training_calls"):
+            self.pair_loss.training_calls.fill_(steps * self.pair_calls_per_step)
 
     def forward(
         self,
-        image_features: torch.Tensor,
-        text_features: torch.Tensor,
-        logit_scale: torch.Tensor,
-        logit_bias: torch.Tensor | None = None,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
         output_dict: bool = False,
-        image_slots: torch.Tensor | None = None,
-        text_slots: torch.Tensor | None = None,
-        image_ids: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Return the loss, where ``output_dict`` is set as ``{"<name>_loss": loss}`` with the regularization's terms.
+        image_slots: Tensor | None = None,
+        text_slots: Tensor | None = None,
+        image_ids: Tensor | None = None,
+    ) -> dict[str, Tensor] | Tensor:
+        """Return the loss; with ``output_dict`` as ``{"<name>_loss": loss}``, with the terms of the regularization.
 
         Args:
             image_features: (B, D), or sets (B, K, D).
@@ -135,16 +115,12 @@ class TwoTowerLoss(nn.Module):
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
             image_ids: (B,), integers on the CPU, equal for the same image in any process: its texts are positives there
-                too. Without them all are different images.
+                too. Without them all images are different.
 
         Raises:
             ValueError: tensors that do not fit each other, or those of another process.
         """
-        # Half-precision similarities times a scale of 50 would be off by 0.2 in the exponent. Our losses see to that
-        # themselves, and some of their kernels multiply half-precision features exactly.
-        if self.miner is not None or not isinstance(self.pair_loss, PairLoss):
-            image_features, text_features = full_precision(image_features, text_features)
-        batch = eager()(self._join, len(image_features), len(text_features), image_ids)
+        batch = eager()(self._global_batch, image_features, text_features, image_ids)
         with torch.autocast(image_features.device.type, enabled=False):
             terms = self._terms(image_features, text_features, logit_scale, image_slots, text_slots, batch)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
@@ -155,89 +131,56 @@ class TwoTowerLoss(nn.Module):
             self._log_variance(image_features, text_features)
         return terms if output_dict else sum(terms.values())
 
-    def _terms(
-        self,
-        images: torch.Tensor,
-        texts: torch.Tensor,
-        logit_scale: torch.Tensor,
-        image_slots: torch.Tensor | None,
-        text_slots: torch.Tensor | None,
-        batch: JoinedBatch,
-    ) -> dict[str, torch.Tensor]:
-        joined = (images, texts) if self.through_ring else self.processes.gather(images, texts, batch)
-        labels = eager()(self._labels_of, batch, images.device)
+    def _global_batch(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> GlobalBatch:
+        image_ids = self.image_ids() if image_ids is None else image_ids
+        return self.gatherer.global_batch(len(images), len(texts), image_ids, device=images.device)
+
+    def _terms(self, images, texts, logit_scale, image_slots, text_slots, batch: GlobalBatch) -> dict[str, Tensor]:
+        all_images, all_texts = self.gatherer.features(images, texts, batch)
         options = {"scale": logit_scale} if self.learned_scale else {}
-        loss = self._loss(images, texts, *joined, labels, options)
-        if (self.by_rows or self.through_ring) and batch.share != 1:
-            loss = loss * batch.share
+        if self.compares_own_rows:
+            loss = self._loss_of_own_rows(images, texts, all_images, all_texts, batch, options)
+        elif self.miner is None and isinstance(self.pair_loss, PairLoss):
+            loss = self.pair_loss(all_images, batch.image_labels, None, all_texts, batch.text_labels, **options)
+        else:
+            all_images, all_texts = full_precision(all_images, all_texts)  # the scale multiplies rounding errors
+            loss = cross_modal_loss(
+                self.pair_loss, all_images, batch.image_labels, all_texts, batch.text_labels, self.miner, **options
+            )
         terms = {f"{self.name}_loss": loss}
         if self.pair_loss is not self.loss:
             if image_slots is not None:
-                image_slots, text_slots = self.processes.gather(image_slots, text_slots, batch)
-            terms |= self.loss.regularization(*full_precision(*joined), image_slots, text_slots)
+                image_slots, text_slots = self.gatherer.features(image_slots, text_slots, batch)
+            terms |= self.loss.regularization(*full_precision(all_images, all_texts), image_slots, text_slots)
         return terms
 
-    def _loss(
-        self,
-        images: torch.Tensor,
-        texts: torch.Tensor,
-        all_images: torch.Tensor,
-        all_texts: torch.Tensor,
-        labels: Labels,
-        options: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        if self.through_ring:
-            return self.pair_loss(images, labels.own_images, ref_emb=texts, ref_labels=labels.own_texts, **options)
-        if self.one_call:
-            return self.pair_loss(all_images, labels.images, ref_emb=all_texts, ref_labels=labels.texts, **options)
-        compare = functools.partial(one_direction, self.pair_loss, self.miner, **options)
-        image_labels, text_labels = labels.images, labels.texts
-        if self.by_rows:
-            image_labels, text_labels = labels.own_images, labels.own_texts
-            if not self.gather_with_grad:  # none for candidates of this process either, as in ClipLoss
-                all_images, all_texts = all_images.detach(), all_texts.detach()
-        else:
-            images, texts = all_images, all_texts
-        loss = compare(images, image_labels, all_texts, labels.texts)
-        if self.text_to_image:
-            loss = loss + compare(texts, text_labels, all_images, labels.images)
-        return loss
-
-    def _join(self, num_images: int, num_texts: int, image_ids: torch.Tensor | None) -> JoinedBatch:
-        return self.processes.join(num_images, num_texts, self.image_ids() if image_ids is None else image_ids)
-
-    def _labels_of(self, batch: JoinedBatch, device: torch.device) -> Labels:
-        # The same tensors in each step: the pairs of labels that a loss knows already it need not search.
-        key = batch.sizes, batch.captions_per_image, device
-        if batch.labels is not None:
-            return self._make_labels(batch, device)
-        if key not in self._labels:
-            if len(self._labels) == 4:  # batches of ever new sizes
-                self._labels.clear()
-            self._labels[key] = self._make_labels(batch, device)
-        return self._labels[key]
-
-    def _make_labels(self, batch: JoinedBatch, device: torch.device) -> Labels:
-        numbers = torch.arange(sum(batch.sizes)) if batch.labels is None else torch.from_numpy(batch.labels)
-        images = numbers.to(device)
-        texts = images.repeat_interleave(batch.captions_per_image)
-        rank, k = self.processes.rank, batch.captions_per_image
-        start = sum(batch.sizes[:rank])
-        stop = start + batch.sizes[rank]
-        return Labels(images, texts, images[start:stop].clone(), texts[k * start : k * stop].clone())
+    def _loss_of_own_rows(self, images, texts, all_images, all_texts, batch: GlobalBatch, options) -> Tensor:
+        rank, options = self.gatherer.rank, {**options, "symmetric": False}
+        if not self.gatherer.gather_with_grad:  # as in ClipLoss, also where they are this process's own
+            all_images, all_texts = all_images.detach(), all_texts.detach()
+        own_labels = batch.image_labels.split(batch.image_counts)[rank]
+        loss = self.pair_loss(images, own_labels, None, all_texts, batch.text_labels, **options)
+        if self.symmetric:
+            own_labels = batch.text_labels.split(batch.text_counts)[rank]
+            loss = loss + self.pair_loss(texts, own_labels, None, all_images, batch.image_labels, **options)
+        return loss * batch.pair_weight
 
     @torch.no_grad()
-    def _log_variance(self, images: torch.Tensor, texts: torch.Tensor) -> None:
+    def _log_variance(self, images: Tensor, texts: Tensor) -> None:
         if self.log_every and self.calls % self.log_every == 0:
-            of_images, of_texts = (circular_variance(sets).mean().item() for sets in (images, texts))
-            logging.info(f"Circular variance of the sets: images {of_images:.4g}, texts {of_texts:.4g}")
+            image_variance, text_variance = (circular_variance(sets).mean().item() for sets in (images, texts))
+            logging.info(f"Circular variance of the sets: images {image_variance:.4g}, texts {text_variance:.4g}")
         self.calls += 1
 
 
-def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
+def create_pair_loss(options: PluginOptions, calls_per_step: int = 1) -> BaseMetricLossFunction:
     """Return the pytorch-metric-learning loss that the launcher's flags ask for.
 
-    Sets are compared by smooth-Chamfer similarity unless the flags name another.
+    Sets are compared by smooth-Chamfer similarity unless the flags name another one.
+
+    Args:
+        options: the launcher's flags; ``warmup_steps`` are training steps there.
+        calls_per_step: number of calls of the loss in a training step.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
@@ -248,6 +191,8 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
         del kwargs["scale"]
         if "scale" not in loss_options(options.loss, **kwargs):
             raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
+    if calls_per_step > 1 and "warmup_steps" in kwargs:
+        kwargs["warmup_steps"] *= calls_per_step
     for kind in ("reducer", "distance"):
         name = getattr(options, kind)
         if name is not None:
@@ -265,105 +210,51 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
             f"--head set: {type(loss.distance).__name__} does not compare sets; "
             "give --distance smooth_chamfer, chamfer, mil or match_probability"
         )
-    # With a set head those of the distance belong to the model.
-    learned_with_the_model = set(loss.distance.parameters()) if makes_sets else set()
-    _check_backend(options, loss)
-    if options.exchange == "ring":
-        _check_ring(options, loss)
-    if set(loss.parameters()) - learned_with_the_model:
+    if isinstance(loss, PairLoss) and loss.backend is not None:
+        problem = loss.kernel_problem() or (options.miner and f"{options.miner} chooses the pairs")
+        if problem:
+            raise UserError(f"--loss-kwargs backend={loss.backend} cannot be used, because {problem}: leave it out")
+    # With a set head the parameters of the distance belong to the model.
+    if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(
             f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
         )
     return loss
 
 
-def _check_backend(options: PluginOptions, loss: BaseMetricLossFunction) -> None:
-    """Refuse a backend that could not be used, before training starts."""
-    backend = getattr(loss, "backend", None)
-    if backend in (None, "functional") or not isinstance(loss, PairLoss):
-        return
-    problem = loss.kernel_problem()
-    if problem is None and options.miner is not None:
-        problem = f"{options.miner} chooses the pairs"
-    if problem is not None:
-        raise UserError(f"--loss-kwargs backend={backend} cannot be used, because {problem}: leave it out")
-
-
-def _check_ring(options: PluginOptions, loss: BaseMetricLossFunction) -> None:
-    """Refuse a ring that could not be used, before training starts."""
-    problem = None
-    if options.miner is not None:
-        problem = f"{options.miner} chooses the pairs"
-    elif not isinstance(loss, PairLoss):
-        problem = f"{type(loss).__name__} needs all features at once"
-    elif type(loss.reducer) is not MeanReducer or loss.embedding_regularizer is not None:
-        problem = "each process averages its own pairs, by MeanReducer and without a regularizer"
-    else:
-        ring, loss.ring = loss.ring, Ring()
-        problem = loss.kernel_problem()
-        loss.ring = ring
-    if problem is not None:
-        raise UserError(f"--exchange ring cannot be used, because {problem}: leave it out")
-
-
-def build_loss(
-    options: PluginOptions,
-    local_loss: bool = False,
-    gather_with_grad: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    use_horovod: bool = False,
-    accum_freq: int = 1,
-    log_every_n_steps: int = 0,
-    loss: BaseMetricLossFunction | None = None,
-    image_ids: Callable[[], torch.Tensor | None] = lambda: None,
-) -> TwoTowerLoss:
+def build_loss(options: PluginOptions, loss: BaseMetricLossFunction | None = None, **training) -> TwoTowerLoss:
     """Build the loss that the launcher's flags ask for.
 
-    ``accum_freq`` is the number of batches in a training step. ``loss`` is that of :func:`create_pair_loss`, where
-    it was created before. ``image_ids`` tells those of the images of a call.
+    Args:
+        options: the launcher's flags.
+        loss: the ``loss`` of an earlier result for the same ``training``; created if left out.
+        training: other arguments of :class:`TwoTowerLoss`, such as ``world_size``.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
         ValueError: a hyper-parameter out of its range.
     """
-    if loss is None:
-        loss = create_pair_loss(options)
+    if loss is None:  # how often a training step calls it depends on the loss
+        calls_per_step = build_loss(options, create_pair_loss(options), **training).pair_calls_per_step
+        loss = create_pair_loss(options, calls_per_step)
     miner = None
     if options.miner is not None:
-        of_sets = {"distance": loss.distance} if options.head == "set" else {}
-        miner = create_component("miner", options.miner, **{**of_sets, **options.miner_kwargs})
-    two_towers = TwoTowerLoss(
-        options.loss,
-        loss,
-        miner,
-        _learned_scale(options),
-        local_loss,
-        gather_with_grad,
-        rank,
-        world_size,
-        use_horovod,
-        log_every=log_every_n_steps * accum_freq,
-        image_ids=image_ids,
-        ring=Ring() if options.exchange == "ring" else None,
-    )
-    pair_loss = two_towers.pair_loss
-    if isinstance(pair_loss, HardestNegativeLoss):
-        pair_loss.calls_per_step = accum_freq * (1 if two_towers.one_call or not two_towers.text_to_image else 2)
-    return two_towers
+        miner_distance = {"distance": loss.distance} if options.head == "set" else {}
+        miner = create_component("miner", options.miner, **{**miner_distance, **options.miner_kwargs})
+    return TwoTowerLoss(options.loss, loss, miner, _learned_scale(options), **training)
 
 
 def _learned_scale(options: PluginOptions) -> bool:
-    return options.loss_kwargs.get("scale") == LEARNED
+    return options.loss_kwargs.get("scale") == "learned"
 
 
 def describe(options: PluginOptions) -> str:
     """Write the loss in force in one line, its own defaults included: ``unified(margin=0.2, scale=50.0, ...)``."""
-    of_every_loss = constructor_options(BaseMetricLossFunction)
+    base_options = constructor_options(BaseMetricLossFunction)
     defaults = {
         name: value
         for name, value in loss_options(options.loss, **options.loss_kwargs).items()
-        if name not in of_every_loss and value is not REQUIRED
+        if name not in base_options and value is not REQUIRED
     }
     parts = [f"{options.loss}({format_options({**defaults, **options.loss_kwargs})})"]
     for kind in ("miner", "reducer", "distance"):

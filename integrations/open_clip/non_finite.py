@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.integrations.open_clip.validation import encode_batches
-from vl_plugins.kernels.tiles import slices, tile_shape
+from vl_plugins.retrieval.tiles import slices, tile_shape
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["NonFiniteGuard", "NonFiniteLossError"]

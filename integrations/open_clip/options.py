@@ -44,7 +44,6 @@ class PluginOptions:
     distance_kwargs: dict[str, Any] = field(default_factory=dict)
     head: str | None = None
     head_kwargs: dict[str, Any] = field(default_factory=dict)
-    exchange: str | None = None
     captions_per_image: str | int | None = None
     allow_duplicate_captions: bool = False
     same_group: str = "apart"
@@ -120,12 +119,6 @@ def _plugin_parser() -> Parser:
     )
     group.add_argument(
         "--head-kwargs", **kwargs, help="options of the head: num_slots=4 num_iters=4 of set, dim=768 of linear"
-    )
-    group.add_argument(
-        "--exchange",
-        choices=("gather", "ring"),
-        help="how processes compare their features: gather puts all of them together in each (default, as in "
-        "open_clip); ring passes them on, with their gradients, so that no process holds more than two others'",
     )
     group.add_argument(
         "--captions-per-image",

@@ -6,7 +6,7 @@ from open_clip.timm_model import TimmModel
 from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vl_plugins.modules.tower_features import TowerFeatures
+from vl_plugins.modules import TowerFeatures
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["image_features", "text_features"]

@@ -14,12 +14,13 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
 from vl_plugins.data.storage import error_text
+from vl_plugins.integrations.command_lines import message
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.retrieval import encoding, format_metrics_table
 from vl_plugins.retrieval.names import percent_names
-from vl_plugins.utils.errors import UserError, message
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["encode_batches", "evaluate", "validation_metrics"]
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vl_plugins.components import create_component, list_components
-from vl_plugins.registry import create_loss, list_losses
+from vl_plugins.registry import create_component, create_loss, list_components, list_losses
 from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = [

@@ -12,6 +12,7 @@ from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 from vl_plugins.utils.errors import UserError, first_line
@@ -100,8 +101,6 @@ def load_model(
     Raises:
         UserError: a file that is not there, cannot be read, or does not fit what its configuration builds.
     """
-    from vl_plugins.integrations.pytorch_metric_learning.runs import build_loss_of
-
     content = read_checkpoint(checkpoint)
     _check_model_name(checkpoint, model, content["config"])
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)

@@ -3,13 +3,13 @@
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.integrations.command_lines import exit_status
 from vl_plugins.integrations.key_values import KeyValues, Parser, literal
-from vl_plugins.utils.errors import UserError, check_device, print_error
+from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
 __all__ = ["build_parser", "changed", "main"]
@@ -110,14 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Train; return 0, 2 after one line on standard error when the input is wrong, or 130 after Ctrl-C."""
-    try:
-        return _run(build_parser().parse_args(argv))
-    except UserError as error:
-        print_error("vl_plugins", error)
-        return 2
-    except KeyboardInterrupt:
-        print("vl_plugins: interrupted; --resume goes on after the last whole epoch", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; --resume goes on after the last whole epoch"
+    return exit_status("vl_plugins", lambda: _run(build_parser().parse_args(argv)), interrupted)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -136,6 +130,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if shards is not None and not arguments.dry_run:
             expand_shards(shards)
     import torch
+
+    from vl_plugins.integrations.torch_files import check_device
 
     device = check_device("--device", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _log_to_standard_error()

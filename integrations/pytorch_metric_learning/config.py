@@ -12,7 +12,7 @@ from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.pytorch_metric_learning.builders import Specification, split_specification
-from vl_plugins.options import construct
+from vl_plugins.registry import construct
 from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]

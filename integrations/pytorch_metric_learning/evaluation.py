@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers
-from vl_plugins.options import construct
+from vl_plugins.registry import construct
 from vl_plugins.retrieval.encoding import Encoded, encode_batches, join, validation_metrics
 from vl_plugins.retrieval.metrics import DIRECTIONS
 from vl_plugins.utils.errors import UserError

@@ -15,7 +15,7 @@ from vl_plugins.encoders import Embedder
 from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
-from vl_plugins.options import construct, constructor_options
+from vl_plugins.registry import construct, constructor_options
 from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["TRUNKS", "TwoInputs", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]

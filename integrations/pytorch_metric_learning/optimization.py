@@ -11,7 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
-from vl_plugins.options import REQUIRED, construct, constructor_options
+from vl_plugins.registry import REQUIRED, construct, constructor_options
 from vl_plugins.utils.errors import UserError, check_name, unknown_name
 
 __all__ = ["build_optimizers", "build_schedulers"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.trainers import BaseTrainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -24,13 +23,6 @@ from vl_plugins.data.reader import (
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
-from vl_plugins.distances.base import SetDistance
-from vl_plugins.integrations.pytorch_metric_learning.builders import (
-    build_component,
-    build_loss,
-    naming,
-    split_specification,
-)
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_states,
     read_checkpoint,
@@ -39,6 +31,7 @@ from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.evaluation import ACCURACY, evaluate_towers
+from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of, build_miner_of
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers, needs_vocabulary
 from vl_plugins.integrations.pytorch_metric_learning.optimization import build_optimizers, build_schedulers
 from vl_plugins.integrations.pytorch_metric_learning.trainers import (
@@ -47,13 +40,13 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     ShardedTwoStreamMetricLoss,
     clipper_of_all,
 )
-from vl_plugins.options import construct
+from vl_plugins.registry import construct
 from vl_plugins.retrieval.metrics import format_metrics_table
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["LATEST", "Run", "build_loss_of", "build_miner_of", "build_trainer", "build_vocabulary", "dry_run"]
+__all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary", "dry_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,51 +62,6 @@ SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
 ONE_MODEL = {"MetricLossOnly": ShardedMetricLossOnly, "TwoStreamMetricLoss": ShardedTwoStreamMetricLoss}
 
 
-def build_loss_of(config: Config) -> nn.Module:
-    """Return the loss of a configuration, with its reducer and distance; of sets by smooth-Chamfer unless it says else.
-
-    Raises:
-        UserError: an unknown name or option, an option out of its range, a distance that does not compare sets where
-            the model makes them, or a loss for embeddings of another width.
-    """
-    options = {}
-    for kind in ("reducer", "distance"):
-        if getattr(config, kind) is not None:
-            with naming(kind):
-                options[kind] = build_component(kind, getattr(config, kind))
-    with naming("loss"):
-        loss = build_loss(config.loss, **options)
-        if config.head is None:
-            _check_width(config)
-            return loss
-        named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
-        if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
-            loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
-    if not _compares_sets(loss):
-        raise UserError(
-            f"head {config.head!r} makes sets, which {type(loss).__name__} does not compare; "
-            "give distance smooth_chamfer, chamfer, mil or match_probability"
-        )
-    return loss
-
-
-def build_miner_of(config: Config, loss: nn.Module) -> nn.Module | None:
-    """Return the miner of a configuration, or None; it compares sets as the loss does unless it says else."""
-    if config.miner is None:
-        return None
-    _, own = split_specification("miner", config.miner)
-    of_loss = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
-    with naming("miner"):
-        return build_component("miner", config.miner, **of_loss)
-
-
-def _check_width(config: Config) -> None:
-    _, own = split_specification("loss", config.loss)
-    for option in ("embedding_size", "descriptors_dim"):
-        if own.get(option, config.dim) != config.dim:
-            raise UserError(f"loss: {option} is {own[option]!r}, but dim is {config.dim}: give the same")
-
-
 def _check_classes(loss: nn.Module, dataset: Any) -> None:
     """Raise ``UserError`` for a loss with fewer classes than labels: those of our reader are positions of images."""
     num_classes = getattr(loss, "num_classes", None)
@@ -127,10 +75,6 @@ def _check_classes(loss: nn.Module, dataset: Any) -> None:
             f"loss: for {type(loss).__name__} each of the {images} training images is a class of its own, but "
             f"num_classes is {num_classes}"
         )
-
-
-def _compares_sets(loss: nn.Module) -> bool:
-    return isinstance(getattr(loss, "distance", None), SetDistance)
 
 
 def build_vocabulary(config: Config) -> Vocabulary | None:

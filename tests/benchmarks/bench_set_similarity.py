@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_set_similarity.py [--images 200] [--captions 1000] [--elements 4] [--dimension 1024]
 
-Forward and backward of ``smooth_chamfer_similarity`` and of each formulation in ``tests/reference/sets.py``, on leaves
-of unit vectors in float32, with one thread. ``unit vectors`` has ``normalize=False``, as the others do it; ``normalised
-here`` computes more than they do. In each round all of them run, forwards in one round and backwards in the next.
+Forward and backward of ``pairwise_smooth_chamfer``, dense and tiled, and of each formulation in
+``tests/reference/sets.py``, on leaves of unit vectors in float32, with one thread. Only ours normalizes them. In each
+round all of them run, forwards in one round and backwards in the next.
 
 Seconds are of processor time, which other programs on the machine disturb less than wall time: their median, and
 ours divided by the other's in the same round, median, least and most. Memory is the most that was allocated during
@@ -25,13 +25,10 @@ from torch.nn.functional import normalize
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.memory import extra_bytes
 from tests.reference.sets import EXP_AND_POOL
-from vl_plugins.functional import smooth_chamfer_similarity
+from vl_plugins.kernels import pairwise_smooth_chamfer
 from vl_plugins.utils.tables import align_columns
 
-OURS = {
-    "ours, unit vectors": partial(smooth_chamfer_similarity, normalize=False),
-    "ours, normalised here": smooth_chamfer_similarity,
-}
+OURS = {name: partial(pairwise_smooth_chamfer, backend=name) for name in ("dense", "tiled")}
 
 
 def leaf(*shape: int) -> torch.Tensor:

@@ -35,7 +35,8 @@ from vl_plugins.data.reader import (
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, message
+from vl_plugins.integrations.command_lines import message
+from vl_plugins.utils.errors import UserError
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -12,7 +12,7 @@ from torch import nn
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.encoders import TimmTrunk
-from vl_plugins.options import construct
+from vl_plugins.registry import construct
 from vl_plugins.utils.errors import MissingExtraError, UserError
 
 SWIN = {

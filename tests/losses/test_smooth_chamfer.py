@@ -8,11 +8,11 @@ from pytorch_metric_learning import distances, losses, reducers, regularizers
 from tests.pml.loops import TOLERANCE, check
 from tests.reference import regularizers as reference
 from vl_plugins import create_loss
-from vl_plugins.components import create_component
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, UnifiedLoss
 from vl_plugins.losses.wrappers import CrossBatchMemory, SelfSupervisedLoss
 from vl_plugins.miners import HardestNegativeMiner
+from vl_plugins.registry import create_component
 from vl_plugins.utils.errors import UserError
 
 LABELS = torch.tensor([0, 1, 2, 3, 1])

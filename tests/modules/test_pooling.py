@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 
@@ -30,19 +28,15 @@ def gru_states(cell, inputs):
 
 def theta(pool, size):
     """The coefficients of a set, with a cell for each direction."""
-    cells = []
-    for suffix in ("", "_reverse"):
-        cell = torch.nn.GRUCell(pool.gru.input_size, pool.gru.hidden_size, dtype=torch.float64)
+    cells = [torch.nn.GRUCell(pool.gru.input_size, pool.gru.hidden_size, dtype=torch.float64) for _ in range(2)]
+    for cell, suffix in zip(cells, ("", "_reverse"), strict=True):
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
             getattr(cell, name).data = getattr(pool.gru, f"{name}_l0{suffix}").data
-        cells.append(cell)
     positions = sinusoidal_positions(size, pool.position_dim).double()
     forwards = gru_states(cells[0], positions)
     backwards = gru_states(cells[1], positions.flip(0))[::-1]
-    scores = [
-        (pool.to_score.weight[0] * (first + second) / 2).sum()
-        for first, second in zip(forwards, backwards, strict=True)
-    ]
+    states = zip(forwards, backwards, strict=True)
+    scores = [(pool.to_score.weight[0] * (first + second) / 2).sum() for first, second in states]
     weights = [(score / 0.1).exp() for score in scores]
     return [(weight / sum(weights)).item() for weight in weights]
 
@@ -67,35 +61,23 @@ def pooled_by_loops(name, pool, rows):
 def test_items_of_any_size_are_pooled_as_if_alone(name):
     pool, features = make(name), features_of()
     features[PADDING] = float("nan")
-    features.requires_grad_()
-    pooled = pool(features, PADDING)
-    assert pooled.shape == (len(PADDING), DIM)
+    pooled = pool(features.requires_grad_(), PADDING)
     for item, (rows, padding) in enumerate(zip(features, PADDING, strict=True)):
         expected = pooled_by_loops(name, pool, rows[~padding].detach())
         torch.testing.assert_close(pooled[item], expected)
         torch.testing.assert_close(pool(rows[~padding][None])[0], expected)
     parameters = list(pool.parameters()) if name == "gpo" else []
-    gradient, *of_parameters = torch.autograd.grad(pooled.square().sum(), [features, *parameters])
+    gradient, *others = torch.autograd.grad(pooled.square().sum(), [features, *parameters])
     assert (gradient[PADDING] == 0).all()
-    assert all(bool((part.isfinite() & (part != 0)).any()) for part in (gradient[~PADDING], *of_parameters))
-    torch.testing.assert_close(pool(features[2:3]), pool(features[2:3], PADDING[2:3]))
+    assert all(bool((part.isfinite() & (part != 0)).any()) for part in (gradient[~PADDING], *others))
 
 
 @EACH_POOLING
 def test_gradients(name):
     pool, features = make(name), features_of().requires_grad_()
-    parameters = list(pool.parameters()) if name == "gpo" else []
-    assert torch.autograd.gradcheck(
-        lambda features, *_: pool(features, PADDING), (features, *parameters), fast_mode=True
-    )
-    assert torch.autograd.gradcheck(lambda features: pool(features), features, fast_mode=True)
-
-
-@EACH_POOLING
-def test_order_does_not_matter(name):
-    pool, features = make(name), features_of()
-    order = torch.tensor([3, 1, 4, 0, 2])
-    torch.testing.assert_close(pool(features[:, order], PADDING[:, order]), pool(features, PADDING))
+    inputs = (features, *pool.parameters()) if name == "gpo" else (features,)
+    for padding in (None, PADDING):
+        assert torch.autograd.gradcheck(lambda features, *_, padding=padding: pool(features, padding), inputs)
 
 
 @EACH_POOLING
@@ -119,18 +101,13 @@ def test_nan_in_an_input_is_not_hidden(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @EACH_POOLING
 def test_half_precision_and_autocast(name, dtype):
-    pool, features = make(name, torch.float32), features_of(dtype=torch.float32).to(dtype).requires_grad_()
+    pool, features = make(name, torch.float32), features_of().to(dtype).requires_grad_()
     expected = pool(features.float(), PADDING)
     with torch.autocast("cpu", dtype=dtype):
         torch.testing.assert_close(pool(features.float(), PADDING), expected, atol=0, rtol=0)
         pooled = pool(features, PADDING)
-    assert pooled.dtype == dtype
     torch.testing.assert_close(pooled, expected.to(dtype), atol=0, rtol=0)
-    (gradient,) = torch.autograd.grad(pooled.sum(), features)
-    assert gradient.dtype == dtype
-    if name == "gpo":
-        of_half = copy.deepcopy(pool).to(dtype)(features, PADDING)
-        torch.testing.assert_close(of_half.float(), expected, atol=0.1, rtol=0.1)
+    assert torch.autograd.grad(pooled.sum(), features)[0].dtype == dtype
 
 
 def test_an_average_of_many_halves_does_not_overflow():
@@ -147,19 +124,9 @@ def test_generalized_pooling_goes_from_average_to_max():
     torch.testing.assert_close(pool(features, PADDING), max_pooling(features, PADDING))
 
 
-def test_coefficients_of_ranks_sum_to_one():
-    coefficients = make("gpo").coefficients(torch.tensor([2, 4, 1]))
-    assert coefficients.shape == (3, 4)
-    assert (coefficients > 0).sum(dim=1).tolist() == [2, 4, 1]
-    torch.testing.assert_close(coefficients.sum(dim=1), torch.ones(3, dtype=torch.float64))
-
-
-def test_defaults_are_the_papers():
+def test_options():
     pool = GeneralizedPooling()
-    assert (pool.position_dim, pool.gru.hidden_size, pool.gru.bidirectional) == (32, 32, True)
-
-
-@pytest.mark.parametrize("option", ["position_dim", "hidden_dim"])
-def test_wrong_options(option):
-    with pytest.raises(ValueError, match=f"^{option} must be an integer >= 1, got 0$"):
-        GeneralizedPooling(**{option: 0})
+    assert (pool.position_dim, pool.gru.hidden_size, pool.gru.bidirectional) == (32, 32, True), "as in the paper"
+    for option in ("position_dim", "hidden_dim"):
+        with pytest.raises(ValueError, match=f"^{option} must be an integer >= 1, got 0$"):
+            GeneralizedPooling(**{option: 0})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pytorch_metric_learning import reducers
 
-from vl_plugins.components import list_components
+from vl_plugins.registry import list_components
 
 # For what cannot be made, or has nothing to do, without arguments. Functions, so that no two tests share a component.
 ARGUMENTS = {

@@ -113,7 +113,6 @@ def test_second_derivatives_of_smooth_losses(name):
 @pytest.mark.parametrize("name", [name for name in own_losses() if not reference_of(name).smooth])
 def test_second_derivatives_of_the_others_are_those_of_the_similarities(name):
     """Weights of the similarities are constant, so only the similarities are curved."""
-    distance = None if reference_of(name).twice else CosineSimilarity()
     for what, call in calls():
         leaves = leaves_of(call)
         generator = torch.Generator().manual_seed(0)
@@ -127,7 +126,7 @@ def test_second_derivatives_of_the_others_are_those_of_the_similarities(name):
         similarities = reference_distances.matrix(reference_distances.cosine, *twins)
         of_loops = second_derivative((weights * similarities).sum(), twins, directions)
         assert max(part.abs().max() for part in of_loops) > 1e-3, what
-        of_loss = second_derivative(make_loss(name, distance=distance)(**call), leaves, directions)
+        of_loss = second_derivative(make_loss(name)(**call), leaves, directions)
         torch.testing.assert_close(of_loss, of_loops, msg=lambda text, what=what: f"{what}: {text}")
 
 

@@ -1,34 +1,31 @@
 import pytest
-import torch
 
-from vl_plugins.utils.errors import UserError, message, unknown_name
-
-
-class Failing(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        try:
-            raise FileNotFoundError("no such file")
-        except FileNotFoundError as error:
-            raise UserError("shard 3 is not there") from error
+from vl_plugins.utils.errors import MissingExtraError, UserError, check_name, unknown_name
+from vl_plugins.utils.optional import require
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_message_of_a_loader_is_that_of_its_worker(workers):
-    with pytest.raises(UserError) as raised:
-        list(torch.utils.data.DataLoader(Failing(), num_workers=workers))
-    assert message(raised.value) == "shard 3 is not there"
-
-
-def test_several_lines_of_our_own_are_kept():
-    assert message(UserError("training failed:\nTraceback\nKeyError")) == "training failed:\nTraceback\nKeyError"
-
-
-def test_of_many_names_the_nearest_are_listed():
+def test_the_nearest_of_many_names_are_listed():
     text = str(unknown_name("model", "ViT-L-33", [f"ViT-{size}-{patch}" for size in "BL" for patch in range(50)]))
     assert text.startswith("unknown model 'ViT-L-33' (did you mean 'ViT-L-3")
     assert "the nearest of 100: " in text
     assert text.count(",") == 4
 
 
-def test_nothing_is_suggested_when_nothing_is_near():
-    assert str(unknown_name("loss", "xyz", ["unified", "vlc"])) == "unknown loss 'xyz'; known: unified, vlc"
+def test_no_hint_if_no_name_is_near():
+    assert check_name("loss", "vlc", ["unified", "vlc"]) == "vlc"
+    with pytest.raises(UserError, match=r"^unknown loss 'xyz'; known: unified, vlc$"):
+        check_name("loss", "xyz", ["unified", "vlc"])
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(
+        MissingExtraError, match=r"^no_such.part is not installed; .* pip install 'vl_plugins\[data\]'$"
+    ):
+        require("no_such.part", extra="data")
+
+
+def test_a_broken_package_is_not_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        require("broken_package", extra="data")

@@ -13,6 +13,7 @@ from torch.nn.functional import avg_pool2d, lp_pool2d, normalize, softplus
 
 from vl_plugins import create_loss, functional
 from vl_plugins.benchmarks.names import DEFAULT_BACKEND, PEERS, SETS
+from vl_plugins.kernels import pairwise_smooth_chamfer
 
 __all__ = [
     "FORMULAS",
@@ -30,6 +31,7 @@ __all__ = [
 SCALE = 50.0
 MARGIN = 0.2
 ALPHA = 16.0
+UNIT_SETS = "smooth-Chamfer of unit vectors"  # what the others compute; ours normalizes
 # Where SigLIP starts training.
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 
@@ -214,7 +216,8 @@ FORMULAS: Mapping[str, Formula] = {
     "triplet_hn of rows": Formula(_of_all_pairs(functional.triplet_hn_loss, margin=MARGIN, symmetric=False), 1),
     "goal": Formula(_of_all_pairs(functional.goal_loss), 1),
     "siglip": Formula(_siglip, 3),
-    SETS: Formula(partial(functional.smooth_chamfer_similarity, alpha=ALPHA, normalize=False), 3),
+    SETS: Formula(partial(functional.smooth_chamfer_similarity, alpha=ALPHA), 3),
+    UNIT_SETS: Formula(partial(functional.smooth_chamfer_similarity, alpha=ALPHA, normalize=False), 3),
 }
 
 
@@ -257,7 +260,7 @@ def _own_loss(name: str, backend: str) -> Contestant:
     return Contestant(label, run, _matrices(_own_matrices(name, backend)), name)
 
 
-_SETS = Contestant(SETS, lambda inputs: FORMULAS[SETS].value(inputs.x, inputs.y), _matrices(1), SETS)
+_SETS = Contestant(SETS, lambda inputs: pairwise_smooth_chamfer(inputs.x, inputs.y, ALPHA), _matrices(1), SETS)
 
 
 # Those of others. Each function returns a contestant for a setting.
@@ -391,7 +394,7 @@ def _reshape_and_sum(inputs: Inputs) -> Tensor:
 
 
 def _plain_sets(name: str, similarity: Callable[[Inputs], Tensor], setting: Setting) -> Contestant:
-    return Contestant(name, similarity, _matrices(9), SETS, peer=name)
+    return Contestant(name, similarity, _matrices(9), UNIT_SETS, peer=name)
 
 
 _PEERS: Mapping[str, Callable[[Setting], Contestant]] = {

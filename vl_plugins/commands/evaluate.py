@@ -140,10 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
     _check(arguments)
     from vl_plugins.data.collection import read_collection
+    from vl_plugins.integrations.torch_files import check_device
     from vl_plugins.retrieval.evaluation import evaluate_features
     from vl_plugins.retrieval.features import save_features
     from vl_plugins.retrieval.protocols import prepare
-    from vl_plugins.utils.errors import check_device
 
     if arguments.device is not None:
         check_device("--device", arguments.device)

@@ -1,17 +1,33 @@
-"""``vl-plugins losses``: which losses there are, their options, equations and papers."""
+"""``vl-plugins losses``: which losses there are, their options, equations and papers.
+
+The losses of this package are described in ``losses.json``, since importing torch and pytorch-metric-learning takes
+seconds. ``python -m vl_plugins.commands.losses`` writes it anew; a test compares it with the classes.
+"""
 
 import argparse
 import inspect
 import json
 import shutil
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from vl_plugins.options import REQUIRED, constructor_options, format_options, own_and_forwarded_options
-from vl_plugins.registry import list_losses, load_loss
+from vl_plugins.registry import REQUIRED, constructor_options, find_loss, format_options, list_losses, load_loss
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["describe_loss", "register", "run"]
+__all__ = ["TABLE", "describe_class", "describe_losses", "describe_own_losses", "register", "run"]
+
+TABLE = Path(__file__).with_name("losses.json")
+
+SHARED_OPTIONS = {
+    "embedding_regularizer": None,
+    "embedding_reg_weight": 1,
+    "reducer": None,
+    "distance": None,
+    "collect_stats": None,
+}
+"""Those of every loss of pytorch-metric-learning."""
 
 LABEL_WIDTH = len("equation") + 2
 
@@ -30,7 +46,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the losses."""
-    descriptions = [describe_loss(name) for name in list_losses()]
+    descriptions = describe_losses()
     if arguments.json:
         print(json.dumps(descriptions, indent=2, default=repr))
     else:
@@ -38,26 +54,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe_loss(name: str) -> dict[str, Any]:
-    """Return what there is to know of a loss.
+def describe_losses() -> list[dict[str, Any]]:
+    """Return :func:`describe_class` of every loss; of one that cannot be loaded, its ``name`` and ``error``."""
+    own = {description["name"]: description for description in json.loads(TABLE.read_text(encoding="utf-8"))}
+    descriptions = []
+    for name in list_losses():
+        try:
+            descriptions.append(own[name] if _is_own(name) else describe_class(name, load_loss(name)))
+        except UserError as error:
+            descriptions.append({"name": name, "error": str(error)})
+    return descriptions
 
-    ``options`` are those with a default, ``without_default`` the names of the others. ``forwarded`` are the names of
-    those that there are because other options have their defaults, as those of the loss that the option ``base`` names.
-    ``equation`` and ``paper`` are None if the loss does not name them. A loss that cannot be used has only ``name`` and
-    ``error``.
+
+def describe_own_losses() -> list[dict[str, Any]]:
+    """Return :func:`describe_class` of the losses of this package: what the table holds."""
+    return [describe_class(name, load_loss(name)) for name in list_losses() if _is_own(name)]
+
+
+def _is_own(name: str) -> bool:
+    return find_loss(name).dist.name == "vl_plugins"
+
+
+def describe_class(name: str, loss: Callable) -> dict[str, Any]:
+    """Return the ``name``, ``summary``, ``options``, ``equation`` and ``paper`` of a loss.
+
+    ``options`` are those with a default, ``without_default`` the names of the others; ``equation`` and ``paper`` are
+    None if the loss does not name them.
     """
-    try:
-        loss = load_loss(name)
-        own, forwarded = own_and_forwarded_options(loss)
-    except UserError as error:
-        return {"name": name, "error": str(error)}
-    options = own | forwarded
+    options = constructor_options(loss)
     return {
         "name": name,
         "summary": (inspect.getdoc(loss) or "").partition("\n")[0],
         "options": {option: default for option, default in options.items() if default is not REQUIRED},
         "without_default": [option for option, default in options.items() if default is REQUIRED],
-        "forwarded": list(forwarded),
         "equation": getattr(loss, "equation", None),
         "paper": getattr(loss, "paper", None),
     }
@@ -65,36 +94,26 @@ def describe_loss(name: str) -> dict[str, Any]:
 
 def format_descriptions(descriptions: list[dict[str, Any]], width: int) -> str:
     """Return a paragraph for each loss, and one for the options that all losses of pytorch-metric-learning share."""
-    # Here, because every command imports this module and most need no torch.
-    from pytorch_metric_learning.losses import BaseMetricLossFunction
-
-    shared = constructor_options(BaseMetricLossFunction)
-    paragraphs = [_paragraph(description, shared, width) for description in descriptions]
-    footer = f"Options of every pytorch-metric-learning loss: {format_options(shared)} (None: the loss's own default)."
-    return "\n\n".join([*paragraphs, textwrap.fill(footer, width)])
+    footer = f"Options of every pytorch-metric-learning loss: {format_options(SHARED_OPTIONS)}"
+    footer = textwrap.fill(f"{footer} (None: the loss's own default).", width)
+    return "\n\n".join([*(_paragraph(description, width) for description in descriptions), footer])
 
 
-def _options(description: dict[str, Any], shared: dict[str, Any]) -> str:
-    options = dict.fromkeys(description["without_default"], REQUIRED)
-    options |= {name: default for name, default in description["options"].items() if name not in shared}
-    own = {name: default for name, default in options.items() if name not in description["forwarded"]}
-    forwarded = {name: default for name, default in options.items() if name in description["forwarded"]}
-    return format_options(own) + (f"; with these defaults also {format_options(forwarded)}" if forwarded else "")
-
-
-def _paragraph(description: dict[str, Any], shared: dict[str, Any], width: int) -> str:
+def _paragraph(description: dict[str, Any], width: int) -> str:
     if "error" in description:
         rows = {"error": description["error"]}
     else:
-        rows = {
-            "": description["summary"],
-            "options": _options(description, shared),
-            "equation": description["equation"],
-            "paper": description["paper"],
-        }
+        options = dict.fromkeys(description["without_default"], REQUIRED)
+        options |= {name: default for name, default in description["options"].items() if name not in SHARED_OPTIONS}
+        rows = {"": description["summary"], "options": format_options(options)}
+        rows |= {label: description[label] for label in ("equation", "paper")}
     lines = [description["name"]]
     for label, text in rows.items():
         if text:
             indent = "  " if not label else f"  {label:{LABEL_WIDTH}}"
             lines += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * len(indent))
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps(describe_own_losses(), indent=1) + "\n", encoding="utf-8")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.integrations.key_values import parse_key_values
-from vl_plugins.options import format_options
-from vl_plugins.utils.errors import UserError, check_device, check_name
+from vl_plugins.registry import create_loss, format_options, list_losses
+from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["register"]
 
@@ -133,6 +133,7 @@ def _run_attention(arguments: argparse.Namespace) -> None:
 
     shards = expand_shards(arguments.shards)  # before torch is imported
     from vl_plugins.integrations.open_clip import load_model
+    from vl_plugins.integrations.torch_files import check_device
     from vl_plugins.plots.attention import attended_images, plot_attention
     from vl_plugins.plots.figures import picture_file
 
@@ -301,9 +302,6 @@ def _plot_losses(arguments: argparse.Namespace, options: Mapping[str, Any]) -> N
                 "--loss-kwargs KEY=VALUE"
             )
     asked = _losses_with_options(arguments.losses)
-
-    from vl_plugins.registry import create_loss, list_losses
-
     for name, _ in asked:
         check_name("loss", name, list_losses())
     from vl_plugins.plots.gradients import plot_gradient_sizes

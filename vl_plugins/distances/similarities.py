@@ -1,15 +1,15 @@
-"""The similarities of :mod:`vl_plugins.functional.set_similarity` as pytorch-metric-learning distances."""
+"""The similarities of :mod:`vl_plugins.functional.set_similarity` as pytorch-metric-learning distances.
+
+All have the arguments of :class:`~vl_plugins.distances.base.SetDistance`. A hyper-parameter out of its range raises
+``ValueError``.
+"""
 
 import torch
 from torch import Tensor, nn
 
+from vl_plugins import functional
 from vl_plugins.distances.base import SetDistance
-from vl_plugins.functional import (
-    chamfer_similarity,
-    match_probability,
-    mil_similarity,
-)
-from vl_plugins.kernels import SET_BACKENDS, smooth_chamfer_similarity
+from vl_plugins.kernels import BACKENDS, pairwise_smooth_chamfer
 from vl_plugins.utils.checks import finite, positive
 from vl_plugins.utils.errors import check_name
 
@@ -21,11 +21,7 @@ class SmoothChamferSimilarity(SetDistance):
 
     Args:
         alpha: inverse temperature, > 0.
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
-        backend: see :func:`vl_plugins.kernels.smooth_chamfer_similarity`.
-
-    Raises:
-        ValueError: a hyper-parameter out of its range.
+        backend: see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
@@ -38,21 +34,17 @@ class SmoothChamferSimilarity(SetDistance):
     def __init__(self, alpha: float = 16.0, set_size: int = 1, backend: str | None = None, **kwargs):
         super().__init__(set_size, **kwargs)
         self.alpha = positive("alpha", alpha)
-        self.backend = None if backend is None else check_name("backend", backend, SET_BACKENDS)
+        self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
         self.add_to_recordable_attributes(name="alpha", is_stat=False)
 
-    def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        return smooth_chamfer_similarity(x, y, self.alpha, backend=self.backend, **options)
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool = False, **options) -> Tensor:
+        if paired:
+            return functional.smooth_chamfer_similarity(query_emb, ref_emb, self.alpha, paired=True, **options)
+        return pairwise_smooth_chamfer(query_emb, ref_emb, self.alpha, backend=self.backend, **options)
 
 
 class ChamferSimilarity(SetDistance):
     """Chamfer similarity of sets, see :func:`vl_plugins.functional.chamfer_similarity`.
-
-    Args:
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
-
-    Raises:
-        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, section 3.3.
@@ -61,18 +53,12 @@ class ChamferSimilarity(SetDistance):
     tensor([[0.7500]])
     """
 
-    def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        return chamfer_similarity(x, y, **options)
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
+        return functional.chamfer_similarity(query_emb, ref_emb, **options)
 
 
 class MILSimilarity(SetDistance):
     """Similarity of the closest pair of elements, see :func:`vl_plugins.functional.mil_similarity`.
-
-    Args:
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
-
-    Raises:
-        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Song and Soleymani 2019, Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval (PVSE).
@@ -81,8 +67,8 @@ class MILSimilarity(SetDistance):
     tensor([[1.]])
     """
 
-    def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        return mil_similarity(x, y, **options)
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
+        return functional.mil_similarity(query_emb, ref_emb, **options)
 
 
 class MatchProbability(SetDistance):
@@ -92,10 +78,6 @@ class MatchProbability(SetDistance):
         scale: by which cosines are multiplied; to start with, if it is learnable.
         shift: what is added, likewise.
         learnable: ``scale`` and ``shift`` are parameters: give those of the loss to the optimizer.
-        set_size, kwargs: see :class:`~vl_plugins.distances.base.SetDistance`, also for the shapes of embeddings.
-
-    Raises:
-        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Chun et al. 2021, Probabilistic Embeddings for Cross-Modal Retrieval (PCME).
@@ -110,5 +92,5 @@ class MatchProbability(SetDistance):
         for name, value in (("scale", finite("scale", scale)), ("shift", finite("shift", shift))):
             setattr(self, name, nn.Parameter(torch.tensor(value)) if learnable else value)
 
-    def similarity(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        return match_probability(x, y, self.scale, self.shift, **options)
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
+        return functional.match_probability(query_emb, ref_emb, self.scale, self.shift, **options)

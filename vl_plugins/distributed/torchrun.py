@@ -1,4 +1,4 @@
-"""Processes that ``torchrun`` has started: joining them, agreeing, leaving."""
+"""Processes started by ``torchrun``: joining and leaving their group, and waiting for the first one."""
 
 import os
 import time
@@ -11,25 +11,24 @@ SECONDS_FOR_THREADS = 0.2
 
 
 def start_processes() -> tuple[int, int]:
-    """Join the processes that ``torchrun`` has started, if it has.
+    """Initialize the process group if ``torchrun`` has started several processes.
 
     Returns:
-        The number of this process and how many there are: (0, 1) without ``torchrun``.
+        Rank and number of processes: (0, 1) without ``torchrun``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     if not distributed.is_initialized():
-        # Embeddings are gathered in the memory of the machine: all of them need not fit beside a model.
+        # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
         distributed.init_process_group("gloo")
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def stop_processes() -> None:
-    """Leave the processes that this one has joined, if it has.
+    """Destroy the process group if there is one.
 
-    gloo's threads drop what they have sent after the sender goes on, and take the GIL for that. Without
-    pytorch/pytorch#154976, of June 2025, the GIL is kept while they are waited for: for ever where one of them is not
-    done. So they are let through first.
+    gloo's threads free what they have sent only later, and need the GIL for that. Before pytorch/pytorch#154976 (June
+    2025), destroying the group waited for these threads while it held the GIL: a deadlock. So they get time to finish.
     """
     if distributed.is_initialized():
         time.sleep(SECONDS_FOR_THREADS)
@@ -37,9 +36,9 @@ def stop_processes() -> None:
 
 
 def agree_to_begin(begin: bool = False) -> bool:
-    """Return in all processes what the first one says."""
+    """Return the argument of the first process in all processes."""
     if not distributed.is_initialized():
         return begin
-    said = [begin]
-    distributed.broadcast_object_list(said, 0)
-    return said[0]
+    answer = [begin]
+    distributed.broadcast_object_list(answer, 0)
+    return answer[0]

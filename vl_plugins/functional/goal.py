@@ -165,20 +165,19 @@ def goal_loss(
         hardest, index = hardest_negatives(similarities, negative_mask)  # (A,)
         exists = hardest != -torch.inf
         hardest = hardest.masked_fill(~exists, 0)
-        if mining == "hardest":
-            s_p, s_n, valid = s_p[None], hardest[anchors][None], exists[anchors][None]  # (1, M)
-        else:
-            s_p, s_n, valid = s_p[None], similarities[anchors].T, negative_mask[anchors].T  # (C, M)
         terms = None
         if objective.is_relative:
             with torch.no_grad():
-                floor = s_p.min() - objective.eps
-                statistics = relative_negatives(objective, similarities, negative_mask, hardest, index, floor)
-                terms = RelativeTerms(
-                    relative_positives(objective, s_p[0], hardest[anchors]),
-                    statistics.mean(objective, s_n, anchors),
-                )
-        return objective_losses(objective, s_p, s_n, valid, terms).sum(dim=0)
+                to_positives = relative_positives(objective, s_p, hardest[anchors])
+                to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
+        if mining == "hardest":
+            if objective.is_relative:
+                terms = RelativeTerms(to_positives, to_negatives.gather(1, index[:, None])[anchors, 0])
+            return objective_losses(objective, s_p, hardest[anchors], exists[anchors], terms)
+        if objective.is_relative:
+            terms = RelativeTerms(to_positives[:, None], to_negatives[anchors])
+        losses = objective_losses(objective, s_p[:, None], similarities[anchors], negative_mask[anchors], terms)
+        return losses.sum(dim=1)
 
     return reduce_positive_pairs(
         anchor_loss, similarities, positive_mask, negative_mask, symmetric=symmetric, reduction=reduction
@@ -215,14 +214,12 @@ def goal_triplet_loss(
             positive_mask, negative_mask = torch.zeros(2, *similarities.shape, dtype=torch.bool, device=s_p.device)
             positive_mask[anchors, positives] = True
             negative_mask[anchors, negatives] = True
-            hardest, index = hardest_negatives(similarities, negative_mask)
-            hardest = hardest.masked_fill(hardest == -torch.inf, 0)
-            floor = s_p.min() - objective.eps
-            statistics = relative_negatives(objective, similarities, negative_mask, hardest, index, floor)
             rows, _ = torch.where(positive_mask)
+            hardest, _ = hardest_negatives(similarities, negative_mask)
             to_positives = torch.zeros_like(similarities)
             to_positives[positive_mask] = relative_positives(objective, similarities[positive_mask], hardest[rows])
-            terms = RelativeTerms(to_positives[anchors, positives], statistics.mean(objective, s_n, anchors))
+            to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
+            terms = RelativeTerms(to_positives[anchors, positives], to_negatives[anchors, negatives])
     losses = objective_losses(objective, s_p, s_n, torch.ones_like(anchors, dtype=torch.bool), terms)
     return losses + zero_or_nan(similarities)
 
@@ -249,16 +246,10 @@ def triplet_weight(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
 
 
 def triplet_violation(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
-    r"""Return V, the value that :func:`goal_loss` reports for a triplet.
+    r"""Return V, the value that :func:`goal_loss` reports for a triplet, with the arguments of :func:`triplet_weight`.
 
-    ====  ==================================================================================
-    con   :math:`\max(0, m + s_n - s_p)`
-    nca   :math:`\log(1 + e^{\tau (s_n - s_p)}) / \tau`
-    cir   :math:`\log(1 + e^{\tau (s_n^2 - s_p (2 - s_p) + \mathrm{offset})}) / \tau`
-    ====  ==================================================================================
-
-    Args:
-        s_p, s_n, objective: see :func:`triplet_weight`.
+    That is :math:`\max(0, m + s_n - s_p)` for con, and :math:`\log(1 + e^a) / \tau` for nca and cir, where :math:`a` is
+    the argument of :math:`\sigma` in the triplet weight.
 
     >>> triplet_violation(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), Objective("con"))
     tensor([0.0000, 0.2000])
@@ -372,63 +363,29 @@ def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part:
     return terms.masked_fill_(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp_min(1)
 
 
-class NegativeStatistics(NamedTuple):
-    """What m- of a pair takes of all negatives R of its anchor with R > floor, (A,) each.
+def relative_negatives(objective: Objective, similarities: Tensor, negative_mask: Tensor, floor: Tensor) -> Tensor:
+    """Return m- of all pairs, (A, C): the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms.
 
-    Attributes:
-        hardest: the largest similarity of any negative.
-        count: how many there are above the floor.
-        rest: the sum of exp(beta (R - hardest)), or of R for lin_ms, over those but the hardest.
-        floor: 0-D.
-    """
-
-    hardest: Tensor
-    count: Tensor
-    rest: Tensor
-    floor: Tensor
-
-    def mean(self, objective: Objective, s_n: Tensor, anchors: Tensor) -> Tensor:
-        """Return m-: the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms, over the others above the floor.
-
-        Args:
-            objective: of sig_ms or lin_ms.
-            s_n: (..., M), similarities to negatives.
-            anchors: (M,), indices of their anchors.
-
-        Returns:
-            (..., M), 0 without others.
-        """
-        hardest, count, rest = (values[anchors] for values in self[:3])
-        is_hardest, is_chosen = s_n == hardest, s_n > self.floor
-        others = count - is_chosen.to(count.dtype)
-        if objective.pair_weight == "lin_ms":
-            own, first = s_n, hardest
-        else:
-            own, first = (objective.beta * (s_n - hardest)).exp(), torch.ones_like(hardest)
-        # Without the hardest, the largest of all terms, nothing is lost by a difference.
-        total = torch.where(is_hardest, rest, rest + first * (hardest > self.floor) - own * is_chosen)
-        mean = total / others.clamp_min(1)
-        mean = s_n - mean if objective.pair_weight == "lin_ms" else mean * (objective.beta * (hardest - s_n)).exp()
-        return torch.where(others > 0, mean, 0)
-
-
-def relative_negatives(
-    objective: Objective, similarities: Tensor, negative_mask: Tensor, hardest: Tensor, index: Tensor, floor: Tensor
-) -> NegativeStatistics:
-    """Sum up the negatives of each row.
+    It goes over the other negatives R > floor of the anchor, and is 0 without any.
 
     Args:
         objective: of sig_ms or lin_ms.
         similarities: (A, C).
         negative_mask: (A, C), bool.
-        hardest: (A,), the largest similarity to a negative; any number without one.
-        index: (A,), its column.
         floor: 0-D, eps below the least similar positive of the batch.
     """
     chosen = negative_mask & (similarities > floor)
-    count = chosen.sum(dim=1)
-    chosen.scatter_(1, index[:, None], False)
-    terms = similarities
-    if objective.pair_weight == "sig_ms":
-        terms = (objective.beta * (similarities - hardest[:, None])).exp()
-    return NegativeStatistics(hardest, count, terms.masked_fill(~chosen, 0).sum(dim=1), floor)
+    others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
+    if objective.pair_weight == "lin_ms":
+        terms = similarities.masked_fill(~chosen, 0)
+        mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp_min(1)
+    else:
+        hardest, index = hardest_negatives(similarities, negative_mask)
+        hardest, index = hardest.masked_fill(hardest == -torch.inf, 0)[:, None], index[:, None]
+        exponents = objective.beta * (similarities - hardest)
+        terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
+        rest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
+        # The difference would lose what is small beside the hardest, but that is not subtracted from itself.
+        total = torch.where(similarities == hardest, rest, terms.gather(1, index) + rest - terms)
+        mean = total / others.clamp_min(1) * (-exponents).exp()
+    return torch.where(others > 0, mean, 0)

@@ -16,15 +16,10 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
 
     It is 0 for a confidence of 0 and the whole margin for 1. :func:`~vl_plugins.functional.unified.unified_loss` takes
     it per anchor or per pair (Eq. 26-27), and so does :class:`~vl_plugins.losses.unified.UnifiedLoss`, set before each
-    call; for confidences (B,) of the batch's image-text pairs::
-
-        unified_loss(similarities, positive_mask, negative_mask, margin=soft_margin(confidence))
-
-        loss.margin = soft_margin(confidence)
-        loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    call: ``loss.margin = soft_margin(confidence)``, with the confidences (B,) of the batch's image-text pairs.
 
     Args:
-        confidence: y, that a pair matches, [0, 1]; any shape. This is not checked.
+        confidence: y, that a pair matches, [0, 1], which is not checked; any shape.
         margin: m, that of a pair which matches for certain.
         base: b > 1; the larger, the more confidence a pair needs.
 

@@ -1,12 +1,12 @@
 """A polynomial of similarities."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
+
+from vl_plugins.utils.checks import finite
 
 __all__ = ["Polynomial"]
 
@@ -37,22 +37,15 @@ class Polynomial:
     coefficients: Sequence[float]
 
     def __post_init__(self):
-        try:
-            coefficients = tuple(self.coefficients)
-        except TypeError:
-            coefficients = ()
-        if not coefficients or not all(map(_is_finite_number, coefficients)):
+        if not isinstance(self.coefficients, Sequence) or not self.coefficients:
             raise ValueError(f"coefficients must be one or more finite numbers, got {self.coefficients!r}")
-        object.__setattr__(self, "coefficients", tuple(map(float, coefficients)))  # a frozen dataclass allows no other
+        coefficients = tuple(finite("coefficients", value) for value in self.coefficients)
+        object.__setattr__(self, "coefficients", coefficients)  # a frozen dataclass allows no other way
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the polynomial of each element, in the shape of ``x``."""
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the polynomial of each element, in the shape of ``values``."""
         *lower, highest = self.coefficients
-        value = torch.full_like(x, highest)
+        result = torch.full_like(values, highest)
         for coefficient in reversed(lower):  # Horner
-            value = value * x + coefficient
-        return value
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            result = result * values + coefficient
+        return result

@@ -1,24 +1,19 @@
 """Terms that spread embeddings out, or bring two clouds of them together."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision, zero_or_nan
-from vl_plugins.utils.eager import eager
+from vl_plugins.functional.sets import masked_sets
 from vl_plugins.utils.errors import check_name
 
 __all__ = ["circular_variance", "diversity_loss", "mmd_loss", "uniformity_loss"]
 
-REDUCTIONS = ("mean", "sum", "none")
-KERNELS_AT_ONCE = 2**22  # 16 MiB in float32
-LEAST_NORM = 1e-12  # as in torch's normalize
-# A squared distance from a Gram matrix is off by a few eps of the squared norms; below this it is only rounding.
-ROUNDING = 32
+ROUNDING = 32  # times eps and the squared norms: the error of a squared distance from dot products
 
 
-def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False) -> Tensor:
+def mmd_loss(embeddings: Tensor, ref_emb: Tensor, gamma: float = 0.5, *, squared: bool = False) -> Tensor:
     r"""Maximum mean discrepancy of two clouds of vectors, squared, by its biased estimator.
 
     .. math::
@@ -26,15 +21,13 @@ def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False)
         \qquad k(x, y) = e^{-\gamma \lVert x - y \rVert}
 
     over all pairs, a vector and itself included. It is 0 if the clouds have the same vectors in the same proportions.
-    Vectors are taken as they are, not normalised; sets are passed as the cloud of their elements, (B * K, D).
-
-    Memory is that of x and y, and of blocks of the kernel of a fixed size. Value and gradients are computed together;
-    there are no second derivatives, and ``create_graph=True`` is refused. Coinciding vectors do not move each other; in
-    float32, those count as coinciding whose distance is below 0.003 of their distance from the mean of both clouds.
+    Vectors are taken as they are, not normalized; sets are passed as the cloud of their elements, (B * K, D). Memory is
+    several numbers per pair. Coinciding vectors do not move each other; in float32, those count as coinciding whose
+    distance is below 0.003 of their distance from the mean of both clouds.
 
     Args:
-        x: (M, D).
-        y: (N, D).
+        embeddings: (M, D).
+        ref_emb: (N, D).
         gamma: of the kernel, > 0, by unit of distance, or of squared distance.
         squared: the Gaussian kernel :math:`e^{-\gamma \lVert x - y \rVert^2}` instead.
 
@@ -48,28 +41,39 @@ def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False)
         Gretton et al. 2012, A Kernel Two-Sample Test, Eq. 5; Kim et al. 2023, Improving Cross-Modal Retrieval with Set
         of Diverse Embeddings, section 3.4, whose code has these defaults.
 
-    >>> x, y = torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]])
-    >>> mmd_loss(x, y)  # 2 - 2 exp(-0.5 * 5)
+    >>> mmd_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]))  # 2 - 2 exp(-0.5 * 5)
     tensor(1.8358)
     """
-    for name, cloud in (("x", x), ("y", y)):
-        if cloud.ndim != 2:
-            raise ValueError(f"{name} must have the shape (vectors, dimension), got {tuple(cloud.shape)}")
-    for what, expected, actual in (("dimension", x.shape[1], y.shape[1]), ("device", x.device, y.device)):
-        if actual != expected:
-            raise ValueError(f"y must have the {what} of x, {expected}, got {actual}")
-    x, y = full_precision(x, y)
-    value = zero_or_nan(x) + zero_or_nan(y)
-    if len(x) == 0 or len(y) == 0:
-        return value
-    with torch.autocast(x.device.type, enabled=False):
-        return value + eager()(_MeanDiscrepancy.apply, x, y, gamma, squared)
+    if embeddings.ndim != 2 or ref_emb.ndim != 2 or embeddings.shape[1] != ref_emb.shape[1]:
+        shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
+        raise ValueError(f"embeddings and ref_emb must have the shapes (M, D) and (N, D), got {shapes}")
+    if ref_emb.device != embeddings.device:
+        raise ValueError(f"ref_emb must have the device of embeddings, {embeddings.device}, got {ref_emb.device}")
+    embeddings, ref_emb = full_precision(embeddings, ref_emb)
+    zero = zero_or_nan(embeddings) + zero_or_nan(ref_emb)
+    if len(embeddings) == 0 or len(ref_emb) == 0:
+        return zero
+    center = (embeddings.mean(dim=0) + ref_emb.mean(dim=0)) / 2  # near vectors far from zero would round to the same
+    x, y = embeddings - center, ref_emb - center
+    within = _mean_kernel(x, x, gamma, squared) + _mean_kernel(y, y, gamma, squared)
+    return (within - 2 * _mean_kernel(x, y, gamma, squared)).clamp(min=0) + zero
+
+
+def _mean_kernel(x: Tensor, y: Tensor, gamma: float, squared: bool) -> Tensor:
+    """Return the mean of k(x, y) - 1 over all pairs: the ones cancel, and would drown what is left."""
+    squared_norms = x.square().sum(dim=1)[:, None] + y.square().sum(dim=1)
+    distances = squared_norms - 2 * _products(x, y)
+    if not squared:
+        coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * squared_norms
+        # The derivatives of a root are infinite at 0.
+        distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
+    return (-gamma * distances).expm1().mean()
 
 
 def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2.0, reduction: str = "mean") -> Tensor:
     r"""How near the elements of one set are to each other: 1 where they coincide.
 
-    Of an item with the K elements x, L2-normalised here, it is the mean over pairs of different elements
+    Of an item with the K elements x, L2-normalized here, it is the mean over pairs of different elements
 
     .. math:: \frac{1}{K (K - 1)} \sum_{x \ne x'} e^{-2 \lVert x - x' \rVert^2}
 
@@ -77,14 +81,14 @@ def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2
 
     Args:
         sets: (B, K, D).
-        mask: (B, K), bool, True where an element belongs to the set; all do if left out.
+        mask: (B, K), bool: the elements that are in the set; all of them if left out.
         scale: 2 in the formula, > 0.
-        reduction: ``"mean"`` over the items with two elements or more, each counting the same, however many it has;
-            ``"sum"``; or ``"none"`` for one value per item, (B,), 0 for one with fewer elements.
+        reduction: ``"mean"`` over the items with two elements or more; ``"sum"``; or ``"none"`` for one value per item,
+            (B,), 0 for one with fewer elements.
 
     Returns:
-        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], or exactly 0 where no item has two
-        elements. NaN if any element of a set is not finite.
+        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], or 0 if no item has two elements. NaN if
+        any element of a set is not finite.
 
     Raises:
         ValueError: wrong shape, type or device, or an unknown reduction.
@@ -96,9 +100,9 @@ def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2
     >>> diversity_loss(sets, reduction="none")  # exp(-2 * 2) and exp(0)
     tensor([0.0183, 1.0000])
     """
-    check_name("reduction", reduction, REDUCTIONS)
-    sets, mask = _checked_sets(sets, mask)
-    units = _units(sets)
+    check_name("reduction", reduction, ("mean", "sum", "none"))
+    sets, mask = masked_sets(sets, mask)
+    units = unit_vectors(sets)
     pairs = mask[:, :, None] & mask[:, None, :]  # (B, K, K)
     pairs.diagonal(dim1=1, dim2=2).fill_(False)
     number_of_pairs = pairs.sum(dim=(1, 2))
@@ -116,13 +120,12 @@ def uniformity_loss(embeddings: Tensor, t: float = 2.0, *, mask: Tensor | None =
 
     .. math:: \log \frac{1}{|P|} \sum_{(x, x') \in P} e^{-t \lVert x - x' \rVert^2}
 
-    P are the pairs of embeddings of different items, L2-normalised here; of sets, the pairs of their elements. Memory
-    is one number for each pair.
+    P are the pairs of embeddings of different items, L2-normalized here; of sets, the pairs of their elements.
 
     Args:
         embeddings: (B, D), or sets (B, K, D).
         t: of the kernel, > 0.
-        mask: (B, K), bool, True where an element belongs to the set; all do if left out.
+        mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
         A scalar in [-4 t, 0], float32 or float64; 0 with fewer than two items. NaN if any embedding or element of a set
@@ -140,8 +143,8 @@ def uniformity_loss(embeddings: Tensor, t: float = 2.0, *, mask: Tensor | None =
     """
     if embeddings.ndim == 2 and mask is None:
         embeddings = embeddings[:, None]
-    sets, mask = _checked_sets(embeddings, mask)
-    elements = _units(sets)[mask]  # (P, D)
+    sets, mask = masked_sets(embeddings, mask)
+    elements = unit_vectors(sets)[mask]  # (P, D)
     items = torch.where(mask)[0]
     others = items[:, None] != items
     number_of_pairs = others.sum()
@@ -157,11 +160,11 @@ def circular_variance(sets: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
     .. math:: 1 - \Bigl\lVert \frac{1}{K} \sum_x x \Bigr\rVert
 
-    The elements x are L2-normalised here. A set whose elements point the same way has 0, one whose elements cancel 1.
+    The elements x are L2-normalized here. A set whose elements point the same way has 0, one whose elements cancel 1.
 
     Args:
         sets: (B, K, D).
-        mask: (B, K), bool, True where an element belongs to the set; all do if left out.
+        mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
         (B,), in [0, 1], float32 or float64; 0 for a set without elements. NaN for one with an element that is not
@@ -176,96 +179,12 @@ def circular_variance(sets: Tensor, *, mask: Tensor | None = None) -> Tensor:
     >>> circular_variance(torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[1.0, 0.0], [-1.0, 0.0]]]))
     tensor([0., 1.])
     """
-    sets, mask = _checked_sets(sets, mask)
+    sets, mask = masked_sets(sets, mask)
     number_of_elements = mask.sum(dim=1)
-    lengths = (_units(sets).sum(dim=1) / number_of_elements.clamp(min=1)[:, None]).norm(dim=-1)
+    lengths = (unit_vectors(sets).sum(dim=1) / number_of_elements.clamp(min=1)[:, None]).norm(dim=-1)
     return (1 - lengths).clamp(0, 1).where(number_of_elements > 0, 0.0)
-
-
-def _checked_sets(sets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sets in float32 at least, zero where an element is none of the set, and the mask of the elements."""
-    if sets.ndim != 3:
-        raise ValueError(f"sets must have the shape (items, elements, dimension), got {tuple(sets.shape)}")
-    (sets,) = full_precision(sets)
-    if mask is None:
-        return sets, torch.ones(sets.shape[:2], dtype=torch.bool, device=sets.device)
-    for what, expected, actual in (
-        ("shape", tuple(sets.shape[:2]), tuple(mask.shape)),
-        ("dtype", torch.bool, mask.dtype),
-        ("device", sets.device, mask.device),
-    ):
-        if actual != expected:
-            raise ValueError(f"mask must have the {what} {expected}, got {actual}")
-    return sets.masked_fill(~mask[..., None], 0.0), mask
-
-
-def _units(vectors: Tensor) -> Tensor:
-    """Return the vectors L2-normalised; one without a direction stays zero, and has no gradient."""
-    norms = vectors.norm(dim=-1, keepdim=True)
-    return vectors / norms.masked_fill(norms < LEAST_NORM, float("inf"))
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         return x @ y.mT
-
-
-class _MeanDiscrepancy(torch.autograd.Function):
-    """Of a scalar, the gradients cost little more where it is computed, and no block of the kernel has to be kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, gamma: float, squared: bool) -> Tensor:
-        center = (x.mean(dim=0) + y.mean(dim=0)) / 2  # near vectors far from zero would round to the same
-        x, y = x - center, y - center
-        needed = ctx.needs_input_grad
-        of_x, gradient_x = _own_minus_other(x, y, gamma, squared, needed[0])
-        of_y, gradient_y = _own_minus_other(y, x, gamma, squared, needed[1])
-        ctx.save_for_backward(gradient_x, gradient_y)
-        return (of_x + of_y).clamp(min=0)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # by create_graph; the gradients are constants, and so would come out wrong
-            raise RuntimeError("mmd_loss has no second derivatives: leave out create_graph=True")
-        gradients = (None if gradient is None else upstream * gradient for gradient in ctx.saved_tensors)
-        return *gradients, None, None
-
-
-def _own_minus_other(
-    x: Tensor, y: Tensor, gamma: float, squared: bool, needs_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the mean of k(x, x') minus that of k(x, y), and the gradient by x of this and its counterpart for y."""
-    own, own_gradient = _mean_kernel(x, x, gamma, squared, needs_gradient)
-    other, other_gradient = _mean_kernel(x, y, gamma, squared, needs_gradient)
-    # Each pair is met twice: (x, x') and (x', x), or here and in the counterpart.
-    return own - other, 2 * (own_gradient - other_gradient) if needs_gradient else None
-
-
-def _mean_kernel(
-    x: Tensor, y: Tensor, gamma: float, squared: bool, needs_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the mean of k(x, y) - 1 over all pairs, and its gradient by x; a vector of x and itself has none."""
-    x_norms, y_norms = x.square().sum(dim=1, keepdim=True), y.square().sum(dim=1)
-    total = x.new_zeros(())
-    gradients = []
-    places = torch.arange(len(y), device=y.device)
-    rows_at_once = max(1, KERNELS_AT_ONCE // len(y))
-    for start in range(0, len(x), rows_at_once):
-        rows = x[start : start + rows_at_once]
-        norms = x_norms[start : start + rows_at_once] + y_norms
-        distances = torch.addmm(norms, rows, y.T, alpha=-2)  # squared, (R, N)
-        coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * norms
-        if x is y:
-            coincide |= places[start : start + rows_at_once, None] == places
-        distances = distances.masked_fill(coincide, 0.0)
-        if not squared:
-            distances = distances.sqrt()
-        exponents = -gamma * distances
-        total = total + exponents.expm1().sum()  # the ones cancel, and would drown what is left
-        if needs_gradient:
-            pulls = -gamma * exponents.exp()  # (R, N), the gradient is their sum over x - y
-            pulls = 2 * pulls if squared else pulls / distances
-            pulls = pulls.masked_fill(coincide, 0.0)
-            gradients.append(pulls.sum(dim=1, keepdim=True) * rows - pulls @ y)
-    pairs = len(x) * len(y)
-    return total / pairs, torch.cat(gradients) / pairs if needs_gradient else None

@@ -1,7 +1,5 @@
 """Triplet losses: hardest negative and sum over all negatives."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -60,21 +58,14 @@ def triplet_hn_loss(
     >>> triplet_hn_loss(similarities, positives, ~positives, margin=0.2, reduction="none")
     tensor([0.4000, 0.0000])
     """
+
+    def anchor_loss(similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor) -> Tensor:
+        hardest, _ = hardest_negatives(similarities, negative_mask)  # (A,)
+        return triplet_margin(similarities[anchors, positives], hardest[anchors], margin)
+
     return reduce_positive_pairs(
-        partial(_hardest_negative, margin=margin),
-        similarities,
-        positive_mask,
-        negative_mask,
-        symmetric=symmetric,
-        reduction=reduction,
+        anchor_loss, similarities, positive_mask, negative_mask, symmetric=symmetric, reduction=reduction
     )
-
-
-def _hardest_negative(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, margin: float
-) -> Tensor:
-    hardest, _ = hardest_negatives(similarities, negative_mask)  # (A,)
-    return triplet_margin(similarities[anchors, positives], hardest[anchors], margin)
 
 
 def hardest_negatives(similarities: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,22 +91,8 @@ def triplet_sh_loss(
 
     .. math:: \ell_{ip} = \sum_{n \in N_i} \max(0, m + S_{in} - S_{ip})
 
-    Memory is one row of candidates per positive pair, M x C.
-
-    Args:
-        similarities: (A, C), anchors x candidates, larger is closer.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
-        margin: by how much the positive should be closer than each negative.
-        symmetric: rows and columns are anchors; otherwise rows only.
-        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
-            the order of ``torch.where(positive_mask)``.
-
-    Returns:
-        A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.
-
-    Raises:
-        ValueError: wrong shape, type, device or reduction.
+    Memory is one row of candidates per positive pair, M x C. Arguments, result and errors are those of
+    :func:`triplet_hn_loss`.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
@@ -125,19 +102,12 @@ def triplet_sh_loss(
     >>> triplet_sh_loss(similarities, positives, ~positives, margin=0.2, symmetric=False)
     tensor(0.4000)
     """
+
+    def anchor_loss(similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor) -> Tensor:
+        anchor_positive = similarities[anchors, positives]  # (M,)
+        hinges = triplet_margin(anchor_positive[:, None], similarities[anchors], margin)  # (M, C)
+        return hinges.masked_fill(~negative_mask[anchors], 0).sum(dim=1)
+
     return reduce_positive_pairs(
-        partial(_all_negatives, margin=margin),
-        similarities,
-        positive_mask,
-        negative_mask,
-        symmetric=symmetric,
-        reduction=reduction,
+        anchor_loss, similarities, positive_mask, negative_mask, symmetric=symmetric, reduction=reduction
     )
-
-
-def _all_negatives(
-    similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, *, margin: float
-) -> Tensor:
-    anchor_positive = similarities[anchors, positives]  # (M,)
-    hinges = triplet_margin(anchor_positive[:, None], similarities[anchors], margin)  # (M, C)
-    return hinges.masked_fill(~negative_mask[anchors], 0).sum(dim=1)

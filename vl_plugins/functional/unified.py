@@ -120,22 +120,8 @@ def vlc_loss(
     r"""Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss (Eq. 3-4).
 
     :func:`unified_loss` with margin 0, times the scale (Eq. 7). With one positive per row and column, ``"mean"`` is
-    the sum of the two cross entropies of ``scale * similarities``, by row and by column.
-
-    Args:
-        similarities: (A, C), anchors x candidates, larger is closer.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
-        scale: gamma > 0, the inverse temperature; a number, or a tensor of one element, which receives a gradient.
-        symmetric: rows and columns are anchors; otherwise rows only.
-        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
-            the order of ``torch.where(positive_mask)``.
-
-    Returns:
-        A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.
-
-    Raises:
-        ValueError: wrong shape, type, device or reduction.
+    the sum of the two cross entropies of ``scale * similarities``, by row and by column. Arguments, result and errors
+    are those of :func:`unified_loss`.
 
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval.

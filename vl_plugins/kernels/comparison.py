@@ -18,6 +18,7 @@ __all__ = [
     "EmbeddingPair",
     "LogSumExps",
     "PairLabels",
+    "add_normalization_gradient",
     "check_embeddings",
     "choose_backend",
     "differentiable_gradients",
@@ -206,12 +207,12 @@ class EmbeddingPair:
         """Add the gradients of :meth:`similarities_of_pairs`, for constant norms, to (A, D) and (C, D) in place."""
         if self.inverse_norms is not None:
             upstream = upstream * self.inverse_norms[rows] * self.ref_inverse_norms[columns]
-        for part in row_blocks(len(rows), self.embeddings.shape[1], rows.device):
-            weights = upstream[part, None]
-            if grad is not None:
-                grad.index_add_(0, rows[part], weights * self.ref_emb[columns[part]])
-            if ref_grad is not None:
-                ref_grad.index_add_(0, columns[part], weights * self.embeddings[rows[part]])
+        shape = len(self.embeddings), len(self.ref_emb)
+        weights = torch.sparse_coo_tensor(torch.stack([rows, columns]), upstream, shape, check_invariants=False)
+        if grad is not None:
+            torch.addmm(grad, weights, self.ref_emb.to(grad.dtype), out=grad)
+        if ref_grad is not None:
+            torch.addmm(ref_grad, weights.t(), self.embeddings.to(ref_grad.dtype), out=ref_grad)
 
     def finish_gradients(self, grad: Tensor | None, ref_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Turn gradients for constant norms into those of the normalized embeddings, in place."""
@@ -220,10 +221,15 @@ class EmbeddingPair:
             (ref_grad, self.ref_emb, self.ref_inverse_norms),
         ):
             if gradient is not None and factors is not None:
-                # The part along the vector itself only changes its norm.
-                radial = (gradient * vectors).sum(1).mul_(factors).mul_(factors)
-                gradient.addcmul_(vectors.to(gradient), radial[:, None], value=-1)
+                add_normalization_gradient(gradient, vectors, factors)
         return grad, ref_grad
+
+
+def add_normalization_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor) -> None:
+    """Turn the gradient by vectors of constant norm, (N, D), in place into that by vectors with these inverse norms."""
+    # The part along a vector itself only changes its norm.
+    radial = (gradient * vectors).sum(1).mul_(factors).mul_(factors)
+    gradient.addcmul_(vectors.to(gradient), radial[:, None], value=-1)
 
 
 def differentiable_gradients(

@@ -9,9 +9,9 @@ from torch import Tensor
 from vl_plugins.functional.goal import Objective, RelativeTerms, relative_negatives, relative_positives
 from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.functional.triplet import hardest_negatives as hardest_of_rows
 from vl_plugins.kernels.comparison import (
     EmbeddingPair,
+    PairLabels,
     check_embeddings,
     choose_backend,
     differentiable_gradients,
@@ -19,7 +19,7 @@ from vl_plugins.kernels.comparison import (
 )
 from vl_plugins.utils.eager import eager
 
-__all__ = ["HardestNegatives", "hardest_negatives"]
+__all__ = ["HardestNegatives", "mine_hardest_negatives"]
 
 
 class HardestNegatives(NamedTuple):
@@ -41,7 +41,7 @@ class HardestNegatives(NamedTuple):
     zero: Tensor
 
 
-def hardest_negatives(
+def mine_hardest_negatives(
     embeddings: Tensor,
     ref_emb: Tensor,
     labels: Tensor,
@@ -50,6 +50,7 @@ def hardest_negatives(
     *,
     objective: Objective | None = None,
     normalize: bool = True,
+    same_set: bool = False,
     symmetric: bool = True,
     backend: str | None = None,
 ) -> HardestNegatives:
@@ -62,9 +63,11 @@ def hardest_negatives(
         ref_emb: (C, D).
         labels: (A,), integers.
         ref_labels: (C,), integers.
-        pairs: rows and columns of the positive pairs, (M,) each.
+        pairs: rows, ascending, and columns of the positive pairs, all pairs of equal labels, (M,) each, see
+            :func:`~vl_plugins.kernels.comparison.equal_label_pairs`.
         objective: of GOAL; with relative weights ``terms`` are computed.
         normalize: compare by cosine, otherwise by dot product. A zero vector has the cosine 0 to any other.
+        same_set: ``ref_emb`` is ``embeddings``, and ``pairs`` are without those of an item and itself.
         symmetric: columns are anchors too.
         backend: see :data:`~vl_plugins.kernels.comparison.BACKENDS`; ``dense`` is the same as ``tiled``.
 
@@ -77,68 +80,86 @@ def hardest_negatives(
     """
     check_embeddings(embeddings, ref_emb, labels, ref_labels)
     backend = choose_backend(backend, embeddings, ref_emb, name="hardest negatives")
-    return eager()(_compare, embeddings, ref_emb, labels, ref_labels, pairs, objective, normalize, symmetric, backend)
+    pair_labels = PairLabels(labels, ref_labels, *pairs, same_set)
+    return eager()(_mine, embeddings, ref_emb, pair_labels, objective, normalize, symmetric, backend)
 
 
-def _compare(embeddings, ref_emb, labels, ref_labels, pairs, objective, normalize, symmetric, backend):
+def _mine(
+    embeddings: Tensor,
+    ref_emb: Tensor,
+    labels: PairLabels,
+    objective: Objective | None,
+    normalize: bool,
+    symmetric: bool,
+    backend: str,
+) -> HardestNegatives:
     pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize, keep_half=backend == "triton")
+    rows, columns, count = labels.rows, labels.columns, len(labels.rows)
+    if count == 0:
+        none = torch.zeros(2 if symmetric else 1, 0, dtype=pair.dtype, device=embeddings.device)
+        return HardestNegatives(none[0], none, none.bool(), None, pair.zero_or_nan)
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         search = _search
         if backend == "triton":
             from vl_plugins.kernels.triton_hardest_negatives import search  # here, because Triton is optional
-        hardest, ref_hardest = search(pair, labels, ref_labels, symmetric=symmetric)
-        (rows, columns), count = pairs, len(pairs[0])
+        positives, hardest, ref_hardest = search(pair, labels, symmetric=symmetric)
         # Of each positive pair, and of the hardest negatives of its row and its column.
-        all_rows, all_columns = [rows, rows], [columns, hardest[1][rows]]
+        values, all_rows, all_columns = [positives, hardest[0][rows]], [rows, rows], [columns, hardest[1][rows]]
         if symmetric:
+            values.append(ref_hardest[0][columns])
             all_rows, all_columns = [*all_rows, ref_hardest[1][columns]], [*all_columns, columns]
-    similarities, zero = _PairSimilarities.apply(
-        embeddings, ref_emb, pair, torch.cat(all_rows), torch.cat(all_columns), normalize
-    )
-    s_p, s_n = similarities[:count], similarities[count:].view(2 if symmetric else 1, count)
-    values = [hardest[0][rows]] + ([ref_hardest[0][columns]] if symmetric else [])
-    exists = torch.stack(values) != -torch.inf
+        values, all_rows, all_columns = map(torch.cat, (values, all_rows, all_columns))
+    values, zero = _PairSimilarities.apply(embeddings, ref_emb, pair, values, all_rows, all_columns, normalize)
+    s_p, s_n = values[:count], values[count:].view(-1, count)
+    exists = s_n.detach() != -torch.inf
     s_n = torch.where(exists, s_n, 0)
     terms = None
     if objective is not None and objective.is_relative:
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            terms = _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_hardest, s_p, s_n)
+            terms = _relative_terms(objective, pair, labels, hardest, ref_hardest, s_p, s_n)
     return HardestNegatives(s_p, s_n, exists, terms, zero)
 
 
 def _search(
-    pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, *, symmetric: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return the largest similarity to a negative of each row and its column, (A,), and of each column and its row.
+    pair: EmbeddingPair, labels: PairLabels, *, symmetric: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the similarities of positive pairs, and of the hardest negatives with their indices for rows and columns.
 
-    -inf and 0 without negatives.
+    A row or column without negatives has the similarity -inf.
     """
-    found = []
-    best = pair.ref_emb.new_full((len(ref_labels),), -torch.inf), torch.zeros_like(ref_labels, dtype=torch.long)
-    for block in row_blocks(len(labels), len(ref_labels), labels.device):
-        similarities = pair.similarities(block)
-        similarities.masked_fill_(labels[block, None] == ref_labels, -torch.inf)
-        if similarities.numel() == 0:
-            break
-        found.append(similarities.max(dim=1))
+    positives, rows, columns = [], [], []
+    for block in labels.blocks():
+        similarities = pair.similarities(block.rows)
+        positives.append(similarities[block.equal_rows, block.equal_columns])
+        block.fill_equal(similarities, -torch.inf)
+        rows.append(similarities.max(dim=1))
         if symmetric:
             values, index = similarities.max(dim=0)
-            index = torch.where(values > best[0], index + block.start, best[1])
-            best = torch.maximum(values, best[0]), index
-    if not found:
-        empty = pair.embeddings.new_full((len(labels),), -torch.inf), torch.zeros_like(labels, dtype=torch.long)
-        return empty, best
-    return tuple(map(torch.cat, zip(*found, strict=True))), best if symmetric else None
+            columns.append((values, index + block.rows.start))
+    rows = tuple(map(torch.cat, zip(*rows, strict=True)))
+    if not symmetric:
+        return torch.cat(positives), rows, None
+    values, index = map(torch.stack, zip(*columns, strict=True))
+    values, block = values.max(dim=0)  # the first of equal ones
+    return torch.cat(positives), rows, (values, index.gather(0, block[None])[0])
 
 
-def _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_hardest, s_p, s_n) -> RelativeTerms:
+def _relative_terms(
+    objective: Objective,
+    pair: EmbeddingPair,
+    labels: PairLabels,
+    hardest: tuple[Tensor, Tensor],
+    ref_hardest: tuple[Tensor, Tensor] | None,
+    s_p: Tensor,
+    s_n: Tensor,
+) -> RelativeTerms:
     """Compute m+ and m- of the hardest negatives, a block of rows at a time for each direction."""
     if len(s_p) == 0:
         return RelativeTerms(s_n, s_n)
     floor = s_p.min() - objective.eps
-    directions = [(pair, labels, ref_labels, pairs[0], hardest)]
+    directions = [(pair, labels.labels, labels.ref_labels, labels.rows, hardest)]
     if ref_hardest is not None:
-        directions.append((pair.swapped(), ref_labels, labels, pairs[1], ref_hardest))
+        directions.append((pair.swapped(), labels.ref_labels, labels.labels, labels.columns, ref_hardest))
     terms = []
     for (pair, labels, ref_labels, anchors, (_, index)), hardest in zip(directions, s_n, strict=True):
         to_positives = [
@@ -146,29 +167,22 @@ def _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_har
         ]
         to_negatives = s_p.new_empty(len(labels))
         for block in row_blocks(len(labels), len(ref_labels), s_p.device):
-            similarities = pair.similarities(block)
             negative_mask = labels[block, None] != ref_labels
-            hardest_of_block, _ = hardest_of_rows(similarities, negative_mask)
-            hardest_of_block.masked_fill_(hardest_of_block == -torch.inf, 0)
-            statistics = relative_negatives(
-                objective, similarities, negative_mask, hardest_of_block, index[block], floor
-            )
-            rows = torch.arange(len(similarities), device=s_p.device)
-            to_negatives[block] = statistics.mean(objective, hardest_of_block, rows)
+            relative = relative_negatives(objective, pair.similarities(block), negative_mask, floor)
+            to_negatives[block] = relative.gather(1, index[block, None])[:, 0]
         terms.append((torch.cat(to_positives), to_negatives[anchors]))
     return RelativeTerms(*map(torch.stack, zip(*terms, strict=True)))
 
 
 class _PairSimilarities(torch.autograd.Function):
-    """Similarities of listed pairs, whose gradients take no copy of the embeddings of each pair; and 0 or NaN."""
+    """Give known similarities of pairs a gradient that takes no copy of the embeddings of each pair; and 0 or NaN."""
 
     @staticmethod
-    def forward(ctx, embeddings, ref_emb, pair, rows, columns, normalize):
+    def forward(ctx, embeddings, ref_emb, pair, values, rows, columns, normalize):
         zero = pair.zero_or_nan
         ctx.save_for_backward(embeddings, ref_emb, rows, columns, zero)
         ctx.pair, ctx.normalize = pair, normalize
-        with torch.autocast(embeddings.device.type, enabled=False):
-            return pair.similarities_of_pairs(rows, columns), zero
+        return values.clone(), zero
 
     @staticmethod
     def backward(ctx, upstream, zero_upstream):
@@ -176,14 +190,14 @@ class _PairSimilarities(torch.autograd.Function):
         upstream = upstream + zero_upstream * zero
         if torch.is_grad_enabled():
             formula = partial(_plain_similarities, rows, columns, ctx.normalize)
-            return *differentiable_gradients(formula, (embeddings, ref_emb), (upstream,)), None, None, None, None
+            return *differentiable_gradients(formula, (embeddings, ref_emb), (upstream,)), None, None, None, None, None
         needed = zip((ctx.pair.embeddings, ctx.pair.ref_emb), ctx.needs_input_grad, strict=False)
         grad, ref_grad = (torch.zeros_like(side, dtype=ctx.pair.dtype) if needs else None for side, needs in needed)
         with torch.autocast(upstream.device.type, enabled=False):
             ctx.pair.add_gradients_of_pairs(rows, columns, upstream, grad, ref_grad)
             grad, ref_grad = ctx.pair.finish_gradients(grad, ref_grad)
         grad = None if grad is None else grad.to(embeddings.dtype)
-        return grad, None if ref_grad is None else ref_grad.to(ref_emb.dtype), None, None, None, None
+        return grad, None if ref_grad is None else ref_grad.to(ref_emb.dtype), None, None, None, None, None
 
 
 def _plain_similarities(

@@ -48,7 +48,7 @@ def unified_losses_from_embeddings(
         ref_emb: (C, D).
         labels: (A,), integers; pairs of different labels are negative.
         ref_labels: (C,), integers.
-        pairs: rows and columns of the positive pairs, all pairs of equal labels, (M,) each, see
+        pairs: rows, ascending, and columns of the positive pairs, all pairs of equal labels, (M,) each, see
             :func:`~vl_plugins.kernels.comparison.equal_label_pairs`.
         margin: m; a number or (M,).
         scale: gamma > 0, the inverse temperature; a number, or a tensor of one element, which receives a gradient.

@@ -1,88 +1,250 @@
-"""Smooth-Chamfer similarity of sets on the device's best kernels."""
+"""Smooth-Chamfer similarities of all pairs of sets in little time and memory."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from vl_plugins import functional
-from vl_plugins.functional.set_similarity import check_sets
-from vl_plugins.kernels.dispatch import log_choice, triton_is_usable
+from vl_plugins.functional import smooth_chamfer_similarity
+from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.sets import check_sets, element_weights
+from vl_plugins.kernels.comparison import (
+    BACKENDS,
+    DENSE_BYTES,
+    differentiable_gradients,
+    inverse_norms,
+    log_choice,
+    triton_is_usable,
+)
+from vl_plugins.utils.checks import positive
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import check_name
 
-__all__ = ["SET_BACKENDS", "smooth_chamfer_similarity"]
+__all__ = ["pairwise_smooth_chamfer"]
 
-SET_BACKENDS = ("tiled", "triton")
+# Exponentials at a time: on the CPU they should stay in a cache; elsewhere fewer, larger steps count.
+CPU_BLOCK = 2**19
+DEVICE_BLOCK = 2**24
+LEAST_SETS = 16  # products of fewer rows are slow
 
-# Those of several sets have to fit into a fused tile.
-MAX_ELEMENTS = 16
+MAX_ELEMENTS = 16  # several sets have to fit into a fused tile
+LARGEST_EXPONENT = 40.0  # sums of exp(+-40) and their inverses are far from the limits of float32
 
 
-def smooth_chamfer_similarity(
-    x: Tensor,
-    y: Tensor,
+def pairwise_smooth_chamfer(
+    embeddings: Tensor,
+    ref_emb: Tensor,
     alpha: float = 16.0,
     *,
-    x_mask: Tensor | None = None,
-    y_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    ref_mask: Tensor | None = None,
     normalize: bool = True,
-    paired: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Smooth-Chamfer similarity of sets: :func:`vl_plugins.functional.smooth_chamfer_similarity`, fused on a GPU.
+    """Smooth-Chamfer similarity of all pairs of sets, as :func:`vl_plugins.functional.smooth_chamfer_similarity`.
 
     Args:
-        x, y, alpha, x_mask, y_mask, normalize, paired: see that function.
-        backend: ``"tiled"``, which is that function, or ``"triton"``, fused tiles on a CUDA GPU for sets of at most 16
-            elements, not ``paired``. The latter where it can run, if left out.
+        embeddings, ref_emb, alpha, mask, ref_mask, normalize: see that function.
+        backend: ``"dense"`` keeps one exponential for each pair of elements, which becomes its own gradient;
+            ``"tiled"`` computes them again, block by block; ``"triton"`` has fused tiles on a CUDA GPU for sets of at
+            most 16 elements. If left out, dense up to 1 GiB of exponentials and tiled beyond. The first two are fast
+            for cosines and alpha <= 40; otherwise both evaluate the formula block by block.
 
     Returns:
-        (A, C), or (A,) if ``paired``, float32 or float64, as that function.
+        (A, C), float32 or float64, as that function.
 
     Raises:
         ValueError: wrong shape, type or device, alpha out of its range, or a backend that cannot compute this.
 
     Reference:
-        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings.
+        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
 
     >>> images, texts = torch.eye(2).expand(3, 2, 2), torch.ones(5, 1, 2)
-    >>> smooth_chamfer_similarity(images, texts).shape
+    >>> pairwise_smooth_chamfer(images, texts).shape
     torch.Size([3, 5])
     """
-    if not alpha > 0:
-        raise ValueError(f"alpha must be > 0, got {alpha!r}")
-    check_sets(x, y, x_mask, y_mask, paired)
-    if eager()(_choose_backend, backend, x, y, paired) == "tiled":
-        return functional.smooth_chamfer_similarity(
-            x, y, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize, paired=paired
-        )
+    alpha = positive("alpha", alpha)
+    check_sets(embeddings, ref_emb, mask, ref_mask)
+    backend = eager()(_choose_backend, backend, embeddings, ref_emb)
+    if backend != "triton":
+        embeddings, ref_emb = full_precision(embeddings, ref_emb)
+    if mask is not None:
+        embeddings = embeddings.masked_fill(~mask[..., None], 0)
+    if ref_mask is not None:
+        ref_emb = ref_emb.masked_fill(~ref_mask[..., None], 0)
+    options = {"mask": mask, "ref_mask": ref_mask, "alpha": alpha, "normalize": normalize}
+    if 0 in (*embeddings.shape, *ref_emb.shape):
+        return smooth_chamfer_similarity(embeddings, ref_emb, **options)
+    if backend != "triton" and (alpha > LARGEST_EXPONENT or not normalize):
+        return eager()(_formula_in_blocks, embeddings, ref_emb, **options)
+    if not torch.is_grad_enabled():
+        embeddings, ref_emb = embeddings.detach(), ref_emb.detach()
+    return eager()(_PairwiseSmoothChamfer.apply, embeddings, ref_emb, mask, ref_mask, alpha, normalize, backend)
 
-    from vl_plugins.kernels import triton_sets
 
-    return triton_sets.smooth_chamfer_similarity(x, y, alpha, x_mask=x_mask, y_mask=y_mask, normalize=normalize)
+def _formula_in_blocks(
+    embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None, alpha: float, normalize: bool
+) -> Tensor:
+    """Return the similarities by the formula; what it keeps for its gradients is computed again."""
+    formula = partial(smooth_chamfer_similarity, ref_mask=ref_mask, alpha=alpha, normalize=normalize)
+    blocks = embeddings.split(_sets_at_a_time(embeddings, ref_emb))
+    masks = [None] * len(blocks) if mask is None else mask.split(len(blocks[0]))
+    return torch.cat(
+        [
+            checkpoint(formula, block, ref_emb, mask=block_mask, use_reentrant=False, preserve_rng_state=False)
+            for block, block_mask in zip(blocks, masks, strict=True)
+        ]
+    )
 
 
-def _choose_backend(backend: str | None, x: Tensor, y: Tensor, paired: bool) -> str:
-    problem = _fusion_problem(x, y, paired)
+def _sets_at_a_time(embeddings: Tensor, ref_emb: Tensor) -> int:
+    size = CPU_BLOCK if embeddings.device.type == "cpu" else DEVICE_BLOCK
+    return max(LEAST_SETS, size // (embeddings.shape[1] * ref_emb.shape[:2].numel()))
+
+
+class _PairwiseSmoothChamfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, embeddings, ref_emb, mask, ref_mask, alpha, normalize, backend):
+        ctx.alpha, ctx.normalize, ctx.backend = alpha, normalize, backend
+        derivatives = None
+        if backend == "triton":
+            from vl_plugins.kernels import triton_sets  # Triton is optional
+
+            similarities = triton_sets.similarities(embeddings, ref_emb, mask, ref_mask, alpha, normalize)
+        else:
+            keep = backend == "dense" and any(ctx.needs_input_grad)
+            similarities, derivatives = _Exponentials(embeddings, ref_emb, mask, ref_mask, alpha).similarities(keep)
+        ctx.save_for_backward(embeddings, ref_emb, mask, ref_mask, derivatives)
+        return similarities
+
+    @staticmethod
+    def backward(ctx, upstream):
+        *sets, derivatives = ctx.saved_tensors
+        with torch.autocast(upstream.device.type, enabled=False):
+            if torch.is_grad_enabled():  # create_graph=True
+                options = {"mask": sets[2], "ref_mask": sets[3], "alpha": ctx.alpha, "normalize": ctx.normalize}
+                gradients = differentiable_gradients(
+                    lambda *leaves: (smooth_chamfer_similarity(*leaves, **options),), sets[:2], (upstream,)
+                )
+            elif ctx.backend == "triton":
+                from vl_plugins.kernels import triton_sets
+
+                gradients = triton_sets.gradients(*sets, ctx.alpha, ctx.normalize, upstream, ctx.needs_input_grad)
+            else:
+                gradients = _Exponentials(*sets, ctx.alpha).gradients(upstream, derivatives, ctx.needs_input_grad)
+        return *gradients, None, None, None, None, None
+
+
+class _Exponentials:
+    """Exponentials of the cosines of all pairs of elements, some sets at a time.
+
+    Both directions share them. They are laid out as (a, K1, K2, C), because sums over a short last dimension are slow.
+    """
+
+    def __init__(self, embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None, alpha: float):
+        self.embeddings, self.alpha = embeddings, alpha
+        self.mask, self.ref_mask = mask, None if ref_mask is None else ref_mask.T
+        self.factors, self.ref_factors = inverse_norms(embeddings), inverse_norms(ref_emb).T
+        self.ref_units = ref_emb.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # (K2, C, D)
+        self.ref_units.mul_(self.ref_factors[..., None])
+        self.weights = element_weights(embeddings, mask)
+        self.ref_weights = element_weights(ref_emb, ref_mask).T
+        self.shape = (*embeddings.shape[:2], *self.ref_units.shape[:2])
+        self.sets_at_a_time = _sets_at_a_time(embeddings, ref_emb)
+
+    def similarities(self, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the similarities (A, C) and, to ``keep``, their derivatives by the cosines."""
+        similarities = self.embeddings.new_empty(self.shape[0], self.shape[3])
+        derivatives = self.embeddings.new_empty(self.shape) if keep else None
+        for rows, workspace in self._blocks():
+            block = workspace if derivatives is None else derivatives[rows]
+            similarities[rows] = self._pool(rows, block, derive=keep)
+        return similarities, derivatives
+
+    def gradients(self, upstream: Tensor, derivatives: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients by both sides; the derivatives are computed again where there are none."""
+        # Contiguous, whatever the layout of the embeddings: collectives read them as such.
+        (a, k1, k2, c), width = self.shape, self.embeddings.shape[2]
+        gradient = self.embeddings.new_empty(a, k1, width) if needed[0] else None
+        ref_gradient = self.embeddings.new_zeros(c, k2, width) if needed[1] else None
+        for rows, block in self._blocks():
+            if derivatives is None:
+                self._pool(rows, block, derive=True)
+            torch.mul(block if derivatives is None else derivatives[rows], upstream[rows, None, None], out=block)
+            units = self.embeddings[rows] * self.factors[rows, :, None]
+            if gradient is not None:
+                products = block.flatten(2).flatten(0, 1)
+                torch.mm(products, self.ref_units.flatten(0, 1), out=gradient[rows].flatten(0, 1))
+                _normalization_gradient(gradient[rows], units, self.factors[rows])
+            if ref_gradient is not None:
+                for k in range(k2):
+                    ref_gradient[:, k].addmm_(block[:, :, k].flatten(0, 1).T, units.flatten(0, 1))
+        if ref_gradient is not None:
+            for k in range(k2):
+                _normalization_gradient(ref_gradient[:, k], self.ref_units[k], self.ref_factors[k])
+        return [gradient, ref_gradient]
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield which sets come next, and memory (a, K1, K2, C) for them."""
+        count = self.shape[0]
+        memory = self.embeddings.new_empty(min(count, self.sets_at_a_time), *self.shape[1:])
+        for start in range(0, count, self.sets_at_a_time):
+            rows = slice(start, min(start + self.sets_at_a_time, count))
+            yield rows, memory[: rows.stop - rows.start]
+
+    def _pool(self, rows: slice, block: Tensor, derive: bool) -> Tensor:
+        """Return the similarities (a, C); the block holds the exponentials, or to ``derive`` the derivatives."""
+        units = self.embeddings[rows] * self.factors[rows, :, None]
+        logits = block.flatten(2).flatten(0, 1)
+        torch.addmm(logits, units.flatten(0, 1), self.ref_units.flatten(0, 1).T, beta=0, alpha=self.alpha, out=logits)
+        block.exp_()
+        if self.mask is not None:
+            block.masked_fill_(~self.mask[rows, :, None, None], 0)
+        if self.ref_mask is not None:
+            block.masked_fill_(~self.ref_mask, 0)
+        sums, ref_sums = block.sum(2), block.sum(1)  # (a, K1, C), (a, K2, C)
+        if self.mask is not None or self.ref_mask is not None:
+            for total in (sums, ref_sums):
+                total.masked_fill_(total == 0, 1)  # of no elements
+        weights, ref_weights = self.weights[rows, :, None] / 2, self.ref_weights / 2
+        similarities = (sums.log() * weights).sum(1).add_((ref_sums.log() * ref_weights).sum(1)).div_(self.alpha)
+        if derive:
+            sums, ref_sums = sums.reciprocal_().mul_(weights), ref_sums.reciprocal_().mul_(ref_weights)
+            block.mul_(sums[:, :, None] + ref_sums[:, None])
+        return similarities
+
+
+def _normalization_gradient(gradient: Tensor, units: Tensor, factors: Tensor) -> None:
+    """Turn the gradient by unit vectors, in place, into that by the vectors."""
+    gradient.addcmul_(units, torch.einsum("...d,...d->...", gradient, units)[..., None], value=-1).mul_(
+        factors[..., None]
+    )
+
+
+def _choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor) -> str:
     if backend is not None:
-        check_name("backend", backend, SET_BACKENDS)
-        if backend == "triton" and problem is not None:
-            raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'tiled' can always")
+        check_name("backend", backend, BACKENDS)
+        problem = _triton_problem(embeddings, ref_emb) if backend == "triton" else None
+        if problem is not None:
+            raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'dense' and 'tiled' always can")
         return backend
-    chosen = "tiled" if problem else "triton"
-    log_choice("smooth_chamfer_similarity", chosen, f"on {x.device.type}")
+    (a, k1, _), (c, k2, _) = embeddings.shape, ref_emb.shape
+    size = a * k1 * c * k2 * torch.promote_types(embeddings.dtype, torch.float32).itemsize
+    chosen = "dense" if size <= DENSE_BYTES else "tiled"
+    log_choice("smooth-Chamfer similarity", chosen, embeddings.device.type)
     return chosen
 
 
-def _fusion_problem(x: Tensor, y: Tensor, paired: bool) -> str | None:
+def _triton_problem(embeddings: Tensor, ref_emb: Tensor) -> str | None:
     """Say why fused tiles cannot compare these sets; None if they can."""
-    if not triton_is_usable(x.device):
+    if not triton_is_usable(embeddings.device):
         return (
-            f"it needs Triton and a CUDA GPU of compute capability 8.0 or later, and the embeddings are on {x.device}"
+            f"it needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, not {embeddings.device}"
         )
-    if paired:
-        return "sets are compared in pairs"
-    if x.dtype != y.dtype or x.dtype == torch.float64:
-        return f"it compares sets of one type, not float64, and these are {x.dtype} and {y.dtype}"
-    if max(x.shape[1], y.shape[1]) > MAX_ELEMENTS:
-        return f"sets have up to {max(x.shape[1], y.shape[1])} elements, more than {MAX_ELEMENTS}"
+    if embeddings.dtype != ref_emb.dtype or embeddings.dtype == torch.float64:
+        return f"both sides must have the same type, not float64, got {embeddings.dtype} and {ref_emb.dtype}"
+    if max(embeddings.shape[1], ref_emb.shape[1]) > MAX_ELEMENTS:
+        return f"sets may have {MAX_ELEMENTS} elements, got {max(embeddings.shape[1], ref_emb.shape[1])}"
     return None

@@ -5,75 +5,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.comparison import EmbeddingPair
-from vl_plugins.kernels.triton_tiles import (
-    Blocks,
-    block_sizes,
-    launch,
-    negatives_of_tile,
-    partials_bytes,
-    row_arguments,
-    row_slices,
-    tile_position,
-)
+from vl_plugins.kernels.comparison import EmbeddingPair, PairLabels
+from vl_plugins.kernels.triton_tiles import block_sizes, launch, negatives_of_tile, side_arguments, tile_position
 
 __all__ = ["search"]
 
 
 def search(
-    pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, *, symmetric: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return the largest similarity to a negative of each row and its column, and those of each column.
+    pair: EmbeddingPair, labels: PairLabels, *, symmetric: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the similarities of positive pairs, and of the hardest negatives with their indices for rows and columns.
 
-    Of equally similar ones it is the first; without negatives -inf and 0. With a NaN the numbers of a row or column may
-    be any, but its index is one of a candidate.
-
-    Args:
-        pair: of float32, float16 or bfloat16.
-        labels: (A,); pairs of different labels are negative.
-        ref_labels: (C,).
-        symmetric: search for the columns too.
-
-    Returns:
-        Values (A,), float32, and indices (A,), int64; those of the columns, (C,), or None.
+    Of equally similar ones it is the first; without negatives -inf. With a NaN the numbers of a row or column may be
+    any, but its index is one of a candidate.
     """
     x, y = pair.embeddings, pair.ref_emb
-    rows, columns = _no_negatives(x), _no_negatives(y) if symmetric else None
-    if len(x) and len(y):
-        blocks = block_sizes(x.shape[1], x.dtype)
-        for part in row_slices(len(x), partials_bytes(len(y), blocks), blocks.rows):
-            arguments = row_arguments(pair, labels, ref_labels, part)
-            found, found_columns = _search_part(arguments, (part.stop - part.start, len(y)), blocks, symmetric)
-            for all_rows, some_rows in zip(rows, found, strict=True):
-                all_rows[part] = some_rows
-            if symmetric:
-                values, index = found_columns
-                index = torch.where(values > columns[0], index + part.start, columns[1])
-                columns = torch.maximum(values, columns[0]), index
-    return rows, columns
+    blocks = block_sizes(x.shape[1], x.dtype)
+    rows = _tile_memory(triton.cdiv(len(y), blocks.columns), x)
+    columns = _tile_memory(triton.cdiv(len(x), blocks.rows), y) if symmetric else (None, None)
+    arguments = *side_arguments(pair, labels), *rows, *columns
+    launch(_search_tiles, blocks, (len(x), len(y)), *arguments, x.shape[1])
+    positives = pair.similarities_of_pairs(labels.rows, labels.columns)
+    return positives, _first_largest(*rows), _first_largest(*columns) if symmetric else None
 
 
-def _no_negatives(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    values = torch.full((len(vectors),), -torch.inf, dtype=torch.float32, device=vectors.device)
-    return values, torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
-
-
-def _search_part(
-    arguments: tuple, counts: tuple[int, int], blocks: Blocks, symmetric: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return values and indices of some rows, (a,), and those of the columns over these rows, (C,)."""
-    x = arguments[0]
-    rows = _tile_memory(triton.cdiv(counts[1], blocks.columns), counts[0], x)
-    columns = (None, None)
-    if symmetric:
-        columns = _tile_memory(triton.cdiv(counts[0], blocks.rows), counts[1], x)
-    launch(_search_tiles, blocks, counts, *arguments, *rows, *columns, x.shape[1])
-    return _first_largest(*rows), _first_largest(*columns) if symmetric else None
-
-
-def _tile_memory(tiles: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for values and indices of so many tiles, (T, N)."""
-    return tuple(like.new_empty(tiles, count, dtype=dtype) for dtype in (torch.float32, torch.int32))
+def _tile_memory(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the values and indices of so many tiles, (T, N)."""
+    return tuple(vectors.new_empty(tiles, len(vectors), dtype=dtype) for dtype in (torch.float32, torch.int32))
 
 
 def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,24 +41,10 @@ def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
 def _search_tiles(
-    x,
-    y,
-    x_factors,
-    y_factors,
-    x_labels,
-    y_labels,
-    row_values,
-    row_index,
-    column_values,
-    column_index,
-    width,
-    row_count,
-    column_count,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, y, x_factors, y_factors, x_labels, y_labels, row_values, row_index, column_values, column_index,
+    width, row_count, column_count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write the hardest negatives of a tile's rows, (column blocks, A), and columns, (row blocks, C)."""
     row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
     rows, columns = row_block * ROWS + tl.arange(0, ROWS), column_block * COLUMNS + tl.arange(0, COLUMNS)

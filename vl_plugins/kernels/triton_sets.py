@@ -1,214 +1,127 @@
-"""Smooth-Chamfer similarities of sets on a CUDA GPU, pooled where the cosines of their elements are computed.
+"""Smooth-Chamfer similarities of sets on a CUDA GPU, pooled where the cosines of their elements are computed."""
 
-The formulas are those of :func:`vl_plugins.functional.smooth_chamfer_similarity`.
-"""
-
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vl_plugins.functional.norms import inverse_norms
-from vl_plugins.functional.set_similarity import refuse_second_derivatives
-from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
+from vl_plugins.functional.sets import element_weights
+from vl_plugins.kernels.comparison import add_normalization_gradient, inverse_norms
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
-    SUPPORTED_TYPES,
     Blocks,
     block_sizes,
-    half_gain,
+    gradients_from_products,
     launch,
     products_of_tile,
-    row_slices,
     tile_position,
-    vector_gradients,
 )
-from vl_plugins.kernels.vectors import finish_gradient
-from vl_plugins.utils.eager import eager
 
-__all__ = ["smooth_chamfer_similarity"]
+__all__ = ["gradients", "similarities"]
 
-# Rows and columns of a tile of cosines. Those of larger ones and their exponentials do not fit into registers.
-POOLED = 64
-
-
-def smooth_chamfer_similarity(
-    x: Tensor,
-    y: Tensor,
-    alpha: float = 16.0,
-    *,
-    x_mask: Tensor | None = None,
-    y_mask: Tensor | None = None,
-    normalize: bool = True,
-) -> Tensor:
-    """Smooth-Chamfer similarity of all pairs of sets, without second derivatives.
-
-    Args:
-        x: (A, K1, D), float32, float16 or bfloat16; K1 <= 16.
-        y: (C, K2, D), of the same type; K2 <= 16.
-        alpha, x_mask, y_mask, normalize: see :func:`vl_plugins.functional.smooth_chamfer_similarity`.
-
-    Returns:
-        (A, C), float32. 0 for sets without elements.
-
-    Raises:
-        ValueError: sets of too many elements or of another type.
-
-    Reference:
-        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
-    """
-    for name, sets in (("x", x), ("y", y)):
-        if sets.dtype not in SUPPORTED_TYPES or sets.dtype != x.dtype:
-            raise ValueError(f"{name} must be float32, float16 or bfloat16, and of the type of x, got {sets.dtype}")
-        if sets.shape[1] > MAX_ELEMENTS:
-            raise ValueError(f"{name} must be sets of at most {MAX_ELEMENTS} elements, got {sets.shape[1]}")
-    # The weight 0 of an element that is not in its set times NaN would be NaN.
-    x, y = (
-        sets if mask is None else sets.masked_fill(~mask[:, :, None], 0) for sets, mask in ((x, x_mask), (y, y_mask))
-    )
-    return eager()(_SmoothChamfer.apply, x, y, alpha, x_mask, y_mask, normalize)
+POOLED = 64  # rows and columns of a tile of cosines; larger ones and their exponentials do not fit into registers
 
 
 class _Sets(NamedTuple):
-    """All elements one after another, and what is known of them."""
+    """N sets of K elements, K a power of two, one element after another."""
 
     vectors: Tensor  # (N * K, D)
     factors: Tensor | None  # (N * K,), inverse norms
     weights: Tensor  # (N, K), float32: 1 / number of elements of the set; 0 for one that is not in the set
 
 
-class _SmoothChamfer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, alpha, x_mask, y_mask, normalize):
-        x_sets, y_sets = _sets(x, x_mask, normalize), _sets(y, y_mask, normalize)
-        ctx.save_for_backward(*x_sets, *y_sets)
-        ctx.alpha, ctx.shapes = alpha, (x.shape, y.shape)
-        return _similarities(x_sets, y_sets, alpha)
+def similarities(
+    embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None, alpha: float, normalize: bool
+) -> Tensor:
+    """Return the similarities (A, C), float32, of sets that are zero where the masks are False.
 
-    @staticmethod
-    def backward(ctx, upstream):
-        refuse_second_derivatives()
-        x, y = _Sets(*ctx.saved_tensors[:3]), _Sets(*ctx.saved_tensors[3:])
-        x_gradient, y_gradient = (
-            torch.empty_like(sets.vectors, dtype=torch.float32) if needed else None
-            for sets, needed in zip((x, y), ctx.needs_input_grad, strict=False)
-        )
-        with torch.autocast(upstream.device.type, enabled=False):
-            _write_gradients(x, y, ctx.alpha, upstream, x_gradient, y_gradient)
-            gradients = (
-                None if gradient is None else finish_gradient(gradient, sets.vectors, sets.factors).view(shape)
-                for gradient, sets, shape in zip((x_gradient, y_gradient), (x, y), ctx.shapes, strict=True)
-            )
-            return *gradients, None, None, None, None
+    Args:
+        embeddings: (A, K1, D), float32, float16 or bfloat16; A, K1 and D > 0.
+        ref_emb: (C, K2, D), of the same type.
+        mask, ref_mask, alpha, normalize: see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
+    """
+    x, y = _sets(embeddings, mask, normalize), _sets(ref_emb, ref_mask, normalize)
+    counts = len(embeddings), len(ref_emb)
+    values = x.weights.new_empty(counts)
+    blocks, constants = _tiling(x, y)
+    launch(_pool_tile, blocks, counts, *x, *y, alpha * LOG2_E, values, x.vectors.shape[1], **constants)
+    return values
+
+
+def gradients(
+    embeddings: Tensor,
+    ref_emb: Tensor,
+    mask: Tensor | None,
+    ref_mask: Tensor | None,
+    alpha: float,
+    normalize: bool,
+    upstream: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients by both sides, or None for one that is not needed.
+
+    Args:
+        embeddings, ref_emb, mask, ref_mask, alpha, normalize: as in :func:`similarities`.
+        upstream: (A, C), the gradient by the similarities.
+        needed: whether a side's gradient is.
+    """
+    x, y = _sets(embeddings, mask, normalize), _sets(ref_emb, ref_mask, normalize)
+    blocks, constants = _tiling(x, y)
+    k1, k2 = x.weights.shape[1], y.weights.shape[1]
+
+    def write(rows: slice, workspace: Tensor) -> None:
+        sets = slice(rows.start // k1, rows.stop // k1)
+        part = _Sets(x.vectors[rows], None if x.factors is None else x.factors[rows], x.weights[sets])
+        arguments = *part, *y, alpha * LOG2_E, upstream[sets].contiguous(), workspace, workspace.stride(0)
+        counts = sets.stop - sets.start, len(y.weights)
+        launch(_derive_tile, blocks, counts, *arguments, x.vectors.shape[1], **constants)
+
+    in_vectors = blocks._replace(rows=blocks.rows * k1, columns=blocks.columns * k2)
+    grads = gradients_from_products(x.vectors, y.vectors, write, in_vectors, needed[:2])
+    for side, grad in zip((x, y), grads, strict=True):
+        if grad is not None and side.factors is not None:
+            add_normalization_gradient(grad, side.vectors, side.factors)
+    return [
+        None if grad is None else grad.view(*side.weights.shape, -1)[:, : given.shape[1]].to(given.dtype)
+        for side, given, grad in zip((x, y), (embeddings, ref_emb), grads, strict=True)
+    ]
 
 
 def _sets(sets: Tensor, mask: Tensor | None, normalize: bool) -> _Sets:
-    count, elements, width = sets.shape
-    vectors = sets.detach().reshape(count * elements, width).contiguous()
-    if mask is None:
-        weights = torch.full((count, elements), 1 / max(1, elements), dtype=torch.float32, device=sets.device)
-    else:
-        weights = mask.float() / mask.sum(1, keepdim=True).clamp(min=1)
+    missing = triton.next_power_of_2(sets.shape[1]) - sets.shape[1]
+    weights = pad(element_weights(sets, mask).float(), (0, missing))
+    vectors = pad(sets.detach(), (0, 0, 0, missing)).flatten(0, 1).contiguous()
     return _Sets(vectors, inverse_norms(vectors) if normalize else None, weights)
 
 
-def _similarities(x: _Sets, y: _Sets, alpha: float) -> Tensor:
-    """Return (A, C)."""
-    counts = len(x.weights), len(y.weights)
-    similarities = x.weights.new_zeros(counts)
-    if 0 in (*x.weights.shape, *y.weights.shape):
-        return similarities
-    blocks, constants = _tiling(x, y)
-    launch(_pool_tile, blocks, counts, *x, *y, alpha * LOG2_E, similarities, x.vectors.shape[1], **constants)
-    return similarities
-
-
-def _write_gradients(
-    x: _Sets, y: _Sets, alpha: float, upstream: Tensor, x_gradient: Tensor | None, y_gradient: Tensor | None
-) -> None:
-    """Write the gradients by all vectors, as if their norms were constant."""
-    if 0 in (*x.weights.shape, *y.weights.shape):
-        for gradient in (x_gradient, y_gradient):
-            if gradient is not None:
-                gradient.zero_()
-        return
-    gain = None
-    if x.vectors.dtype == torch.float16:
-        bound = upstream.abs().max()
-        if x.factors is not None:
-            bound = bound * x.factors.max() * y.factors.max()
-        gain = half_gain(bound)
-    # Each of the two directions counts half.
-    x, y = (sets._replace(weights=sets.weights * (0.5 if gain is None else gain / 2)) for sets in (x, y))
-    blocks, constants = _tiling(x, y)
-    (x_count, x_elements), (y_count, y_elements) = x.weights.shape, y.weights.shape
-    # Room for whole tiles, which are faster to write.
-    stride = triton.cdiv(y_count, blocks.columns) * blocks.columns * y_elements
-    set_parts = list(row_slices(x_count, x_elements * stride * x.vectors.element_size(), blocks.rows))
-    rows = triton.cdiv(set_parts[0].stop, blocks.rows) * blocks.rows * x_elements
-    workspace = x.vectors.new_empty(rows, stride)
-
-    def gradients_of(rows: slice) -> Tensor:
-        sets = slice(rows.start // x_elements, rows.stop // x_elements)
-        part = _Sets(x.vectors[rows], None if x.factors is None else x.factors[rows], x.weights[sets])
-        counts = sets.stop - sets.start, y_count
-        arguments = *part, *y, alpha * LOG2_E, upstream[sets].contiguous()
-        launch(_derive_tile, blocks, counts, *arguments, workspace, stride, x.vectors.shape[1], **constants)
-        return workspace[: counts[0] * x_elements, : y_count * y_elements]
-
-    parts = [slice(part.start * x_elements, part.stop * x_elements) for part in set_parts]
-    vector_gradients(x.vectors, y.vectors, parts, gradients_of, gain, x_gradient, y_gradient)
-
-
 def _tiling(x: _Sets, y: _Sets) -> tuple[Blocks, dict[str, int]]:
-    """Return how many sets a tile compares, and how many places an element of the tile has for each set."""
-    elements = {"X_ELEMENTS": x.weights.shape[1], "Y_ELEMENTS": y.weights.shape[1]}
-    padded = {"X_PLACES": _places(x), "Y_PLACES": _places(y)}
+    """Return how many sets a tile compares, and the numbers of elements."""
+    constants = {"K1": x.weights.shape[1], "K2": y.weights.shape[1]}
     blocks = block_sizes(x.vectors.shape[1], x.vectors.dtype)
-    rows, columns = (POOLED // places for places in padded.values())
+    rows, columns = (POOLED // elements for elements in constants.values())
     warps = 4 if x.vectors.dtype.itemsize == 2 else 8
-    return blocks._replace(rows=rows, columns=columns, warps=warps), elements | padded
-
-
-def _places(sets: _Sets) -> int:
-    return triton.next_power_of_2(sets.weights.shape[1])
+    return blocks._replace(rows=rows, columns=columns, warps=warps), constants
 
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
 def _pool_tile(
-    x,
-    x_factors,
-    x_weights,
-    y,
-    y_factors,
-    y_weights,
-    rate,
-    similarities,
-    width,
-    row_count,
-    column_count,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    X_ELEMENTS: tl.constexpr,
-    Y_ELEMENTS: tl.constexpr,
-    X_PLACES: tl.constexpr,
-    Y_PLACES: tl.constexpr,
-):
+    x, x_factors, x_weights, y, y_factors, y_weights, rate, similarities, width, row_count, column_count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
     """Write the similarities of a tile of sets."""
     row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
-    x_at, x_weights = _elements_of_tile(row_block, x_weights, row_count, ROWS, X_ELEMENTS, X_PLACES)
-    y_at, y_weights = _elements_of_tile(column_block, y_weights, column_count, COLUMNS, Y_ELEMENTS, Y_PLACES)
+    x_at, x_weights = _elements_of_tile(row_block, x_weights, row_count, ROWS, K1)
+    y_at, y_weights = _elements_of_tile(column_block, y_weights, column_count, COLUMNS, K2)
     cosines = _cosines_of_tile(
-        x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width,
-        ROWS, COLUMNS, DEPTH, PRECISION, X_PLACES, Y_PLACES,
-    )  # fmt: skip
-    x_weights = tl.reshape(x_weights, (ROWS, X_PLACES, 1))
-    y_weights = tl.reshape(y_weights, (1, COLUMNS, Y_PLACES))
+        x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width, ROWS, COLUMNS, DEPTH, PRECISION, K1, K2
+    )
+    x_weights = tl.reshape(x_weights, (ROWS, K1, 1))
+    y_weights = tl.reshape(y_weights, (1, COLUMNS, K2))
 
     largest = tl.max(cosines, 3)
     sums = tl.sum(tl.exp2((cosines - largest[:, :, :, None]) * rate), 3)
@@ -226,100 +139,58 @@ def _pool_tile(
 
 @triton.jit(do_not_specialize=["row_count", "column_count"])
 def _derive_tile(
-    x,
-    x_factors,
-    x_weights,
-    y,
-    y_factors,
-    y_weights,
-    rate,
-    upstream,
-    gradients,
-    stride,
-    width,
-    row_count,
-    column_count,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    X_ELEMENTS: tl.constexpr,
-    Y_ELEMENTS: tl.constexpr,
-    X_PLACES: tl.constexpr,
-    Y_PLACES: tl.constexpr,
-):
+    x, x_factors, x_weights, y, y_factors, y_weights, rate, upstream, gradients, stride, width, row_count, column_count,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
     """Write the gradients by the dot products of the elements of a tile of sets, to whole tiles."""
     row_block, column_block = tile_position(tl.cdiv(row_count, ROWS), tl.cdiv(column_count, COLUMNS))
-    x_at, x_weights = _elements_of_tile(row_block, x_weights, row_count, ROWS, X_ELEMENTS, X_PLACES)
-    y_at, y_weights = _elements_of_tile(column_block, y_weights, column_count, COLUMNS, Y_ELEMENTS, Y_PLACES)
+    x_at, x_weights = _elements_of_tile(row_block, x_weights, row_count, ROWS, K1)
+    y_at, y_weights = _elements_of_tile(column_block, y_weights, column_count, COLUMNS, K2)
     cosines = _cosines_of_tile(
-        x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width,
-        ROWS, COLUMNS, DEPTH, PRECISION, X_PLACES, Y_PLACES,
-    )  # fmt: skip
+        x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width, ROWS, COLUMNS, DEPTH, PRECISION, K1, K2
+    )
     rows, columns = row_block * ROWS + tl.arange(0, ROWS), column_block * COLUMNS + tl.arange(0, COLUMNS)
     at = upstream + rows.to(tl.int64)[:, None] * column_count + columns[None, :]
-    upstream = tl.load(at, mask=(rows < row_count)[:, None] & (columns < column_count)[None, :], other=0.0)
+    # Each of the two directions counts half.
+    upstream = tl.load(at, mask=(rows < row_count)[:, None] & (columns < column_count)[None, :], other=0.0) / 2
 
     powers = tl.exp2((cosines - tl.max(cosines, 3)[:, :, :, None]) * rate)
-    coefficients = tl.reshape(x_weights, (ROWS, X_PLACES, 1)) * upstream[:, None, :] / tl.sum(powers, 3)
-    of_tile = powers * coefficients[:, :, :, None]
+    coefficients = tl.reshape(x_weights, (ROWS, K1, 1)) * upstream[:, None, :] / tl.sum(powers, 3)
+    gradient = powers * coefficients[:, :, :, None]
     powers = tl.exp2((cosines - tl.max(cosines, 1)[:, None, :, :]) * rate)
-    coefficients = tl.reshape(y_weights, (1, COLUMNS, Y_PLACES)) * upstream[:, :, None] / tl.sum(powers, 1)
-    of_tile += powers * coefficients[:, None, :, :]
+    coefficients = tl.reshape(y_weights, (1, COLUMNS, K2)) * upstream[:, :, None] / tl.sum(powers, 1)
+    gradient += powers * coefficients[:, None, :, :]
 
-    of_tile = tl.reshape(of_tile, (ROWS * X_PLACES, COLUMNS * Y_PLACES))
+    gradient = tl.reshape(gradient, (ROWS * K1, COLUMNS * K2))
     if x_factors is not None:
-        of_tile *= tl.load(x_factors + x_at)[:, None] * tl.load(y_factors + y_at)[None, :]
+        gradient *= tl.load(x_factors + x_at)[:, None] * tl.load(y_factors + y_at)[None, :]
     # In a set without elements all exponentials are 1.
-    of_tile = tl.where((x_weights != 0)[:, None] & (y_weights != 0)[None, :], of_tile, 0.0)
-    to_rows, row_exists = _places_of_tile(row_block, ROWS, X_ELEMENTS, X_PLACES)
-    to_columns, column_exists = _places_of_tile(column_block, COLUMNS, Y_ELEMENTS, Y_PLACES)
-    tl.store(
-        gradients + to_rows.to(tl.int64)[:, None] * stride + to_columns[None, :],
-        of_tile.to(gradients.dtype.element_ty),
-        mask=row_exists[:, None] & column_exists[None, :],
-    )
+    gradient = tl.where((x_weights != 0)[:, None] & (y_weights != 0)[None, :], gradient, 0.0)
+    to_rows = row_block * (ROWS * K1) + tl.arange(0, ROWS * K1)
+    to_columns = column_block * (COLUMNS * K2) + tl.arange(0, COLUMNS * K2)
+    at = gradients + to_rows.to(tl.int64)[:, None] * stride + to_columns[None, :]
+    tl.store(at, gradient.to(gradients.dtype.element_ty))
 
 
 @triton.jit
-def _places_of_tile(block, SETS: tl.constexpr, ELEMENTS: tl.constexpr, PLACES: tl.constexpr):
-    """Return of each place of a tile the index of its vector, and whether it belongs to an element at all."""
-    place = tl.arange(0, SETS * PLACES)
-    if ELEMENTS == PLACES:  # which lets the compiler see that they are side by side
-        return block * (SETS * PLACES) + place, place >= 0
-    return (block * SETS + place // PLACES) * ELEMENTS + place % PLACES, place % PLACES < ELEMENTS
-
-
-@triton.jit
-def _elements_of_tile(block, weights, count, SETS: tl.constexpr, ELEMENTS: tl.constexpr, PLACES: tl.constexpr):
-    """Return of each place of a tile the index of a vector that exists, and its weight, 0 where there is none."""
-    at, exists = _places_of_tile(block, SETS, ELEMENTS, PLACES)
-    exists &= at < count * ELEMENTS
+def _elements_of_tile(block, weights, count, SETS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Return for each place of a tile the index of a vector that exists, and its weight, 0 where there is none."""
+    at = block * (SETS * ELEMENTS) + tl.arange(0, SETS * ELEMENTS)
+    exists = at < count * ELEMENTS
     at = tl.where(exists, at, 0)
     return at, tl.load(weights + at, mask=exists, other=0.0)
 
 
 @triton.jit
 def _cosines_of_tile(
-    x,
-    x_factors,
-    x_weights,
-    x_at,
-    y,
-    y_factors,
-    y_weights,
-    y_at,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    X_PLACES: tl.constexpr,
-    Y_PLACES: tl.constexpr,
-):
+    x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
     """Return the cosines (sets of x, elements, sets of y, elements), the least number for absent elements."""
-    cosines = products_of_tile(x, y, x_at, y_at, width, ROWS * X_PLACES, COLUMNS * Y_PLACES, DEPTH, PRECISION)
+    cosines = products_of_tile(x, y, x_at, y_at, width, ROWS * K1, COLUMNS * K2, DEPTH, PRECISION)
     if x_factors is not None:
         cosines *= tl.load(x_factors + x_at)[:, None] * tl.load(y_factors + y_at)[None, :]
     cosines = tl.where((x_weights != 0)[:, None] & (y_weights != 0)[None, :], cosines, LEAST)
-    return tl.reshape(cosines, (ROWS, X_PLACES, COLUMNS, Y_PLACES))
+    return tl.reshape(cosines, (ROWS, K1, COLUMNS, K2))

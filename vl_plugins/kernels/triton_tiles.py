@@ -1,7 +1,7 @@
 """What the Triton kernels share: tiles of similarities, their sizes, and products of the matrices that they write."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,30 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.comparison import EmbeddingPair
+from vl_plugins.kernels.comparison import EmbeddingPair, PairLabels
 
 __all__ = [
     "LEAST",
     "LOG2_E",
-    "SUPPORTED_TYPES",
     "Blocks",
     "block_sizes",
-    "half_gain",
+    "gradients_from_products",
     "launch",
     "negatives_of_tile",
-    "partials_bytes",
     "products_of_tile",
-    "row_arguments",
-    "row_slices",
+    "side_arguments",
     "tile_position",
-    "vector_gradients",
 ]
 
-# The types whose products the kernels sum up in float32.
-SUPPORTED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-# What kernels write for other steps, at a time. Larger parts are no faster.
-WORKSPACE_BYTES = 2**29
+WORKSPACE_BYTES = 2**29  # of the gradients that a kernel writes at a time; larger parts are no faster
 
 # The hardware's exponential is that of base 2.
 LOG2_E = 1.4426950408889634
@@ -80,91 +72,55 @@ def block_sizes(width: int, dtype: torch.dtype) -> Blocks:
     return Blocks(128, 128, depth, warps=8, stages=3)
 
 
-def row_slices(count: int, bytes_per_row: float, step: int) -> Iterator[slice]:
-    """Cut ``range(count)`` into even slices, multiples of ``step``, which take at most ``WORKSPACE_BYTES`` if possible.
-
-    >>> list(row_slices(100, 2**29 / 40, step=16))
-    [slice(0, 32, None), slice(32, 64, None), slice(64, 96, None), slice(96, 100, None)]
-    """
-    most = max(1, int(WORKSPACE_BYTES / bytes_per_row) // step)
-    steps = -(-count // step)
-    parts = max(1, -(-steps // most))
-    height = -(-steps // parts) * step
-    return (slice(start, min(start + height, count)) for start in range(0, count, height))
+def side_arguments(pair: EmbeddingPair, labels: PairLabels, rows: slice = slice(None)) -> tuple:
+    """Return what kernels read of both sides, of some rows and all columns."""
+    norms = None if pair.inverse_norms is None else pair.inverse_norms[rows]
+    labels, ref_labels = labels.labels[rows].long(), labels.ref_labels.long()
+    return pair.embeddings[rows], pair.ref_emb, norms, pair.ref_inverse_norms, labels, ref_labels
 
 
-def partials_bytes(column_count: int, blocks: Blocks) -> float:
-    """Return how much memory two numbers of each row and column of each tile take per row of the whole."""
-    return 8 * column_count * (1 / blocks.rows + 1 / blocks.columns)
-
-
-def row_arguments(pair: EmbeddingPair, labels: Tensor, ref_labels: Tensor, rows: slice) -> tuple:
-    """Return what kernels read of both sides, of some rows, with labels of one type."""
-    return (
-        pair.embeddings[rows],
-        pair.ref_emb,
-        None if pair.inverse_norms is None else pair.inverse_norms[rows],
-        pair.ref_inverse_norms,
-        labels[rows].long(),
-        ref_labels.long(),
-    )
-
-
-def half_gain(bound: Tensor) -> Tensor:
-    """Return by what numbers of at most ``bound`` are multiplied so that float16 holds them and much smaller ones too.
-
-    Args:
-        bound: 0-D, >= 0.
-    """
-    return 2.0**14 / torch.where(bound > 0, bound, 1)
-
-
-def vector_gradients(
+def gradients_from_products(
     x: Tensor,
     y: Tensor,
-    parts: Iterable[slice],
-    gradients_of: Callable[[slice], Tensor],
-    gain: Tensor | None,
-    x_gradient: Tensor | None,
-    y_gradient: Tensor | None,
-) -> None:
-    """Write the gradients by vectors to two tensors (A, D) and (C, D), from those by their dot products.
+    write: Callable[[slice, Tensor], None],
+    blocks: Blocks,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients by two sides of vectors, float32, from those by their dot products, some rows at a time.
 
     Args:
         x: (A, D).
         y: (C, D), of the same type.
-        parts: of the rows of x, in order.
-        gradients_of: returns for a part of the rows the gradients by the dot products (a, C), in the type of the
-            vectors; their memory may be that of the part before.
-        gain: by what these have been multiplied; None for 1.
-        x_gradient, y_gradient: float32, or None.
+        write: writes the gradients by the dot products of some rows, in whole tiles, to a matrix.
+        blocks: sizes of a tile, in vectors.
+        needed: which sides need a gradient.
     """
-    partial_product = None
-    for part in parts:
-        by_products = gradients_of(part)
-        if x_gradient is not None:
-            _product_into(x_gradient[part], by_products, y)
-        if y_gradient is not None and part.start == 0:
-            _product_into(y_gradient, by_products.T, x[part])
-        elif y_gradient is not None:
-            # Not addmm, which in some versions of torch cannot add float32 to a product of half the precision.
-            partial_product = torch.empty_like(y_gradient) if partial_product is None else partial_product
-            _product_into(partial_product, by_products.T, x[part])
-            y_gradient += partial_product
-    for gradient in (x_gradient, y_gradient):
-        if gradient is not None and gain is not None:
-            gradient /= gain
+    grads = [
+        torch.zeros_like(side, dtype=torch.float32) if need else None for side, need in zip((x, y), needed, strict=True)
+    ]
+    if 0 in (len(x), len(y)):
+        return grads
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # whose range is too small for gradients
+    columns = triton.cdiv(len(y), blocks.columns) * blocks.columns  # room for whole tiles, which are faster to write
+    rows = max(1, WORKSPACE_BYTES // (columns * dtype.itemsize * blocks.rows)) * blocks.rows
+    rows = min(rows, triton.cdiv(len(x), blocks.rows) * blocks.rows)
+    workspace = x.new_empty(rows, columns, dtype=dtype)
+    for start in range(0, len(x), rows):
+        part = slice(start, min(start + rows, len(x)))
+        write(part, workspace)
+        weights = workspace[: part.stop - start, : len(y)]
+        if grads[0] is not None:
+            grads[0][part] = _float32_product(weights, y)
+        if grads[1] is not None:
+            grads[1] += _float32_product(weights.T, x[part])
+    return grads
 
 
-def _product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write the matrix product of two matrices of one type to ``out``, float32, without rounding it in between."""
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    elif left.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads():
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:
-        # Before torch 2.8 a product has the type of its factors: too coarse, and that of float16 could overflow.
-        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix product in float32, whatever the types of the matrices."""
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16 and "dtype_out" in torch.ops.aten.mm.overloads():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()  # before torch 2.8
 
 
 def launch(kernel, blocks: Blocks, counts: tuple[int, int], *arguments, **constants) -> None:
@@ -212,15 +168,7 @@ def tile_position(row_blocks, column_blocks):
 
 @triton.jit
 def products_of_tile(
-    x,
-    y,
-    rows,
-    columns,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, y, rows, columns, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Return the dot products (ROWS, COLUMNS), float32, of listed vectors of x and y, which all exist."""
     steps = tl.arange(0, DEPTH)
@@ -230,28 +178,17 @@ def products_of_tile(
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, width, DEPTH):
         inside = (steps < width - start)[None, :]
-        of_x = tl.load(x_at + start, mask=inside, other=0.0)
-        of_y = tl.load(y_at + start, mask=inside, other=0.0)
-        products = tl.dot(of_x, of_y.T, products, input_precision=PRECISION)
+        x_part = tl.load(x_at + start, mask=inside, other=0.0)
+        y_part = tl.load(y_at + start, mask=inside, other=0.0)
+        products = tl.dot(x_part, y_part.T, products, input_precision=PRECISION)
     return products
 
 
 @triton.jit
 def negatives_of_tile(
-    x,
-    y,
-    x_factors,
-    y_factors,
-    x_labels,
-    y_labels,
-    rows,
-    columns,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, y, x_factors, y_factors, x_labels, y_labels, rows, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Return the similarities (ROWS, COLUMNS), -inf for pairs of equal labels; all rows and columns exist."""
     similarities = products_of_tile(x, y, rows, columns, width, ROWS, COLUMNS, DEPTH, PRECISION)
     if x_factors is not None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vl_plugins.functional import triplet_margin
 from vl_plugins.functional.goal import Objective
-from vl_plugins.kernels import HardestNegatives, hardest_negatives
+from vl_plugins.kernels import HardestNegatives, mine_hardest_negatives
 from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
 from vl_plugins.utils.checks import integer, non_negative
 
@@ -69,7 +69,7 @@ class HardestNegativeLoss(PairLoss):
 
     def mine(self, batch: PairBatch, objective: Objective | None = None) -> HardestNegatives:
         """Return the similarities of the positive pairs and of the hardest negatives, see :mod:`vl_plugins.kernels`."""
-        return hardest_negatives(
+        return mine_hardest_negatives(
             batch.embeddings,
             batch.ref_emb,
             batch.labels,
@@ -77,6 +77,7 @@ class HardestNegativeLoss(PairLoss):
             batch.pairs,
             objective=objective,
             normalize=self.distance.normalize_embeddings,
+            same_set=batch.same_set,
             symmetric=batch.symmetric,
             backend=self.backend,
         )

@@ -6,41 +6,37 @@ from typing import Any
 import torch
 from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import BaseReducer
-from pytorch_metric_learning.regularizers import BaseRegularizer
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
-from vl_plugins.components import create_component
+from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.losses.base import IndicesTuple
+from vl_plugins.losses.pair_batch import IndicesTuple
 from vl_plugins.registry import create_loss, loss_options
+from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer
 from vl_plugins.utils.checks import non_negative
 
 __all__ = ["SmoothChamferLoss"]
 
-ALPHA = 16.0
-SET_SIZE = 1
-DEFAULTS = {"alpha": ALPHA, "set_size": SET_SIZE, "backend": None}  # of the distance
+DISTANCE_DEFAULTS = {"alpha": 16.0, "set_size": 1, "backend": None}
 
 
 class SmoothChamferLoss(BaseMetricLossFunction):
-    """A loss of pairs, its base, on smooth-Chamfer similarity of sets, with MMD and diversity: the objective of DivE.
+    """A pair loss, its base, on smooth-Chamfer similarity of sets, plus MMD and diversity: the objective of DivE.
 
     The value is that of ``base``, by default the triplet loss with the hardest negative, plus ``mmd_weight`` times the
     maximum mean discrepancy of the two modalities' elements, plus ``diversity_weight`` times how near the elements of
     one set are to each other. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with ``set_size`` = K; a
-    vector of zeros is padding. Embeddings (B, D) are sets of one: then their cosines are compared.
+    zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`; ``slots`` and ``ref_slots`` are
-    new. Regularization does not go through the reducer, whatever pairs there are: it is that of all embeddings.
+    Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, with ``slots`` and ``ref_slots``
+    in addition. The regularization does not go through the reducer:
 
-    - MMD: :func:`vl_plugins.functional.mmd_loss` of ``embeddings`` and ``ref_emb``, both L2-normalised; nothing without
+    - MMD, :func:`vl_plugins.functional.mmd_loss`, of ``embeddings`` and ``ref_emb``, L2-normalized; none without
       ``ref_emb``. A queue of embeddings, as of ``CrossBatchMemory``, is taken for the other modality: there it should
       have the weight 0.
-    - Diversity: :func:`vl_plugins.functional.diversity_loss` of ``slots``, and ``ref_slots``: the elements as a set
-      prediction head makes them before it adds the global feature; of the embeddings where they are left out. Those of
-      both modalities are added up. An item counts as any other, however many elements it has.
+    - Diversity, :func:`vl_plugins.functional.diversity_loss`, of ``slots`` and ``ref_slots``: the elements before a set
+      prediction head adds the global feature; by default of the embeddings.
 
     Args:
         base: name of the loss, another one of :func:`vl_plugins.list_losses`; or a loss of pytorch-metric-learning,
@@ -48,15 +44,14 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         alpha: inverse temperature of the smooth-Chamfer similarity, > 0. GOAL has an option of this name too: give that
             to a ``GOALLoss`` as ``base``.
         set_size: K of packed sets, >= 1.
-        mmd_weight: of the maximum mean discrepancy, >= 0.
-        diversity_weight: of the diversity loss, >= 0.
-        distance: another one than ``SmoothChamferSimilarity(alpha, set_size, backend)``.
-        backend: how that similarity is computed, see :func:`vl_plugins.kernels.smooth_chamfer_similarity`.
-        base_options: those of the loss that ``base`` names, such as ``margin``, ``warmup_steps``, ``symmetric``,
-            ``reducer``.
+        mmd_weight: weight of the maximum mean discrepancy, >= 0.
+        diversity_weight: weight of the diversity loss, >= 0.
+        distance: instead of ``SmoothChamferSimilarity(alpha, set_size, backend)``.
+        backend: of that similarity, see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
+        base_options: options of the loss that ``base`` names, such as ``margin``, ``warmup_steps``, ``reducer``.
 
     Attributes:
-        base: the loss of pairs.
+        base: the pair loss.
 
     Raises:
         ValueError: a hyper-parameter out of its range, an unknown name or option, or options beside an object that has
@@ -79,8 +74,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     def __init__(
         self,
         base: str | BaseMetricLossFunction = "triplet_hn",
-        alpha: float = ALPHA,
-        set_size: int = SET_SIZE,
+        alpha: float = 16.0,
+        set_size: int = 1,
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
@@ -94,42 +89,24 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.mmd_weight = non_negative("mmd_weight", mmd_weight)
         self.diversity_weight = non_negative("diversity_weight", diversity_weight)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
-        # By name, because distances and regularizers import modules of this package, which imports this one.
-        self.mmd = create_component("regularizer", "MMDRegularizer")
-        self.diversity = create_component("regularizer", "DiversityRegularizer")
+        self.mmd, self.diversity = MMDRegularizer(), DiversityRegularizer()
 
     @classmethod
     def forwarded_options(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of the loss that the option ``base`` names, see :mod:`vl_plugins.options`."""
-        of_base = dict(given)
-        base = of_base.pop("base", "triplet_hn")
-        return loss_options(base, **of_base) if _is_name_of_base(base) else {}
+        """Return the options of the loss that the option ``base`` names."""
+        base_options = dict(given)
+        base = base_options.pop("base", "triplet_hn")
+        return loss_options(base, **base_options) if isinstance(base, str) and base != "smooth_chamfer" else {}
 
-    @property
-    def distance(self) -> BaseDistance:
-        """That of the base."""
-        return self.base.distance
-
-    @property
-    def reducer(self) -> BaseReducer:
-        """That of the base."""
-        return self.base.reducer
-
-    @property
-    def embedding_regularizer(self) -> BaseRegularizer | None:
-        """That of the base."""
-        return self.base.embedding_regularizer
+    def __getattr__(self, name: str) -> Any:
+        if name in ("distance", "reducer", "embedding_regularizer"):
+            return getattr(self.base, name)
+        return super().__getattr__(name)
 
     @property
     def symmetric(self) -> bool:
-        """Whether the base adds both directions; a base that has no such attribute adds none, and this has none."""
+        """Whether the base adds both directions; a base without this attribute adds none."""
         return self.base.symmetric
-
-    @symmetric.setter
-    def symmetric(self, value: bool) -> None:
-        if not hasattr(self.base, "symmetric"):
-            raise AttributeError(f"{type(self.base).__name__} has no attribute 'symmetric'")
-        self.base.symmetric = value
 
     def forward(
         self,
@@ -141,6 +118,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
         scale: float | Tensor | None = None,
+        symmetric: bool | None = None,
     ) -> Tensor | dict[str, dict]:
         """Return the reduced loss of the base plus the regularization; a dict of both with ``DoNothingReducer``.
 
@@ -148,7 +126,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             embeddings: (A, K, D), (A, K * D) or (A, D).
             labels, indices_tuple, ref_emb, ref_labels: see :class:`~vl_plugins.losses.base.PairLoss`.
             slots, ref_slots: see :meth:`regularization`.
-            scale: in place of that of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
+            scale, symmetric: instead of those of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
 
         Raises:
             ValueError: labels missing, a ``scale`` where the base has none, or tensors that do not fit each other, the
@@ -160,7 +138,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
-            options = {} if scale is None else {"scale": scale}  # a base of pytorch-metric-learning takes none
+            # A base of pytorch-metric-learning takes neither.
+            options = {"scale": scale, "symmetric": symmetric}
+            options = {name: value for name, value in options.items() if value is not None}
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):
@@ -210,16 +190,16 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
 def _base_loss(
     base: str | BaseMetricLossFunction,
-    of_distance: Mapping[str, Any],
+    distance_options: Mapping[str, Any],
     distance: BaseDistance | None,
     options: Mapping[str, Any],
 ) -> BaseMetricLossFunction:
-    changed = [name for name, value in of_distance.items() if value != DEFAULTS[name]]
+    changed = [name for name, value in distance_options.items() if value != DISTANCE_DEFAULTS[name]]
     if not isinstance(base, str):
         others = [*changed, *options] + (["distance"] if distance is not None else [])
         if others:
             raise ValueError(
-                f"{', '.join(others)} cannot be given beside a {type(base).__name__} as base, which has its own: give "
+                f"{', '.join(others)} cannot be given with a {type(base).__name__} as base, which has its own: give "
                 "the name of a loss as base, or give them to that loss"
             )
         if not isinstance(base, BaseMetricLossFunction) or isinstance(base, SmoothChamferLoss):
@@ -227,17 +207,13 @@ def _base_loss(
                 f"base must be another loss of pytorch-metric-learning or a name, got {type(base).__name__}"
             )
         return base
-    if not _is_name_of_base(base):
+    if base == "smooth_chamfer":
         raise ValueError("base must be another loss, got 'smooth_chamfer'")
     if distance is None:
-        distance = create_component("distance", "SmoothChamferSimilarity", **of_distance)
+        distance = SmoothChamferSimilarity(**distance_options)
     elif changed:
         raise ValueError(
-            f"{', '.join(changed)} cannot be given beside a {type(distance).__name__} as distance: of "
-            "SmoothChamferSimilarity, the default, they are options"
+            f"{', '.join(changed)} cannot be given with a {type(distance).__name__} as distance: they are options of "
+            "SmoothChamferSimilarity, the default"
         )
     return create_loss(base, distance=distance, **options)
-
-
-def _is_name_of_base(base: Any) -> bool:
-    return isinstance(base, str) and base != "smooth_chamfer"

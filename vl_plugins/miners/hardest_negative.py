@@ -15,22 +15,19 @@ class HardestNegativeMiner(BaseMiner):
     """Triplets of every positive pair and the k hardest negatives of its anchor, the mining of VSE++.
 
     ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
-    ``miner(embeddings, labels, ref_emb=None, ref_labels=None)``:
+    ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
+    ``miner(embeddings, labels)``, an item is not its own positive.
 
-    - ``miner(image_embeddings, labels, text_embeddings, text_labels)``: images are the anchors. ``labels`` may be one
-      tensor for both; the matching pairs are kept.
-    - ``miner(embeddings, labels)``: one set, where an item is not its own positive.
-
-    Similarities are computed in float32 at least, as the losses do. Of equally hard negatives the first counts. An
-    anchor without positives or without negatives gives no triplet, one with fewer than k negatives gives what there is.
+    Similarities are computed in float32 at least, as in the losses. Of equally hard negatives the first counts. An
+    anchor without positives or negatives gives no triplet, one with fewer than k negatives gives all of them.
 
     Args:
         k: number of negatives for each positive pair, >= 1.
-        kwargs: ``distance`` (default ``CosineSimilarity()``; any other too, also of embedding sets) and
-            ``collect_stats`` of pytorch-metric-learning.
+        kwargs: ``distance``, by default ``CosineSimilarity()``, also one of embedding sets, and ``collect_stats`` of
+            pytorch-metric-learning.
 
     Returns:
-        Anchors, positives and negatives, (T,) each: indices of ``embeddings``, ``ref_emb`` and ``ref_emb``, sorted by
+        Anchors, positives and negatives, (T,) each: indices into ``embeddings``, ``ref_emb`` and ``ref_emb``, sorted by
         anchor, positive and hardness.
 
     Raises:
@@ -62,33 +59,22 @@ class HardestNegativeMiner(BaseMiner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if ref_labels is None:
             raise ValueError("ref_labels cannot be None when ref_emb is given")
-        positive_mask = labels[:, None] == ref_labels[None, :]
-        negative_mask = ~positive_mask
+        same_label = labels[:, None] == ref_labels[None, :]
+        positive_mask = same_label.clone()
         if ref_emb is embeddings:
             positive_mask.fill_diagonal_(False)
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             distances = self.distance(embeddings, ref_emb)
-        hardness = distances if self.distance.is_inverted else -distances
-        hardest, exists = _hardest(hardness, negative_mask, self.k)
+        hardness = (distances if self.distance.is_inverted else -distances).masked_fill(same_label, -torch.inf)
+        hardest = torch.full((len(labels), self.k), -1, device=labels.device)
+        for rank in range(min(self.k, hardness.shape[1])):
+            values, columns = hardness.max(dim=1)  # the first of equal values, which topk does not promise
+            hardest[:, rank] = columns.where(values != -torch.inf, -1)
+            hardness = hardness.scatter(1, columns[:, None], -torch.inf)
         anchors, positives = torch.where(positive_mask)
-        pairs, ranks = torch.where(exists[anchors])
+        pairs, ranks = torch.where(hardest[anchors] >= 0)
         return anchors[pairs], positives[pairs], hardest[anchors[pairs], ranks]
 
     def get_default_distance(self):
         return CosineSimilarity()
-
-
-def _hardest(hardness: Tensor, mask: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of each row's k largest values under the mask, (A, k), and which of them exist, (A, k)."""
-    k = min(k, hardness.shape[1])
-    columns = torch.zeros(len(hardness), k, dtype=torch.long, device=hardness.device)
-    exists = torch.zeros_like(columns, dtype=torch.bool)
-    left = mask.clone()
-    # Not topk: which of equal values it chooses is not defined.
-    for rank in range(k):
-        column = hardness.masked_fill(~left, float("-inf")).argmax(dim=1, keepdim=True)
-        columns[:, rank] = column[:, 0]
-        exists[:, rank] = left.gather(1, column)[:, 0]
-        left.scatter_(1, column, False)
-    return columns, exists

@@ -1,4 +1,4 @@
-"""Sinusoidal positions, for features that do not know where they come from."""
+"""Sinusoidal positions, for features that do not contain their positions."""
 
 import math
 
@@ -9,8 +9,6 @@ from vl_plugins.utils.checks import integer
 
 __all__ = ["sinusoidal_positions", "sinusoidal_positions_2d"]
 
-LONGEST_WAVE = 10000.0  # over 2 pi, in positions
-
 
 def sinusoidal_positions(length: int, dim: int) -> Tensor:
     r"""Return sine and cosine waves over the positions 0, 1, ..., with wavelengths from 2 pi to 10000 * 2 pi.
@@ -19,7 +17,7 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
 
     Args:
         length: number of positions, >= 1.
-        dim: D >= 1, any; an odd one ends with a sine.
+        dim: D >= 1; an odd one ends with a sine.
 
     Returns:
         (length, dim), float32, in [-1, 1].
@@ -36,35 +34,32 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
     """
     integer("length", length, least=1)
     integer("dim", dim, least=1)
-    # In float64: rounded in float32, a phase of some thousand radians would be visibly off.
+    # In float64: rounding a phase of some thousand radians to float32 would be visible.
     positions = torch.arange(length, dtype=torch.float64)
-    frequencies = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(LONGEST_WAVE) / dim))
+    frequencies = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10000) / dim))
     phases = positions[:, None] * frequencies  # (length, ceil(dim / 2))
     return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(1)[:, :dim].float()
 
 
 def sinusoidal_positions_2d(height: int, width: int, dim: int) -> Tensor:
-    """Return :func:`sinusoidal_positions` of the rows in the first half of the channels, of the columns in the second.
+    """Return :func:`sinusoidal_positions` of rows in the first half of the channels and of columns in the second.
 
     Args:
         height: number of rows, >= 1.
         width: number of columns, >= 1.
-        dim: D >= 2, any; of an odd one the rows have one channel more.
+        dim: D >= 2; of an odd one the rows have one channel more.
 
     Returns:
-        (height * width, dim), float32, row by row, as ``feature_map.flatten(2).transpose(1, 2)`` orders the places of a
-        feature map (B, D, height, width).
+        (height * width, dim), float32, row by row as in ``feature_map.flatten(2).transpose(1, 2)``.
 
     Raises:
         ValueError: an argument out of its range.
 
-    >>> sinusoidal_positions_2d(2, 3, 4)[:, [0, 2]]
+    >>> sinusoidal_positions_2d(2, 2, 4)[:, [0, 2]]
     tensor([[0.0000, 0.0000],
             [0.0000, 0.8415],
-            [0.0000, 0.9093],
             [0.8415, 0.0000],
-            [0.8415, 0.8415],
-            [0.8415, 0.9093]])
+            [0.8415, 0.8415]])
     """
     integer("height", height, least=1)
     integer("width", width, least=1)

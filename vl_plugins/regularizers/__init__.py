@@ -1,7 +1,5 @@
 """Regularizers of embeddings for pytorch-metric-learning."""
 
-from vl_plugins.regularizers.diversity import DiversityRegularizer
-from vl_plugins.regularizers.mmd import MMDRegularizer
-from vl_plugins.regularizers.uniformity import UniformityRegularizer
+from vl_plugins.regularizers.sets import DiversityRegularizer, MMDRegularizer, UniformityRegularizer
 
 __all__ = ["DiversityRegularizer", "MMDRegularizer", "UniformityRegularizer"]

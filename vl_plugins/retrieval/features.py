@@ -14,9 +14,9 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from vl_plugins.components import create_component
 from vl_plugins.data.collection import Collection, Id
 from vl_plugins.data.storage import write_file
+from vl_plugins.registry import create_component
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require

@@ -85,7 +85,7 @@ def retrieval_ranks(
         caption_embeddings: (C, D) floating point, on the same device; with a ``similarity`` likewise.
         ground_truth: (C,) integers in [0, I), the index of each caption's image, or a :class:`GroundTruth`.
         similarity: called with image embeddings (i, ...) and caption embeddings (c, ...), returns their similarities
-            (i, c), larger is closer, such as :func:`vl_plugins.functional.smooth_chamfer_similarity`. The dot product
+            (i, c), larger is closer, such as :func:`vl_plugins.kernels.pairwise_smooth_chamfer`. The dot product
             if left out.
         negatives, progress: as for :func:`similarity_ranks`.
         tile_shape: images and captions compared at a time; chosen by the device if left out.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.kernels import tiles
+from vl_plugins.retrieval import tiles
 
 __all__ = ["EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["align_columns"]
-
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Pad the cells of each column to one width: names on the left, the numbers after them to the right.

@@ -20,7 +20,7 @@ LOGIT_SCALE = 14.0
 
 
 def options(loss, **fields):
-    names = {name: fields.pop(name) for name in ("miner", "reducer", "distance", "head", "exchange") if name in fields}
+    names = {name: fields.pop(name) for name in ("miner", "reducer", "distance", "head") if name in fields}
     return PluginOptions(loss=loss, loss_kwargs=fields, **names)
 
 
@@ -43,18 +43,6 @@ CASES = {
     "smooth_chamfer of unified": options("smooth_chamfer", head="set", base="unified", scale=20),
     "unified of match_probability": options("unified", head="set", distance="match_probability", scale=20),
 }
-
-# Without gathering, always with gradients.
-RINGS = {
-    "unified, ring": options("unified", scale=20, exchange="ring"),
-    "vlc, scale=learned, ring": options("vlc", scale="learned", exchange="ring"),
-    "triplet_hn, ring": options("triplet_hn", margin=0.3, exchange="ring"),
-    "goal, nca and sig, ring": options("goal", triplet_weight="nca", pair_weight="sig", exchange="ring"),
-    "goal, cir and sig_ms, ring": options("goal", triplet_weight="cir", pair_weight="sig_ms", exchange="ring"),
-    "goal, con and lin_ms, ring": options("goal", triplet_weight="con", pair_weight="lin_ms", exchange="ring"),
-    "unified, image to text only, ring": options("unified", scale=20, symmetric=False, exchange="ring"),
-}
-CASES |= RINGS
 
 FLAGS = {
     "neither": {"local_loss": False, "gather_with_grad": False},
@@ -85,20 +73,20 @@ def make_loss(name, **gathering):
     return build_loss(made, **gathering) if isinstance(made, PluginOptions) else made(**gathering)
 
 
-def inputs_of(name, batch, dtype):
+def inputs(name, batch, dtype):
     """Return leaves of the type ``dtype``, by the names of open_clip's outputs; the scale is float64, or float32."""
     generator = torch.Generator().manual_seed(1)
-    of_sets = getattr(CASES[name], "head", None) == "set"
-    shape = (K, D) if of_sets else (D,)
+    compares_sets = getattr(CASES[name], "head", None) == "set"
+    shape = (K, D) if compares_sets else (D,)
     leaves = {}
     for tower, number in (("image", sum(batch.sizes)), ("text", batch.captions * sum(batch.sizes))):
         drawn = torch.randn(number, *shape, generator=generator, dtype=torch.float64)
         leaves[f"{tower}_features"] = F.normalize(drawn, dim=-1)
-        if of_sets:
+        if compares_sets:
             leaves[f"{tower}_slots"] = drawn
     leaves = {key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items()}
-    of_scale = torch.promote_types(dtype, torch.float32)
-    leaves["logit_scale"] = torch.tensor(LOGIT_SCALE, dtype=of_scale, requires_grad=True)
+    scale_type = torch.promote_types(dtype, torch.float32)
+    leaves["logit_scale"] = torch.tensor(LOGIT_SCALE, dtype=scale_type, requires_grad=True)
     return leaves
 
 
@@ -126,13 +114,13 @@ def reference(name, batch, dtype, flags):
     Without gradients through gathered features these are divided by the number of processes; with ``--local-loss``
     alone they are those of anchors as if all candidates were constant.
     """
-    rounded = {key: leaf.detach() for key, leaf in inputs_of(name, batch, dtype).items()}
+    rounded = {key: leaf.detach() for key, leaf in inputs(name, batch, dtype).items()}
     exact = {key: leaf.double().requires_grad_() for key, leaf in rounded.items()}
     loss = make_loss(name).double()
     anchors_only = flags == "--local-loss" and len(batch.sizes) > 1 and _is_split(name)
     if not anchors_only:
         found = gradients(loss, exact, image_ids=batch.image_ids)
-        factor = 1.0 if FLAGS[flags]["gather_with_grad"] or name in RINGS else 1 / len(batch.sizes)
+        factor = 1.0 if FLAGS[flags]["gather_with_grad"] else 1 / len(batch.sizes)
         return {key: gradient if key == "logit_scale" else gradient * factor for key, gradient in found.items()}
     pair_loss = getattr(loss, "pair_loss", None)
     if pair_loss is None:  # ClipLoss: half of each direction
@@ -143,16 +131,14 @@ def reference(name, batch, dtype, flags):
             for one, other in ((images, texts), (texts, images))
         ).backward()
         return {key: leaf.grad for key, leaf in exact.items()}
-    # Each direction is one of a loss that looks one way, at candidates without a gradient.
-    pair_loss.symmetric = False
-    if loss.learned_scale:
-        pair_loss.scale = exact["logit_scale"]
+    # Each direction is a call of its own, with candidates without a gradient.
+    call = {"symmetric": False} | ({"scale": exact["logit_scale"]} if loss.learned_scale else {})
     images, texts = exact["image_features"], exact["text_features"]
     ids = torch.tensor(batch.image_ids) if batch.image_ids else torch.arange(len(images))
-    of_texts = ids.repeat_interleave(batch.captions)
-    total = pair_loss(images, ids, ref_emb=texts.detach(), ref_labels=of_texts)
-    if loss.text_to_image:
-        total = total + pair_loss(texts, of_texts, ref_emb=images.detach(), ref_labels=ids)
+    text_labels = ids.repeat_interleave(batch.captions)
+    total = pair_loss(images, ids, ref_emb=texts.detach(), ref_labels=text_labels, **call)
+    if loss.symmetric:
+        total = total + pair_loss(texts, text_labels, ref_emb=images.detach(), ref_labels=ids, **call)
     if hasattr(loss.loss, "regularization"):
         # Of gathered features, in which only those of the process itself have a gradient.
         terms = loss.loss.regularization(images, texts, exact["image_slots"], exact["text_slots"])
@@ -164,7 +150,7 @@ def reference(name, batch, dtype, flags):
 def _is_split(name):
     """Return whether the loss is computed of the processes' own rows where that is asked for."""
     loss = make_loss(name, local_loss=True, rank=0, world_size=2)
-    return getattr(loss, "by_rows", True)
+    return getattr(loss, "compares_own_rows", True)
 
 
 def difference(actual, expected):
@@ -176,10 +162,12 @@ def difference(actual, expected):
     return max(differences)
 
 
-def averaged(of_processes, batch):
+def averaged(gradients_by_rank, batch):
     """Return the gradients of the joined batch that DistributedDataParallel's average over processes amounts to."""
     # Each process has zeros where the features are not its own.
-    return {key: sum(of[key].double() for of in of_processes) / len(batch.sizes) for key in of_processes[0]}
+    return {
+        key: sum(found[key].double() for found in gradients_by_rank) / len(batch.sizes) for key in gradients_by_rank[0]
+    }
 
 
 def step(name, batch, dtype, flags, rank=0):
@@ -187,17 +175,17 @@ def step(name, batch, dtype, flags, rank=0):
     loss = make_loss(name, **gathering)
     if dtype == torch.float64:
         loss = loss.double()
-    return gradients(loss, inputs_of(name, batch, dtype), batch.shares()[rank], batch.image_ids)
+    return gradients(loss, inputs(name, batch, dtype), batch.shares()[rank], batch.image_ids)
 
 
 def steps(rank, work):
     return [step(*job, rank=rank) for job in work]
 
 
-def of_processes(work, world_size):
+def averaged_gradients(work, world_size):
     """Return the averaged gradients of each job, ``(name, batch, dtype, flags)``."""
-    of_ranks = [steps(0, work)] if world_size == 1 else in_processes(steps, world_size, work)
-    return [averaged(found, job[1]) for found, job in zip(zip(*of_ranks, strict=True), work, strict=True)]
+    by_rank = [steps(0, work)] if world_size == 1 else in_processes(steps, world_size, work)
+    return [averaged(found, job[1]) for found, job in zip(zip(*by_rank, strict=True), work, strict=True)]
 
 
 def main():
@@ -212,7 +200,7 @@ def main():
             for dtype in (torch.float32, torch.bfloat16)
             for flags in FLAGS
         ]
-        for job, actual in zip(work, of_processes(work, world_size), strict=True):
+        for job, actual in zip(work, averaged_gradients(work, world_size), strict=True):
             name, _, dtype, _ = job
             row = list(CASES).index(name), dtype.itemsize, world_size
             rows.setdefault(row, [name, str(dtype).removeprefix("torch."), str(world_size)])

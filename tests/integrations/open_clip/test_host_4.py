@@ -241,13 +241,13 @@ def test_a_checkpoint_of_another_optimizer_is_named(version, flags, remedy, fold
 
 def test_compiled_task_without_the_loss(folder, train, monkeypatch):
     compiling = []
-    labels_of = TwoTowerLoss._labels_of
+    terms = TwoTowerLoss._terms
 
     def note(*args, **kwargs):
         compiling.append(is_compiling())
-        return labels_of(*args, **kwargs)
+        return terms(*args, **kwargs)
 
-    monkeypatch.setattr(TwoTowerLoss, "_labels_of", note)
+    monkeypatch.setattr(TwoTowerLoss, "_terms", note)
     expected = train("3", "--loss", "unified")
     compiling.clear()
     actual = train("4", "--loss", "unified", "--torchcompile", "--torchcompile-backend", "eager")

@@ -1,3 +1,4 @@
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distances.base import SetDistance
+from vl_plugins.integrations.open_clip.launcher import _checked_loss
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
@@ -221,7 +223,7 @@ def test_autocast_does_not_reach_losses_of_others():
 
 
 def test_captions_that_do_not_divide():
-    with pytest.raises(ValueError, match="got 7 texts for 3 images"):
+    with pytest.raises(ValueError, match="got 7 for 3 images"):
         build_loss(plugin("unified"))(torch.ones(3, D), torch.ones(7, D), torch.tensor(1.0))
 
 
@@ -287,27 +289,6 @@ def test_backends_give_the_same_loss_and_gradients(backend, loss_kwargs):
     torch.testing.assert_close(*(torch.autograd.grad(2 * loss, (image, text, scale)) for loss in losses))
 
 
-def test_labels_are_the_same_tensors_in_every_step(monkeypatch):
-    """So that a loss which knows their pairs never has to wait for an accelerator."""
-    calls = []
-    loss = build_loss(plugin("unified"))
-    monkeypatch.setattr(
-        loss.pair_loss, "forward", lambda *args, **kwargs: calls.append((args[1], kwargs["ref_labels"]))
-    )
-    for images, captions in ((B, 2), (B, 2), (B, 1), (B - 1, 2), (B, 2)):
-        image, text = batch(captions=captions)
-        with pytest.raises(TypeError):  # there is no loss to go on with
-            loss(image[:images], text[: images * captions], torch.tensor(1.0))
-    first, again, fewer_captions, fewer_images, later = calls
-    assert all(one is other is another for one, other, another in zip(first, again, later, strict=True))
-    assert fewer_captions[1].tolist() == list(range(B))
-    assert fewer_images[1].tolist() == [index // 2 for index in range(2 * (B - 1))]
-    for number in range(1, 8):
-        with pytest.raises(TypeError):
-            loss(torch.ones(number, D), torch.ones(number, D), torch.tensor(1.0))
-    assert len(loss._labels) <= 4
-
-
 def test_a_loss_with_parameters_is_refused(monkeypatch):
     def create(name, **kwargs):
         return pml_losses.ArcFaceLoss(num_classes=3, embedding_size=D)
@@ -317,7 +298,7 @@ def test_a_loss_with_parameters_is_refused(monkeypatch):
         build_loss(plugin("unified"))
 
 
-@pytest.mark.parametrize("accum_freq", [1, 3])
+@pytest.mark.parametrize("batches_per_step", [1, 3])
 @pytest.mark.parametrize(
     ("fields", "arguments", "calls"),
     [
@@ -327,27 +308,43 @@ def test_a_loss_with_parameters_is_refused(monkeypatch):
     ],
     ids=["one call", "miner", "local loss"],
 )
-@pytest.mark.parametrize("name", ["triplet_hn", "goal"])
-def test_warm_up_counts_training_steps(name, fields, arguments, calls, accum_freq):
-    weights = {}
-    if name == "goal":
-        weights = {"triplet_weight": "cir", "pair_weight": "sig_ms"}
-        if arguments:
-            calls = 1  # sig_ms compares pairs with those of the other process
-    options = PluginOptions(loss=name, loss_kwargs={"warmup_steps": 5, **weights}, **fields)
-    two_towers = build_loss(options, accum_freq=accum_freq, **arguments)
+def test_warm_up_counts_training_steps(fields, arguments, calls, batches_per_step):
+    options = PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5}, **fields)
+    two_towers = build_loss(options, batches_per_step=batches_per_step, **arguments)
     two_towers.continue_after(3)
-    loss = two_towers.loss
-    assert (loss.calls_per_step, loss.training_calls) == (calls * accum_freq, 3 * calls * accum_freq)
-    one_way = build_loss(PluginOptions(loss=name, loss_kwargs={"symmetric": False, **weights}, **fields), **arguments)
-    assert one_way.loss.calls_per_step == 1
+    loss, calls = two_towers.loss, calls * batches_per_step
+    assert (loss.warmup_steps, loss.training_calls, two_towers.pair_calls_per_step) == (5 * calls, 3 * calls, calls)
+    one_way = build_loss(PluginOptions(loss="triplet_hn", loss_kwargs={"symmetric": False}, **fields), **arguments)
+    assert one_way.pair_calls_per_step == 1
     if arguments:
         return
     outputs = Towers()(*batch())
-    values = torch.stack([two_towers(**outputs) for _ in range(3 * accum_freq)])
-    mined = build_loss(PluginOptions(loss=name, loss_kwargs=weights, **fields))(**outputs)
+    values = torch.stack([two_towers(**outputs) for _ in range(3 * batches_per_step)])
+    mined = build_loss(PluginOptions(loss="triplet_hn", **fields))(**outputs)
     assert values[0] > mined + 0.1
-    assert torch.equal(values, torch.stack([values[0]] * 2 * accum_freq + [mined] * accum_freq))
+    assert torch.equal(values, torch.stack([values[0]] * 2 * batches_per_step + [mined] * batches_per_step))
+
+
+def test_the_launcher_multiplies_warm_up_by_calls_per_step(monkeypatch):
+    """Before open_clip joins the processes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5})
+    assert _checked_loss(options, Namespace(local_loss=True, accum_freq=3)).warmup_steps == 5 * 2 * 3
+
+
+def test_own_rows_are_not_compared_by_a_loss_of_related_pairs():
+    """sig_ms compares a pair with those of the other process: one call, of the whole batch."""
+    options = PluginOptions(
+        loss="goal", loss_kwargs={"warmup_steps": 5, "triplet_weight": "cir", "pair_weight": "sig_ms"}
+    )
+    loss = build_loss(options, local_loss=True, gather_with_grad=True, world_size=2)
+    assert (loss.pair_calls_per_step, loss.loss.warmup_steps) == (1, 5)
+
+
+def test_the_loss_keeps_its_attributes():
+    loss = create_loss("unified", scale=20)
+    TwoTowerLoss("unified", loss, miners.BatchHardMiner(), learned_scale=True)(*batch(), torch.tensor(14.0))
+    assert (loss.symmetric, loss.scale) == (True, 20)
 
 
 def test_describe():
@@ -444,7 +441,7 @@ def test_gradients_of_sets_accumulate_as_open_clip_accumulates_them():
 
 def test_circular_variance_is_logged_now_and_then(caplog):
     caplog.set_level("INFO")
-    loss = build_loss(SETS["sets"], accum_freq=2, log_every_n_steps=3)
+    loss = build_loss(SETS["sets"], log_every=6)
     output = SetTowers(loss.loss.distance)(*batch())
     for _ in range(8):
         loss(**output)

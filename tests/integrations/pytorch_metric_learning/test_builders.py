@@ -7,9 +7,9 @@ import torch
 from pytorch_metric_learning import losses, miners, reducers
 
 from vl_plugins import list_losses
-from vl_plugins.components import list_components
 from vl_plugins.integrations.pytorch_metric_learning import build_loss, build_miner, build_reducer
 from vl_plugins.losses import UnifiedLoss, wrappers
+from vl_plugins.registry import list_components
 from vl_plugins.utils.errors import UserError
 
 EMBEDDINGS = torch.eye(6)[:, :4]
@@ -114,7 +114,7 @@ def test_options_beside_a_specification():
         ),
         (build_loss, {"margin": 1}, "loss must be a name or a mapping such as"),
         (build_loss, 3, "loss must be a name"),
-        (build_loss, "ArcFaceLoss", "refuses to be made without options: .*num_classes"),
+        (build_loss, "ArcFaceLoss", "invalid arguments for .*: .*num_classes"),
         (build_loss, {"name": "unified", "distance": "LpDistanc"}, "unknown distance 'LpDistanc'"),
         (build_miner, "BatchHardMine", "unknown miner"),
         (build_reducer, {"name": "ThresholdReducer"}, "ThresholdReducer"),

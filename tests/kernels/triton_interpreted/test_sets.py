@@ -1,12 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 
-from tests.kernels.triton_cases import TOLERANCE, assert_gradients_near, check_sets, vectors
-from vl_plugins.kernels import triton_sets
+from tests.kernels.triton_cases import TOLERANCE, check_sets, vectors
+from vl_plugins.kernels import pairwise_smooth_chamfer
 from vl_plugins.kernels.smooth_chamfer import MAX_ELEMENTS
-from vl_plugins.kernels.triton_sets import smooth_chamfer_similarity
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+smooth_chamfer = partial(pairwise_smooth_chamfer, backend="triton")
 
 
 def sides(x_shape, y_shape, dtype=torch.float32):
@@ -30,27 +31,20 @@ def test_several_tiles_and_parts(small_tiles, dtype, normalize, masked):
     x, y = sides((7, 3, 20), (3, 5), dtype)
     if not normalize:
         x, y = x / 4, y / 4
-    x_mask, y_mask = masks(x, y) if masked else (None, None)
-    check_sets(x, y, x_mask=x_mask, y_mask=y_mask, normalize=normalize)
+    mask, ref_mask = masks(x, y) if masked else (None, None)
+    check_sets(x, y, mask=mask, ref_mask=ref_mask, normalize=normalize)
 
 
 @pytest.mark.parametrize(
     ("x_shape", "y_shape"),
-    [((1, 1, 5), (3, 1)), ((17, 4, 16), (2, 2)), ((5, MAX_ELEMENTS, 33), (3, MAX_ELEMENTS)), ((2, 9, 2), (33, 1))],
+    [((1, 1, 5), (3, 1)), ((5, MAX_ELEMENTS, 33), (3, MAX_ELEMENTS)), ((2, 9, 2), (33, 1)), ((0, 2, 4), (3, 2))],
     ids=str,
 )
 def test_tiles_as_on_a_device(x_shape, y_shape):
     check_sets(*sides(x_shape, y_shape))
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "y_shape"), [((0, 2, 4), (3, 2)), ((3, 2, 4), (0, 2)), ((3, 0, 4), (2, 1))], ids=str
-)
-def test_nothing(x_shape, y_shape):
-    check_sets(*sides(x_shape, y_shape))
-
-
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("alpha", [1e-2, 1e4])
 def test_extreme_alpha_and_cosines(alpha, dtype):
     x, y = sides((5, 3, 6), (4, 2), dtype)
@@ -64,61 +58,36 @@ def test_gradients_of_one_side(small_tiles, needed):
     check_sets(*sides((9, 2, 4), (3, 3), torch.float16), needed=needed)
 
 
-def test_float16_gradients_of_any_size():
-    x, y = sides((3, 2, 8), (4, 3), torch.float16)
-    x_sets, y_sets = (triton_sets._sets(sets, None, normalize=True) for sets in (x * 0.01, y * 0.01))
-    results = []
-    for size in (1, 2.0**30, 2.0**-30):
-        gradients = [torch.full_like(sets.vectors, torch.nan, dtype=torch.float32) for sets in (x_sets, y_sets)]
-        triton_sets._write_gradients(x_sets, y_sets, 16.0, torch.full((3, 4), size), *gradients)
-        results.append([gradient / size for gradient in gradients])
-    assert results[0][0].isfinite().all()
-    for other in results[1:]:
-        assert_gradients_near(other, results[0], 1e-6)
-
-
-def test_not_finite_is_nan_unless_it_is_absent():
+def test_not_a_number_is_hidden_by_masks_only():
     x, y = sides((3, 2, 4), (4, 3))
-    x[1, 0, 0] = torch.nan
-    y[2, 1] = torch.inf
-    similarities = smooth_chamfer_similarity(x, y)
+    x[1, 0, 0], y[2, 1] = torch.nan, torch.inf
     expected = torch.zeros(3, 4, dtype=torch.bool)
     expected[1] = expected[:, 2] = True
-    assert torch.equal(similarities.isnan(), expected)
-    x_mask, y_mask = torch.ones(3, 2, dtype=torch.bool), torch.ones(4, 3, dtype=torch.bool)
-    x_mask[1, 0] = y_mask[2, 1] = False
+    assert torch.equal(smooth_chamfer(x, y).isnan(), expected)
+    masks = {"mask": x.isfinite().all(2), "ref_mask": y.isfinite().all(2)}
     leaves = [side.requires_grad_() for side in (x, y)]
-    similarities = smooth_chamfer_similarity(*leaves, x_mask=x_mask, y_mask=y_mask)
-    assert similarities.isfinite().all()
+    similarities = smooth_chamfer(*leaves, **masks)
     gradients = torch.autograd.grad(similarities.sum(), leaves)
-    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert all(tensor.isfinite().all() for tensor in (similarities, *gradients))
     assert gradients[0][1, 1].norm() > 0.01
 
 
-def test_a_set_without_elements_takes_no_part():
-    x, y = (side.requires_grad_() for side in sides((3, 2, 4), (4, 3)))
-    x_mask = torch.tensor([[True, True], [False, False], [True, False]])
-    similarities = smooth_chamfer_similarity(x, y, x_mask=x_mask)
-    assert (similarities[1] == 0).all()
-    x_gradient, y_gradient = torch.autograd.grad(similarities[::2].sum(), (x, y), retain_graph=True)
-    # The logarithm of 0 has an infinite derivative.
-    of_logarithms = torch.autograd.grad(torch.log(similarities).sum(), (x, y))
-    assert all(gradient.isfinite().all() for gradient in of_logarithms)
-    assert y_gradient.norm() > 0.1
-    assert (x_gradient[1] == 0).all()
+def test_second_derivatives_are_those_of_the_formula():
+    leaves = [side.requires_grad_() for side in sides((3, 2, 4), (4, 3))]
+    found = []
+    for backend in ("triton", "dense"):
+        similarities = pairwise_smooth_chamfer(*leaves, backend=backend)
+        gradients = torch.autograd.grad(similarities.square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), leaves))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-def test_refused():
+def test_wrong_sets():
     x, y = sides((3, 2, 4), (4, 3))
-    with pytest.raises(
-        ValueError, match=r"x must be float32, float16 or bfloat16, and of the type of x, got torch.float64"
+    for sets, message in (
+        ((x.double(), y.double()), r"same type, not float64, got torch.float64 and torch.float64; 'dense'"),
+        ((x, y.half()), r"same type, .* got torch.float32 and torch.float16"),
+        ((x, torch.ones(1, 17, 4)), r"sets may have 16 elements, got 17"),
     ):
-        smooth_chamfer_similarity(x.double(), y.double())
-    with pytest.raises(
-        ValueError, match=r"y must be float32, float16 or bfloat16, and of the type of x, got torch.float16"
-    ):
-        smooth_chamfer_similarity(x, y.half())
-    with pytest.raises(ValueError, match=r"y must be sets of at most 16 elements, got 17"):
-        smooth_chamfer_similarity(x, torch.ones(1, 17, 4))
-    with pytest.raises(RuntimeError, match=r"no second derivatives"):
-        torch.autograd.grad(smooth_chamfer_similarity(x.requires_grad_(), y).sum(), x, create_graph=True)
+        with pytest.raises(ValueError, match=f"^backend 'triton' cannot be used, because .*{message}"):
+            smooth_chamfer(*sets)

@@ -1,0 +1,58 @@
+"""Imports go down the layers, never in a circle, and stand at the top of a file."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LAYERS = "utils | registry vl_plugins | functional distributed | kernels | distances miners regularizers modules"
+LAYERS += "| losses | data | retrieval plots encoders | integrations benchmarks configs | commands cli"
+HEIGHTS = {part: height for height, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
+
+# What any function may import: optional packages, what needs one, and what is slow and rarely needed.
+OPTIONAL = ("horovod", "open_clip", "torch.distributed.tensor", "torch.utils.tensorboard", "triton", "wandb")
+OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.kernels.triton_", "vl_plugins.utils.untraced")
+# Whose functions may import anything, so that `--help` and errors in a command line take no seconds.
+COMMAND_LINES = ("vl_plugins/commands/", "vl_plugins/benchmarks/", "integrations/pytorch_metric_learning/__init__.py")
+COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")
+COMMAND_LINES += ("integrations/pytorch_metric_learning/command_line.py",)
+
+FILES = [str(path.relative_to(ROOT)) for part in ("vl_plugins", "integrations") for path in (ROOT / part).rglob("*.py")]
+NAMES = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}
+NAMES = {file: name if name.startswith("vl_plugins") else f"vl_plugins.{name}" for file, name in NAMES.items()}
+
+
+def imports():
+    """Yield each import as its file, its place, the imported module and whether it is inside a function."""
+    for file in FILES:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+        inside = {node for function in functions for node in ast.walk(function)}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                package = [node.module] if isinstance(node, ast.ImportFrom) else []
+                for name in (".".join([*package, alias.name]) for alias in node.names):
+                    module = name if name in NAMES.values() else (*package, name)[0]
+                    yield file, f"{file}:{node.lineno}: {ast.unparse(node)}", module, node in inside
+
+
+def height(module):
+    return HEIGHTS[module.split(".")[:2][-1]]
+
+
+def test_no_import_goes_up():
+    ours = [part for part in imports() if part[2].startswith("vl_plugins")]
+    assert len(ours) > 300
+    assert [place for file, place, module, _ in ours if height(module) > height(NAMES[file])] == []
+
+
+def test_no_circle_of_files():
+    graph = {name: set() for name in NAMES.values()}
+    for file, _, module, _ in imports():
+        graph[NAMES[file]] |= {module} - {NAMES[file]}
+    graphlib.TopologicalSorter(graph).prepare()  # the error lists a circle
+
+
+def test_functions_import_only_what_is_optional_or_slow():
+    inner = [part for part in imports() if part[3] and not part[0].startswith(COMMAND_LINES)]
+    assert [place for _, place, module, _ in inner if not module.startswith(OPTIONAL)] == []
