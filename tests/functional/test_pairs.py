@@ -4,221 +4,206 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.helpers.pairs import EMPTY, diagonal_masks, label_masks, loops, similarities_like, value_and_gradients
+from tests.memory import LargestTensor
 from tests.reference import losses as reference
-from vl_plugins.functional import goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
+from vl_plugins.functional import Polynomial, goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
+from vl_plugins.functional.goal import Objective
 
-LOSSES = {
+# The loops of GOAL and of Unified's variants are compared in test_goal.py and test_unified.py.
+WITH_LOOPS = {
     "unified": (unified_loss, reference.unified, {"margin": 0.2, "scale": 20.0}),
     "vlc": (vlc_loss, reference.vlc, {"scale": 20.0}),
     "triplet_hn": (triplet_hn_loss, reference.triplet_hn, {"margin": 0.2}),
     "triplet_sh": (triplet_sh_loss, reference.triplet_sh, {"margin": 0.2}),
 }
-# GOAL's loops need the whole batch, so test_goal.py compares with them.
-GOAL = {
-    "goal-cir-sig_ms": partial(goal_loss, triplet_weight="cir", pair_weight="sig_ms"),
-    "goal-con-con": partial(goal_loss, triplet_weight="con", pair_weight="con"),
-    "goal-nca-lin_ms-all": partial(goal_loss, triplet_weight="nca", pair_weight="lin_ms", mining="all"),
+ALL = {
+    **{name: partial(function, **options) for name, (function, _, options) in WITH_LOOPS.items()},
+    "goal-con-con": partial(goal_loss, objective=Objective("con", "con")),
+    "goal-cir-sig_ms": partial(goal_loss, objective=Objective("cir", "sig_ms")),
+    "goal-nca-lin_ms-all": partial(goal_loss, objective=Objective("nca", "lin_ms"), mining="all"),
+    "unified-variants": partial(
+        unified_loss,
+        margin=lambda similarities, *masks: 0.1 + 0.3 * similarities,
+        scale=5.0,
+        weights=(Polynomial([0.5, -0.7, 0.2]), lambda similarities: 1 + similarities.detach()),
+        relative=Polynomial([0.1, 0.8, 0.5, -0.2]),
+    ),
 }
-ALL = {name: function for name, (function, _, _) in LOSSES.items()} | GOAL
-FUNCTIONS = pytest.mark.parametrize("loss", ALL.values(), ids=ALL.keys())
-OF_DIFFERENCES = pytest.mark.parametrize("loss", [*list(ALL.values())[:4], GOAL["goal-con-con"]])
+LOSSES = pytest.mark.parametrize("loss", ALL.values(), ids=ALL.keys())
+OF_DIFFERENCES = pytest.mark.parametrize("loss", list(ALL.values())[:5], ids=list(ALL)[:5])
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def diagonal_masks(size):
-    positive_mask = torch.eye(size, dtype=torch.bool)
-    return positive_mask, ~positive_mask
+@pytest.mark.parametrize("name", WITH_LOOPS)
+def test_value_and_gradient_equal_the_loops(name):
+    loss, pair_loss, options = WITH_LOOPS[name]
+    for masks in (diagonal_masks(6), label_masks(5, 9), label_masks(9, 5)):
+        for symmetric in (True, False):
+            for dtype, tolerance in TOLERANCE.items():
+                similarities = similarities_like(masks[0], dtype)
+                expected = loops(pair_loss, similarities, masks, symmetric=symmetric, **options)
+                assert len(expected[0]) > 5
+                values = loss(similarities, *masks, **options, symmetric=symmetric, reduction="none")
+                actual = value_and_gradients(values, [similarities])
+                torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def label_masks(rows, columns):
-    """Several positives for most anchors; row 0 has no negatives, row 1 no positives, column 0 neither."""
-    torch.manual_seed(rows * columns)
-    positive_mask = torch.randint(3, (rows, 1)) == torch.randint(3, (1, columns))
-    negative_mask = ~positive_mask
-    negative_mask[0] = False
-    positive_mask[0, 1] = True
-    positive_mask[1] = False
-    positive_mask[:, 0] = negative_mask[:, 0] = False
-    return positive_mask, negative_mask
+def test_the_first_of_equally_hard_negatives_receives_the_gradient():
+    similarities = torch.tensor([[0.5, 0.7, 0.7, 0.7]], requires_grad=True)
+    positive_mask = torch.tensor([[True, False, False, False]])
+    triplet_hn_loss(similarities, positive_mask, ~positive_mask, symmetric=False).backward()
+    assert similarities.grad[0].tolist() == [-1, 1, 0, 0]
 
 
-def similarities_like(mask, dtype=torch.float64):
-    torch.manual_seed(7)
-    return (2 * torch.rand(mask.shape, dtype=torch.float64) - 1).to(dtype).requires_grad_()
-
-
-def pairs(mask):
-    return {tuple(pair) for pair in mask.nonzero().tolist()}
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("symmetric", [True, False], ids=["both directions", "rows only"])
-@pytest.mark.parametrize(
-    "masks", [diagonal_masks(6), label_masks(5, 9), label_masks(9, 5)], ids=["one", "wide", "tall"]
-)
-@pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_equal_the_loops(name, masks, symmetric, dtype):
-    loss, pair_loss, options = LOSSES[name]
-    positive_mask, negative_mask = masks
-    similarities = similarities_like(positive_mask, dtype)
-    expected, derivatives = reference.pair_losses(
-        pair_loss, similarities.tolist(), pairs(positive_mask), pairs(negative_mask), symmetric=symmetric, **options
-    )
-    assert len(expected) > 5
-    upstream = {pair: 0.5 + 0.25 * k for k, pair in enumerate(expected)}
-
-    actual = loss(similarities, *masks, **options, symmetric=symmetric, reduction="none")
-    actual.backward(torch.tensor(list(upstream.values()), dtype=dtype))
-
-    assert list(expected) == list(zip(*(index.tolist() for index in torch.where(positive_mask)), strict=True))
-    expected = torch.tensor(list(expected.values()), dtype=dtype)
-    gradient = torch.tensor(reference.weighted_gradient(derivatives, upstream, *similarities.shape), dtype=dtype)
-    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(actual, expected, **tolerance)
-    torch.testing.assert_close(similarities.grad, gradient, **tolerance)
-
-
-@FUNCTIONS
-def test_reductions(loss):
+@LOSSES
+def test_reductions_and_directions(loss):
     masks = label_masks(5, 9)
     similarities = similarities_like(masks[0])
     values = loss(similarities, *masks, reduction="none")
-    assert values.shape == (masks[0].sum(),)
     torch.testing.assert_close(loss(similarities, *masks, reduction="sum"), values.sum())
     torch.testing.assert_close(loss(similarities, *masks), values.mean())
+    transposed = [tensor.T for tensor in (similarities, *masks)]
+    one_way, other_way = (loss(*sides, symmetric=False) for sides in ((similarities, *masks), transposed))
+    assert abs(one_way - other_way) > 1e-3
+    torch.testing.assert_close(values.mean(), one_way + other_way)
+    torch.testing.assert_close(loss(*transposed), one_way + other_way)
 
 
-@FUNCTIONS
-@settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 2**16))
+@LOSSES
+@pytest.mark.parametrize("seed", range(5))
 def test_order_of_rows_and_columns_does_not_matter(loss, seed):
-    positive_mask, negative_mask = label_masks(5, 9)
-    similarities = similarities_like(positive_mask)
+    tensors = similarities_like(label_masks(5, 9)[0]), *label_masks(5, 9)
     generator = torch.Generator().manual_seed(seed)
     rows, columns = torch.randperm(5, generator=generator), torch.randperm(9, generator=generator)
-    permuted = [tensor[rows][:, columns] for tensor in (similarities, positive_mask, negative_mask)]
-    torch.testing.assert_close(loss(*permuted), loss(similarities, positive_mask, negative_mask))
-
-
-@FUNCTIONS
-def test_swapping_rows_and_columns(loss):
-    masks = label_masks(5, 9)
-    similarities = similarities_like(masks[0])
-    transposed = [tensor.T for tensor in (similarities, *masks)]
-    both = loss(similarities, *masks)
-    torch.testing.assert_close(loss(*transposed), both)
-    one_way = loss(similarities, *masks, symmetric=False)
-    other_way = loss(*transposed, symmetric=False)
-    assert abs(one_way - other_way) > 1e-3
-    torch.testing.assert_close(one_way + other_way, both)
+    torch.testing.assert_close(loss(*(tensor[rows][:, columns] for tensor in tensors)), loss(*tensors))
 
 
 @OF_DIFFERENCES
-@settings(deadline=None, max_examples=25)
-@given(shift=st.floats(-5, 5))
+@pytest.mark.parametrize("shift", [-5.0, 0.3, 40.0])
 def test_shifting_all_similarities_changes_nothing(loss, shift):
     masks = label_masks(5, 9)
     similarities = similarities_like(masks[0])
     torch.testing.assert_close(loss(similarities + shift, *masks), loss(similarities, *masks))
 
 
-EMPTY = {
-    "no positives": (torch.zeros(3, 4, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool)),
-    "no negatives": (torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.bool)),
-    "neither": (torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.bool)),
-    "one item": (torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)),
-    "no rows": (torch.zeros(0, 4, dtype=torch.bool), torch.zeros(0, 4, dtype=torch.bool)),
-    "no columns": (torch.zeros(3, 0, dtype=torch.bool), torch.zeros(3, 0, dtype=torch.bool)),
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("masks", EMPTY.values(), ids=EMPTY.keys())
-@FUNCTIONS
-def test_nothing_to_compare_is_zero_with_zero_gradients(loss, masks, reduction):
-    similarities = similarities_like(masks[0], torch.float32)
-    value = loss(similarities, *masks, reduction=reduction)
-    value.backward()
-    assert value == 0
-    assert torch.equal(similarities.grad, torch.zeros_like(similarities))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("masks", [diagonal_masks(3), label_masks(5, 9), *list(EMPTY.values())[:4]])
-@FUNCTIONS
-def test_not_a_number_is_never_hidden(loss, masks, bad):
-    for position in range(masks[0].numel()):
-        similarities = similarities_like(masks[0]).detach()
-        similarities.view(-1)[position] = bad
-        similarities.requires_grad_()
+@LOSSES
+def test_nothing_to_compare_is_zero_with_zero_gradients(loss):
+    for masks in EMPTY.values():
         for reduction in ("mean", "sum"):
+            similarities = similarities_like(masks[0], torch.float32)
             value = loss(similarities, *masks, reduction=reduction)
+            value.backward()
+            assert value == 0
+            assert torch.equal(similarities.grad, torch.zeros_like(similarities))
+
+
+@LOSSES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_a_number_is_never_hidden(loss, bad):
+    cases = diagonal_masks(3), label_masks(5, 9), EMPTY["no positives"], EMPTY["no negatives"], EMPTY["neither"]
+    for masks in cases:
+        for position in range(masks[0].numel()):
+            similarities = similarities_like(masks[0]).detach()
+            similarities.view(-1)[position] = bad
+            values = loss(similarities.requires_grad_(), *masks, reduction="none")
+            assert values.isnan().all()
+            value = loss(similarities, *masks)
+            value.backward()
             assert value.isnan()
+            assert similarities.grad.isnan().any()
+
+
+@LOSSES
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anchor_without_negatives_is_exactly_zero_beside_others(loss):
+    positive_mask, negative_mask = diagonal_masks(7)
+    negative_mask[2] = False
+    similarities = similarities_like(positive_mask)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        values = loss(similarities, positive_mask, negative_mask, symmetric=False, reduction="none")
+        values.sum().backward()
+    assert values[2] == 0
+    assert similarities.grad[2].count_nonzero() == 0
+    assert values.count_nonzero() >= 4
+
+
+@LOSSES
+def test_half_precision_is_computed_in_single(loss):
+    masks = label_masks(5, 9)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = similarities_like(masks[0], dtype).detach().requires_grad_()
+        single = half.detach().float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value, expected = loss(half, *masks), loss(single, *masks)
         value.backward()
-        assert similarities.grad.isnan().any()
-        assert loss(similarities, *masks, reduction="none").isnan().all()
+        expected.backward()
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected)
+        assert torch.equal(half.grad, single.grad.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@FUNCTIONS
-def test_half_precision_is_computed_in_single(loss, dtype):
-    masks = diagonal_masks(6)
-    similarities = similarities_like(masks[0]).detach().to(dtype).requires_grad_()
-    value = loss(similarities, *masks)
-    value.backward()
-    assert value.dtype == torch.float32
-    assert similarities.grad.dtype == dtype
-    single = similarities.detach().float().requires_grad_()
-    expected = loss(single, *masks)
-    expected.backward()
-    assert torch.equal(value, expected)
-    assert torch.equal(similarities.grad, single.grad.to(dtype))
+@pytest.mark.parametrize("name", ALL)
+def test_largest_tensors(name):
+    positive_mask = torch.arange(10)[:, None] == torch.arange(80) // 8
+    similarities = similarities_like(positive_mask)
+    with LargestTensor() as largest:
+        ALL[name](similarities, positive_mask, ~positive_mask).backward()
+    # One row of candidates, or of other pairs, for each of the 80 positive pairs.
+    rows = 80 if name in ("triplet_sh", "goal-cir-sig_ms", "goal-nca-lin_ms-all", "unified-variants") else 10
+    assert largest.elements == rows * 80
 
 
-@FUNCTIONS
-def test_equal_similarities_have_finite_gradients(loss):
-    masks = diagonal_masks(4)
-    similarities = torch.ones(4, 4, requires_grad=True)
-    loss(similarities, *masks).backward()
-    assert similarities.grad.isfinite().all()
-    assert similarities.grad.abs().sum() > 0
-
-
-@FUNCTIONS
+@LOSSES
 def test_non_contiguous_input(loss):
     masks = label_masks(5, 9)
     similarities = similarities_like(masks[0])
     strided = [torch.stack([tensor, tensor], dim=2)[:, :, 0] for tensor in (similarities, *masks)]
-    assert not strided[0].is_contiguous()
     assert torch.equal(loss(*strided), loss(similarities, *masks))
 
 
+@pytest.mark.parametrize("name", ["unified", "vlc", "triplet_hn", "triplet_sh", "unified-variants"])
+def test_first_and_second_derivatives_with_a_learned_scale(name):
+    """Not of GOAL, whose gradient is not that of its value."""
+    masks = label_masks(4, 5)
+    similarities = similarities_like(masks[0])
+    scale = torch.full((1,), 5.0, dtype=torch.float64, requires_grad=True)
+    # Instead of detached weights, which finite differences do not know as constants.
+    options = {"weights": Polynomial([0.5, -0.7, 0.2])} if name == "unified-variants" else {}
+    has_scale = not name.startswith("triplet")
+
+    def loss(similarities, scale):
+        return ALL[name](similarities, *masks, reduction="none", **options, **({"scale": scale} if has_scale else {}))
+
+    inputs = similarities, scale if has_scale else None
+    assert torch.autograd.gradcheck(loss, inputs)
+    assert torch.autograd.gradgradcheck(loss, inputs)
+
+
+def test_compiled():
+    masks = label_masks(5, 9)
+    similarities = similarities_like(masks[0])
+    for name in ("unified-variants", "goal-cir-sig_ms"):
+        torch._dynamo.reset()
+        compiled = torch.compile(ALL[name], backend="eager")
+        actual, expected = (value_and_gradients(f(similarities, *masks), [similarities]) for f in (compiled, ALL[name]))
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("argument", "value", "message"),
     [
-        ({"similarities": torch.rand(3)}, r"similarities must have the shape \(anchors, candidates\), got \(3,\)"),
-        (
-            {"positive_mask": torch.ones(3, 4, dtype=torch.bool)},
-            r"positive_mask must have the shape \(3, 3\), got \(3, 4\)",
-        ),
-        (
-            {"negative_mask": torch.ones(3, dtype=torch.bool)},
-            r"negative_mask must have the shape \(3, 3\), got \(3,\)",
-        ),
-        ({"negative_mask": torch.ones(3, 3)}, "negative_mask must have the dtype torch.bool, got torch.float32"),
-        (
-            {"positive_mask": torch.ones(3, 3, dtype=torch.bool, device="meta")},
-            "positive_mask must have the device cpu, got meta",
-        ),
-        ({"reduction": "avg"}, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+        ("similarities", torch.rand(3), r"must have the shape \(anchors, candidates\), got \(3,\)"),
+        ("positive_mask", torch.ones(3, 4).bool(), r"must have the shape \(3, 3\), got \(3, 4\)"),
+        ("negative_mask", torch.ones(3, 3), "must have the dtype torch.bool, got torch.float32"),
+        ("positive_mask", torch.ones(3, 3, device="meta").bool(), "must have the device cpu, got meta"),
+        ("reduction", "avg", "must be one of 'mean', 'sum', 'none', got 'avg'"),
     ],
 )
-@FUNCTIONS
-def test_wrong_input(loss, change, message):
+@LOSSES
+def test_wrong_input(loss, argument, value, message):
     positive_mask, negative_mask = diagonal_masks(3)
     right = {"similarities": torch.rand(3, 3), "positive_mask": positive_mask, "negative_mask": negative_mask}
-    with pytest.raises(ValueError, match=message):
-        loss(**(right | change))
+    with pytest.raises(ValueError, match=f"^{argument} {message}"):
+        loss(**(right | {argument: value}))

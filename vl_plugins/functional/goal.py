@@ -113,7 +113,7 @@ def goal_loss(
     The value is the triplet's violation (:func:`triplet_violation`): never negative, and 0 exactly where T is 0. It
     says how far the triplet is from being right; only for (con, con) and (nca, con) is the objective its derivative.
     T and P carry no gradient of their own. An anchor without negatives gives 0. Memory is that of a few matrices like
-    ``similarities``, for all weights.
+    ``similarities``, and for sig_ms and lin_ms of a few (M, M) for M positive pairs.
 
     The paper's text and its authors' code (https://github.com/microsoft/VSE_Gradient) differ in three points:
 
@@ -332,7 +332,10 @@ def objective_losses(
     with torch.no_grad():
         weight = torch.where(valid, triplet_weight(s_p, s_n, objective), 0)
         positive_weight, negative_weight = pair_weights(s_p, s_n, objective, terms)
-        positive_weight, negative_weight = weight * positive_weight, weight * negative_weight
+        # What is no triplet may have a pair weight of NaN.
+        positive_weight, negative_weight = (
+            torch.where(valid, weight * pair_weight, 0) for pair_weight in (positive_weight, negative_weight)
+        )
         # V underflows before T does, but T decides what a reducer of non-zero values has to keep.
         values = triplet_violation(s_p, s_n, objective).clamp_min(torch.finfo(weight.dtype).tiny)
         values = torch.where(weight > 0, values, 0)

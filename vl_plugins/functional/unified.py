@@ -5,6 +5,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from vl_plugins.functional.pairs import check_pairs, reduce_positive_pairs
 from vl_plugins.functional.precision import full_precision, zero_or_nan
@@ -153,7 +154,8 @@ def unified_pair_losses(
         (..., M), 0 without negatives.
     """
     exponents = negative_lse + scale * (margin - positive_similarities)
-    return torch.logaddexp(exponents, exponents.new_zeros(())) / scale  # torch's softplus is only the identity above 20
+    # Not softplus, which is the identity above 20, nor logaddexp, whose second derivative is NaN without negatives.
+    return -logsigmoid(-exponents) / scale
 
 
 def _pair_losses(

@@ -154,6 +154,8 @@ def _relative_terms(
     s_n: Tensor,
 ) -> RelativeTerms:
     """Compute m+ and m- of the hardest negatives, a block of rows at a time for each direction."""
+    if len(s_p) == 0:
+        return RelativeTerms(s_n, s_n)
     floor = s_p.min() - objective.eps
     directions = [(pair, labels.labels, labels.ref_labels, labels.rows, hardest)]
     if ref_hardest is not None:

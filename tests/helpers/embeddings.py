@@ -1,0 +1,60 @@
+"""The losses of embeddings and labels by the kernels, and the same by the formulas on all similarities."""
+
+from functools import partial
+
+import torch
+
+from tests.helpers.pairs import value_and_gradients
+from vl_plugins.functional import goal_loss, unified_loss
+from vl_plugins.functional.goal import Objective, objective_losses
+from vl_plugins.kernels import equal_label_pairs, hardest_negatives, unified_losses_from_embeddings
+
+__all__ = ["KERNELS", "formula_and_gradients", "kernel_and_gradients", "random_embeddings"]
+
+CON_CON, CIR_SIG_MS = Objective("con", "con"), Objective("cir", "sig_ms")
+
+
+def random_embeddings(rows, columns, dimension, seed=0, *, labels=12):
+    """Return embeddings, reference embeddings, float64, and the labels of both."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = [torch.randn(count, dimension, dtype=torch.float64, generator=generator) + 0.3 for count in (rows, columns)]
+    return *sides, *(torch.randint(labels, (count,), generator=generator) for count in (rows, columns))
+
+
+def unified_losses(*sides_and_labels, same_set=False, **options):
+    pairs = equal_label_pairs(*sides_and_labels[2:], same_set=same_set)
+    return unified_losses_from_embeddings(*sides_and_labels, pairs, same_set=same_set, **options)
+
+
+def hardest_negative_losses(*sides_and_labels, objective=CON_CON, same_set=False, **options):
+    pairs = equal_label_pairs(*sides_and_labels[2:], same_set=same_set)
+    s_p, s_n, exists, terms, zero = hardest_negatives(*sides_and_labels, pairs, objective=objective, **options)
+    return objective_losses(objective, s_p, s_n, exists, terms).sum(dim=0) + zero
+
+
+KERNELS = {
+    "unified": (unified_losses, unified_loss),
+    "triplet_hn": (hardest_negative_losses, partial(goal_loss, objective=CON_CON)),
+    "goal": (partial(hardest_negative_losses, objective=CIR_SIG_MS), partial(goal_loss, objective=CIR_SIG_MS)),
+}
+"""By name: the loss of each positive pair, (M,), from embeddings and labels; and the formula of similarities."""
+
+
+def kernel_and_gradients(kernel, *sides_and_labels, dtype=torch.float64, leaves=(), create_graph=False, **options):
+    """Return the losses, and the gradients of their weighted sum by both sides and the leaves."""
+    *sides, labels, ref_labels = sides_and_labels
+    sides = [side.to(dtype) if side.requires_grad else side.to(dtype, copy=True).requires_grad_() for side in sides]
+    values = kernel(*sides, labels, ref_labels, **options)
+    return value_and_gradients(values, [*sides, *leaves], create_graph=create_graph)
+
+
+def formula_and_gradients(
+    formula, *sides_and_labels, leaves=(), create_graph=False, normalize=True, same_set=False, **options
+):
+    *sides, labels, ref_labels = sides_and_labels
+    sides = [side if side.requires_grad else side.to(torch.float64, copy=True).requires_grad_() for side in sides]
+    unit_vectors = [torch.nn.functional.normalize(side) if normalize else side for side in sides]
+    equal = labels[:, None] == ref_labels
+    positive_mask = equal & ~torch.eye(len(labels), dtype=torch.bool) if same_set else equal
+    values = formula(unit_vectors[0] @ unit_vectors[1].T, positive_mask, ~equal, reduction="none", **options)
+    return value_and_gradients(values, [*sides, *leaves], create_graph=create_graph)
