@@ -340,8 +340,10 @@ def objective_losses(
     """
     with torch.no_grad():
         weight = torch.where(valid, triplet_weight(s_p, s_n, objective), 0)
-        positive_weight, negative_weight = pair_weights(s_p, s_n, objective, terms)
-        positive_weight, negative_weight = weight * positive_weight, weight * negative_weight
+        # m- of what is no negative means nothing, and may give NaN.
+        positive_weight, negative_weight = (
+            torch.where(valid, weight * pair_weight, 0) for pair_weight in pair_weights(s_p, s_n, objective, terms)
+        )
         # V underflows before T does, but T decides what a reducer of non-zero values has to keep.
         values = triplet_violation(s_p, s_n, objective).clamp_min(torch.finfo(weight.dtype).tiny)
         values = torch.where(weight > 0, values, 0)
