@@ -100,7 +100,7 @@ def _compare(embeddings, ref_emb, labels, ref_labels, pairs, objective, normaliz
     exists = torch.stack(values) != -torch.inf
     s_n = torch.where(exists, s_n, 0)
     terms = None
-    if objective is not None and objective.is_relative and count > 0:
+    if objective is not None and objective.is_relative:
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
             terms = _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_hardest, s_p, s_n)
     return HardestNegatives(s_p, s_n, exists, terms, zero)
@@ -133,6 +133,8 @@ def _search(
 
 def _relative_terms(objective, pair, labels, ref_labels, pairs, hardest, ref_hardest, s_p, s_n) -> RelativeTerms:
     """Compute m+ and m- of the hardest negatives, a block of rows at a time for each direction."""
+    if len(s_p) == 0:
+        return RelativeTerms(torch.zeros_like(s_n), torch.zeros_like(s_n))
     floor = s_p.min() - objective.eps
     directions = [(pair, labels, ref_labels, pairs[0], hardest)]
     if ref_hardest is not None:
