@@ -6,7 +6,7 @@ import torch
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils import common_functions, distributed
 
-from tests.pml.loops import LOSSES, call_with, check, embeddings_of, expected, make_loss, own_losses
+from tests.helpers.loops import LOSSES, call_with, check, embeddings_of, expected, make_loss, own_losses
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.wrappers import (

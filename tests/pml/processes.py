@@ -4,7 +4,7 @@ import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from pytorch_metric_learning.utils import distributed
 
-from tests.pml.loops import embeddings_of, make_loss, own_losses
+from tests.helpers.loops import embeddings_of, make_loss, own_losses
 from vl_plugins.losses import UnifiedLoss
 from vl_plugins.losses.wrappers import CrossBatchMemory, DistributedLossWrapper, DistributedMinerWrapper
 from vl_plugins.miners import HardestNegativeMiner

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
-from tests.pml.loops import LOSSES, expected, own_losses
+from tests.helpers.loops import LOSSES, expected, own_losses
 from tests.pml.processes import CASES, LABELS, MEMORY, OWN_LABELS, REF_LABELS, WORLD_SIZE, mined, share, steps
 from tests.processes import in_processes
 from tests.reference.distances import cosine

@@ -2,8 +2,8 @@ import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
 
-from tests.pml import components
-from tests.pml.loops import check
+from tests.helpers import components
+from tests.helpers.loops import check
 from tests.reference import regularizers as reference
 from vl_plugins.components import create_component
 from vl_plugins.losses import UnifiedLoss

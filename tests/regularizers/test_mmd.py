@@ -4,7 +4,7 @@ import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
 
-from tests.pml.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
+from tests.helpers.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
 from tests.reference import regularizers as reference
 from vl_plugins.components import create_component
 from vl_plugins.regularizers import MMDRegularizer

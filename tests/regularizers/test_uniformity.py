@@ -2,7 +2,7 @@ import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
 
-from tests.pml.loops import call_with, check
+from tests.helpers.loops import call_with, check
 from tests.reference import regularizers as reference
 from tests.regularizers.test_diversity import ELEMENTS, padded
 from vl_plugins.components import create_component
