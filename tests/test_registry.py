@@ -197,7 +197,7 @@ def test_class_names_among_options_are_created():
         ("miner", "BatchHardMinr", {}, "unknown miner 'BatchHardMinr' (did you mean 'BatchHardMiner'?); known: Angul"),
         ("miner", "BaseMiner", {}, "unknown miner 'BaseMiner'"),
         ("distance", "SetDistance", {}, "unknown distance 'SetDistance'"),
-        ("distance", "smooth_chamfr", {}, "unknown distance 'smooth_chamfr' (did you mean 'SmoothChamferSimilarity'?)"),
+        ("distance", "smooth_chamfr", {}, "unknown distance 'smooth_chamfr' (did you mean 'smooth_chamfer'?); known: "),
         ("miner", "BatchHardMiner", {"distance": "Cosne"}, "unknown distance 'Cosne'"),
         ("reducer", "ClassWeightedReducer", {}, "invalid arguments for reducer 'ClassWeightedReducer': "),
         ("reducer", "ThresholdReducer", {}, "invalid arguments for reducer 'ThresholdReducer': At least one of low or"),

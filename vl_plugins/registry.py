@@ -26,6 +26,12 @@ PACKAGES = {
     "reducer": ("pytorch_metric_learning.reducers",),
     "regularizer": ("pytorch_metric_learning.regularizers", "vl_plugins.regularizers"),
 }
+SHORT_NAMES = {
+    "chamfer": "ChamferSimilarity",
+    "match_probability": "MatchProbability",
+    "mil": "MILSimilarity",
+    "smooth_chamfer": "SmoothChamferSimilarity",
+}
 KIND_OF_OPTION = {"distance": "distance", "embedding_regularizer": "regularizer", "reducer": "reducer"}
 
 
@@ -91,7 +97,7 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
 
     Args:
         kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
-        name: one of ``list_components(kind)``; also in lower case and without ``Similarity``: ``smooth_chamfer``.
+        name: one of ``list_components(kind)``; for a set similarity also its short name, such as ``smooth_chamfer``.
         options: as in :func:`create_loss`.
 
     Raises:
@@ -102,11 +108,10 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
     CosineSimilarity()
     """
     classes = _component_classes(kind)
-    short_names = {known.lower().removesuffix("similarity"): known for known in classes}
-    name = short_names.get(name.replace("_", ""), name)
-    if name not in classes:
-        raise unknown_name(kind, name, classes)
-    return construct(kind, name, classes[name], resolve_components(options))
+    known = classes | {short: classes[name] for short, name in SHORT_NAMES.items() if name in classes}
+    if name not in known:
+        raise unknown_name(kind, name, known)
+    return construct(kind, name, known[name], resolve_components(options))
 
 
 def list_components(kind: str) -> tuple[str, ...]:

@@ -242,7 +242,6 @@ def _without_padding(tensor: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 
 def _one_of(name: str, value: object, *allowed: object) -> object:
-    # By type too: 1 is not True.
-    if type(value) is not type(allowed[0]) or value not in allowed:
+    if type(value) is not type(allowed[0]) or value not in allowed:  # 1 is not True
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
     return value

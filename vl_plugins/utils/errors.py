@@ -3,8 +3,6 @@
 import difflib
 from collections.abc import Collection, Iterable
 
-MAX_NAMES_LISTED = 30
-
 
 class UserError(ValueError):
     """An error in the user's input; the message says what is wrong, where, and what would be right."""
@@ -38,17 +36,13 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """
     known = sorted(known)
     label, listed = "known", known
-    if len(known) > MAX_NAMES_LISTED:
+    if len(known) > 30:
         label, listed = f"the nearest of {len(known)}", _nearest(name, known, number=5, cutoff=0.0)
     return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; {label}: {', '.join(listed)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the nearest known name, or an empty string if none is near.
-
-    >>> did_you_mean("marge", ["margin", "scale"])
-    " (did you mean 'margin'?)"
-    """
+    """Return a hint at the nearest known name, or an empty string if none is near."""
     nearest = _nearest(name, known, number=1, cutoff=0.6)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 

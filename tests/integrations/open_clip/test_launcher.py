@@ -375,7 +375,7 @@ WRONG = {
     "batch": (["--loss", "unified", "--batch-size", "65"], "the batch size can be at most 64"),
     "flag": (["--los", "unified"], "unknown option --los; did you mean --loss"),
     "distance-without-loss": (["--distance", "mil"], "--distance needs --loss"),
-    "distance": (["--loss", "unified", "--distance", "smooth_chamfre"], "(did you mean 'SmoothChamferSimilarity'?)"),
+    "distance": (["--loss", "unified", "--distance", "smooth_chamfre"], "(did you mean 'smooth_chamfer'?)"),
     "kwargs-alone": (["--loss", "unified", "--distance-kwargs", "alpha=4"], "--distance-kwargs needs --distance"),
     "no-sets": (["--loss", "unified", "--head", "set", "--distance", "LpDistance"], "LpDistance does not compare sets"),
     "head": (["--head", "sets"], "argument --head: invalid choice: 'sets'"),
