@@ -90,5 +90,5 @@ def test_unknown_backends(name):
 def test_the_backend_of_smooth_chamfer_is_that_of_its_similarity():
     loss = make_loss("smooth_chamfer", backend="tiled")
     assert (loss.distance.backend, loss.base.backend) == ("tiled", None)
-    with pytest.raises(ValueError, match="backend cannot be given beside a MILSimilarity as distance"):
+    with pytest.raises(ValueError, match="backend cannot be given with a MILSimilarity as distance"):
         make_loss("smooth_chamfer", backend="tiled", distance="mil")

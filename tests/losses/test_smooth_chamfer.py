@@ -261,21 +261,21 @@ def test_another_distance(distance):
     }
 
 
-OTHERS = r"set_size, margin, distance cannot be given beside a TripletHNLoss as base, which has its own: give the name"
+OTHERS = r"set_size, margin, distance cannot be given with a TripletHNLoss as base, which has its own: give the name"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"base": TripletHNLoss(), "set_size": 2, "distance": MILSimilarity(), "margin": 1}, OTHERS),
-        ({"base": TripletHNLoss(), "alpha": 2}, "alpha cannot be given beside a TripletHNLoss as base"),
+        ({"base": TripletHNLoss(), "alpha": 2}, "alpha cannot be given with a TripletHNLoss as base"),
         ({"base": "smooth_chamfer"}, "base must be another loss, got 'smooth_chamfer'"),
         ({"base": SmoothChamferLoss()}, "base must be another loss of .* or a name, got SmoothChamferLoss"),
         ({"base": torch.nn.CrossEntropyLoss()}, "base must be another loss of .* or a name, got CrossEntropyLoss"),
         ({"base": "unifed"}, r"unknown loss 'unifed' \(did you mean 'unified'\?\)"),
         ({"scale": 3}, "unknown option 'scale' of loss 'triplet_hn'.*; options: margin=0.2, "),
-        ({"distance": MILSimilarity(), "alpha": 2}, "alpha cannot be given beside a MILSimilarity as distance: of Smo"),
-        ({"distance": MILSimilarity(), "set_size": 2}, "set_size cannot be given beside a MILSimilarity as distance"),
+        ({"distance": MILSimilarity(), "alpha": 2}, "alpha cannot be given with a MILSimilarity as distance: of Smo"),
+        ({"distance": MILSimilarity(), "set_size": 2}, "set_size cannot be given with a MILSimilarity as distance"),
         ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
         ({"set_size": 0}, "set_size must be an integer >= 1, got 0"),
         ({"margin": -1}, "margin must be a finite number >= 0, got -1"),
