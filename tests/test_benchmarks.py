@@ -263,7 +263,7 @@ def has_eye(dtype):
 @pytest.mark.parametrize("elements", [None, 3])
 def test_all_that_runs_here_computes_its_formula(dtype, elements):
     setting = Setting(24, 16, dtype, CPU, elements)
-    found, skipped = make_contestants(LOSSES, [DEFAULT_BACKEND, "functional"], ON_CPU, setting)
+    found, skipped = make_contestants(LOSSES, [DEFAULT_BACKEND, "tiled"], ON_CPU, setting)
     assert skipped == []
     assert len(found) == (13 if elements is None else 4)
     inputs = make_inputs(setting, seed=0)
@@ -430,9 +430,9 @@ def test_a_disagreement_on_many_items_only_stops(monkeypatch):
     def run(inputs):
         return 0.5 * FORMULAS["vlc"].value(inputs.x, inputs.y) * (1.01 if len(inputs.x) > 8 else 1)
 
-    (ours,), _ = make_contestants(["vlc"], ["functional"], [], SMALL)
+    (ours,), _ = make_contestants(["vlc"], ["dense"], [], SMALL)
     other = Contestant("other", run, no_memory, "vlc", 0.5)
-    with pytest.raises(UserError, match=r"^other and vlc \(functional\) disagree: .* \(relative difference 1.0e-02"):
+    with pytest.raises(UserError, match=r"^other and vlc \(dense\) disagree: .* \(relative difference 1.0e-02"):
         measure([ours, other], make_inputs(SMALL, seed=0), SMALL, rounds=1, rate=1.0)
 
 
@@ -443,7 +443,7 @@ def test_others_that_fail_are_left_out_and_ours_that_fail_are_not():
     def refuse(inputs):
         raise ValueError("this backend needs a GPU")
 
-    (good,), _ = make_contestants(["vlc"], ["functional"], [], SMALL)
+    (good,), _ = make_contestants(["vlc"], ["dense"], [], SMALL)
     failing = Contestant("failing", fail, no_memory, "siglip", peer="failing")
     refusing = Contestant("refusing", refuse, no_memory, "vlc")
     inputs = make_inputs(SMALL, seed=0)
@@ -522,7 +522,7 @@ def test_the_limit_is_half_of_what_is_free(monkeypatch):
     ],
 )
 def test_estimates_of_memory_are_enough_and_not_far_off(setting, losses, peers, largest):
-    found, _ = make_contestants(losses, ["functional", "dense"], peers, setting)
+    found, _ = make_contestants(losses, ["dense", "tiled"], peers, setting)
     measured, _ = measure(found, make_inputs(setting, seed=0), setting, rounds=1, rate=1.0)
     estimates = {contestant.name: contestant.peak(setting) for contestant in found}
     assert measured

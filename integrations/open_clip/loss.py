@@ -12,9 +12,9 @@ from vl_plugins.distances.base import SetDistance
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
 from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
+from vl_plugins.integrations.cross_modal import cross_modal_loss, without_regularization
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.cross_modal import cross_modal_loss, without_regularization
 from vl_plugins.registry import (
     REQUIRED,
     constructor_options,
@@ -33,8 +33,8 @@ class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
     Image to text and text to image are added, or image to text only if the loss has an attribute ``symmetric`` that is
-    False, see :func:`~vl_plugins.losses.cross_modal.cross_modal_loss`. Regularization, as in ``smooth_chamfer``, is
-    computed once and logged apart.
+    False, see :func:`~vl_plugins.integrations.cross_modal.cross_modal_loss`. Regularization, as in ``smooth_chamfer``,
+    is computed once and logged apart.
 
     With several processes the features are gathered, and gradients are those of ClipLoss: with ``gather_with_grad``
     those of one process with the whole batch, otherwise these divided by ``world_size``. With ``local_loss`` a process

@@ -10,9 +10,9 @@ from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
 
 from vl_plugins.data.reader import TrainingPipeline, batch_loader
+from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoInputs, embeddings_and_slots
-from vl_plugins.losses.cross_modal import check_takes_references, cross_modal_loss
 
 __all__ = ["CrossModalTrainer", "ShardedMetricLossOnly", "ShardedTwoStreamMetricLoss", "TakesShards"]
 
@@ -78,8 +78,8 @@ class CrossModalTrainer(TakesShards):
       ``text_head`` pass on what they get if left out. What comes out last is a tensor (B, D), sets (B, K, D), or what
       our own modules make: :class:`vl_plugins.modules.TowerFeatures`, whose ``pooled`` counts, or the dict of a
       :class:`vl_plugins.modules.SetHead`.
-    - ``loss_funcs``: any names. Each gets all embeddings, see :func:`vl_plugins.losses.cross_modal.cross_modal_loss`;
-      ``loss_weights`` are their factors.
+    - ``loss_funcs``: any names. Each gets all embeddings, see
+      :func:`vl_plugins.integrations.cross_modal.cross_modal_loss`; ``loss_weights`` are their factors.
     - ``mining_funcs``: ``tuple_miner``, which mines texts for images and images for texts.
     - ``dataset``: a reader of shards, made by :func:`vl_plugins.data.reader.training_pipeline` with
       ``with_labels=True``; or one whose items are ``image, text, label``, as for ``TwoStreamMetricLoss``.

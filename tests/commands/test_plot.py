@@ -3,13 +3,14 @@ import inspect
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vl_plugins.cli import main
 from vl_plugins.commands import plot
-from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
+from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, Objective
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss
 from vl_plugins.plots import attention, gradients, training, weights
 from vl_plugins.utils.errors import UserError
@@ -89,7 +90,7 @@ def test_missing_run_is_named(tmp_path, drawn, run_command):
 
 def test_weights_are_drawn_with_the_options_given(drawn, run_command, capsys):
     run_command("weights")
-    assert (drawn["kinds"], drawn["options"], str(drawn["out"])) == ((), {}, "weights.png")
+    assert (drawn["kinds"], drawn["options"], str(drawn["out"])) == ((), {"objective": weights.PAPER}, "weights.png")
     assert capsys.readouterr().out == "wrote weights.png\n"
     run_command(
         *"weights --triplet-weight nca cir --pair-weight lin_ms con --margin 0.3 --tau 5 --offset -0.5".split(),
@@ -98,12 +99,7 @@ def test_weights_are_drawn_with_the_options_given(drawn, run_command, capsys):
     assert drawn["options"] == {
         "triplet_kinds": ["nca", "cir"],
         "pair_kinds": ["lin_ms", "con"],
-        "margin": 0.3,
-        "tau": 5.0,
-        "offset": -0.5,
-        "alpha": 3.0,
-        "beta": 20.0,
-        "lam": 0.4,
+        "objective": Objective(margin=0.3, tau=5.0, offset=-0.5, alpha=3.0, beta=20.0, lam=0.4),
         "relative": [0.1, 2.0],
     }
     assert str(drawn["out"]) == "picture.svg"
@@ -111,9 +107,17 @@ def test_weights_are_drawn_with_the_options_given(drawn, run_command, capsys):
 
 def test_named_kinds_are_drawn_alone(drawn, run_command):
     run_command(*"weights --triplet-weight con --margin 0".split())
-    assert drawn["options"] == {"triplet_kinds": ["con"], "pair_kinds": (), "margin": 0.0}
+    assert drawn["options"] == {
+        "triplet_kinds": ["con"],
+        "pair_kinds": (),
+        "objective": replace(weights.PAPER, margin=0.0),
+    }
     run_command(*"weights --pair-weight con --beta 0".split())
-    assert drawn["options"] == {"triplet_kinds": (), "pair_kinds": ["con"], "beta": 0.0}
+    assert drawn["options"] == {
+        "triplet_kinds": (),
+        "pair_kinds": ["con"],
+        "objective": replace(weights.PAPER, beta=0.0),
+    }
 
 
 def test_losses_are_drawn_each_with_the_options_after_it(drawn, run_command, capsys):
@@ -139,8 +143,8 @@ def test_losses_are_drawn_each_with_the_options_after_it(drawn, run_command, cap
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--triplet-weight lin", "unknown triplet weight 'lin'; known: cir, con, nca"),
-        ("--pair-weight sigms", "unknown pair weight 'sigms' (did you mean 'sig_ms'?); known: con, lin, lin_ms, sig"),
+        ("--triplet-weight lin", "unknown triplet_weight 'lin'; known: cir, con, nca"),
+        ("--pair-weight sigms", "unknown pair_weight 'sigms' (did you mean 'sig_ms'?); known: con, lin, lin_ms, sig"),
         ("--tau 0", "tau must be a finite number > 0, got 0.0"),
         ("--out weights.jpg", "the picture must end in .png, .pdf or .svg, got weights.jpg"),
         ("--pair-weight lin --tau 5", "--tau is of triplet weights, and none is drawn: name one with --triplet-weight"),
@@ -213,14 +217,11 @@ def test_help_names_the_kinds_and_the_defaults_in_force(help_text):
     text = help_text("plot", "weights")
     assert re.search(r"--triplet-weight KIND \[KIND ...\]\n +(.+)\n", text)[1] == ", ".join(TRIPLET_WEIGHTS)
     assert re.search(r"--pair-weight KIND \[KIND ...\]\n +(.+)\n", text)[1] == ", ".join(PAIR_WEIGHTS)
-    parameters = inspect.signature(weights.plot_weights).parameters
-    options = {name for name in parameters if name not in ("out", "triplet_kinds", "pair_kinds")}
-    assert options == {*plot.TRIPLET_OPTIONS, *plot.PAIR_OPTIONS, "relative"}
-    for name in options - {"relative"}:
+    for name in (*plot.TRIPLET_OPTIONS, *plot.PAIR_OPTIONS):
         stated = re.search(rf"--{name} X [^-]*?\(default: ([\d.]+)\)", text)[1]
-        assert float(stated) == parameters[name].default
+        assert float(stated) == getattr(weights.PAPER, name)
     assert "(default: 0.1)" in text
-    assert parameters["relative"].default == (0.1,)
+    assert inspect.signature(weights.plot_weights).parameters["relative"].default == (0.1,)
     assert "(default: weights.png)" in text
 
 

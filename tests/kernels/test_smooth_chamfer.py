@@ -10,7 +10,7 @@ from tests.helpers.sets import normal, random_mask, value_and_gradients
 from tests.memory import extra_bytes
 from tests.reference import sets as reference
 from vl_plugins.functional import smooth_chamfer_similarity
-from vl_plugins.kernels import pairwise_smooth_chamfer, smooth_chamfer
+from vl_plugins.kernels import comparison, pairwise_smooth_chamfer
 
 BACKENDS = pytest.mark.parametrize("backend", ["dense", "tiled"])
 # The last two by the formula.
@@ -20,8 +20,8 @@ SETTINGS = pytest.mark.parametrize(("alpha", "normalize"), [(16.0, True), (40.0,
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of two sets, the last one smaller."""
-    monkeypatch.setattr(smooth_chamfer, "CPU_BLOCK", 2 * 3 * 5 * 2)
-    monkeypatch.setattr(smooth_chamfer, "LEAST_SETS", 1)
+    monkeypatch.setattr(comparison, "CPU_BLOCK", 2 * 3 * 5 * 2)
+    monkeypatch.setattr(comparison, "LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -126,7 +126,7 @@ def test_compiled():
 
 def test_memory(monkeypatch):
     """Without the similarities and the gradients; the goals are a fifth and a twentieth at 1,024 x 1,024 sets."""
-    monkeypatch.setattr(smooth_chamfer, "CPU_BLOCK", 2**14)
+    monkeypatch.setattr(comparison, "CPU_BLOCK", 2**14)
     sets = [unit(normal(count, 4, 64, dtype=torch.float32), dim=2).detach().requires_grad_() for count in (300, 400)]
     upstream = torch.ones(300, 400)
     kept = upstream.nbytes + sum(side.nbytes for side in sets)
@@ -145,11 +145,11 @@ def test_memory(monkeypatch):
 
 
 def test_choice(monkeypatch, caplog):
-    smooth_chamfer.log_choice.cache_clear()
+    comparison.log_choice.cache_clear()
     caplog.set_level(logging.INFO)
     x, y = torch.ones(5, 3, 4), torch.ones(7, 2, 4)
     for size, chosen in ((4 * 5 * 3 * 7 * 2, "dense"), (4 * 5 * 3 * 7 * 2 - 1, "tiled")):
-        monkeypatch.setattr(smooth_chamfer, "DENSE_BYTES", size)
+        monkeypatch.setattr(comparison, "DENSE_BYTES", size)
         pairwise_smooth_chamfer(x, y)
         pairwise_smooth_chamfer(x, y)
         assert [f"smooth-Chamfer similarity: backend {chosen}" in line for line in caplog.messages].count(True) == 1
@@ -159,7 +159,7 @@ def test_choice(monkeypatch, caplog):
     ("options", "message"),
     [
         ({"backend": "functional"}, "unknown backend 'functional'"),
-        ({"backend": "triton"}, r"backend 'triton' cannot be used, because it needs Triton .* cpu; 'dense'"),
+        ({"backend": "triton"}, r"backend 'triton' needs Triton and .* got cpu"),
         ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
         ({"mask": torch.ones(2, 3)}, "mask must be torch.bool"),
     ],

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pytorch_metric_learning import distances, losses, reducers, regularizers
 
-from tests.pml.loops import TOLERANCE, check
+from tests.helpers.loops import TOLERANCE, check
 from tests.reference import regularizers as reference
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity

@@ -8,7 +8,7 @@ import torch
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils import common_functions, distributed
 
-from tests.pml.loops import check, embeddings_of, expected, make_loss
+from tests.helpers.loops import check, embeddings_of, expected, make_loss
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.wrappers import (
     CrossBatchMemory,

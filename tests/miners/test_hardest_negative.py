@@ -6,7 +6,7 @@ from pytorch_metric_learning import distances, miners
 from pytorch_metric_learning.reducers import DoNothingReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils
 
-from tests.pml.loops import LABELS, OTHER_LABELS, call_with, embeddings_of
+from tests.helpers.loops import LABELS, OTHER_LABELS, call_with, embeddings_of
 from tests.reference import distances as reference
 from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.losses import TripletHNLoss

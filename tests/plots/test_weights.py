@@ -1,4 +1,3 @@
-import inspect
 import io
 import math
 
@@ -6,15 +5,16 @@ import pytest
 import torch
 
 from tests.reference import goal as reference
-from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
+from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, Objective
 from vl_plugins.plots import weights
 from vl_plugins.plots.figures import COLOURS
 from vl_plugins.plots.plane import similarity_grid
-from vl_plugins.plots.weights import pair_weight_curves, plot_weights, triplet_weight_diagrams
+from vl_plugins.plots.weights import PAPER, pair_weight_curves, plot_weights, triplet_weight_diagrams
 from vl_plugins.utils.errors import UserError
 
 TRIPLET_OPTIONS = {"margin": 0.3, "tau": 4.0, "offset": 0.5}
 PAIR_OPTIONS = {"alpha": 3.0, "beta": 6.0, "lam": 0.3}
+OBJECTIVE = Objective(**TRIPLET_OPTIONS, **PAIR_OPTIONS)
 SIMILARITIES = [-0.9, -0.25, 0.1, 0.55, 0.8]
 
 
@@ -32,7 +32,7 @@ def in_formulas(kind, s, m, alpha, beta, lam):
 
 def test_diagrams_are_the_papers_weights():
     similarities = torch.tensor(SIMILARITIES, dtype=torch.float64)
-    diagrams = triplet_weight_diagrams(TRIPLET_WEIGHTS, similarities, **TRIPLET_OPTIONS)
+    diagrams = triplet_weight_diagrams(TRIPLET_WEIGHTS, similarities, OBJECTIVE)
     assert list(diagrams) == ["con", "nca", "cir"]
     for kind, diagram in diagrams.items():
         expected = [
@@ -44,7 +44,7 @@ def test_diagrams_are_the_papers_weights():
 
 def test_curves_are_the_papers_weights():
     similarities = torch.tensor(SIMILARITIES, dtype=torch.float64)
-    curves = pair_weight_curves(PAIR_WEIGHTS, similarities, relative=[0.1, 2], **PAIR_OPTIONS)
+    curves = pair_weight_curves(PAIR_WEIGHTS, similarities, OBJECTIVE, relative=[0.1, 2])
     assert list(curves) == [
         ("con", None),
         ("lin", None),
@@ -89,10 +89,7 @@ def test_defaults_are_the_papers_figures(figure):
     assert [[line.get_label() for line in axes.lines] for axes in curves] == [labels, labels]
     assert [text.get_text() for text in curves[0].get_legend().get_texts()] == labels
     assert [text.get_text() for text in diagrams[0].get_legend().get_texts()] == ["$s_p = s_n$"]
-    defaults = inspect.signature(plot_weights).parameters
-    assert {name: defaults[name].default for name in reference.DEFAULTS if name in defaults} == {
-        name: value for name, value in reference.DEFAULTS.items() if name != "eps"
-    }
+    assert Objective(**reference.DEFAULTS) == PAPER
 
 
 def points_of_contours(axes):
@@ -121,8 +118,7 @@ def test_contours_of_equal_triplet_weight(figure):
 
 
 def test_options_reach_the_picture(figure):
-    options = {**TRIPLET_OPTIONS, **PAIR_OPTIONS, "relative": [0.5, 2]}
-    drawn = figure(**options)
+    drawn = figure(objective=OBJECTIVE, relative=[0.5, 2])
     diagrams, (positive, negative) = diagrams_and_curves(drawn)
     grid = similarity_grid(weights.POINTS).tolist()
     assert [axes.images[0].get_array().shape for axes in diagrams] == [(weights.POINTS, weights.POINTS)] * 3
@@ -195,14 +191,8 @@ def test_everything_fits_into_the_picture(figure):
     ("kinds", "options", "message"),
     [
         (((), ()), {}, "there is no weight to draw"),
-        ((["circle"], ()), {}, "unknown triplet weight 'circle' .*known: cir, con, nca"),
-        (((), ["sigms"]), {}, r"unknown pair weight 'sigms' \(did you mean 'sig_ms'\?\)"),
-        ((), {"margin": -0.1}, "margin must be a finite number >= 0, got -0.1"),
-        ((), {"tau": 0}, "tau must be a finite number > 0, got 0"),
-        ((), {"offset": math.inf}, "offset must be a finite number, got inf"),
-        ((), {"alpha": -1}, "alpha must be a finite number >= 0, got -1"),
-        ((), {"beta": -1}, "beta must be a finite number >= 0, got -1"),
-        ((), {"lam": math.nan}, "lam must be a finite number, got nan"),
+        ((["circle"], ()), {}, "unknown triplet_weight 'circle' .*known: cir, con, nca"),
+        (((), ["sigms"]), {}, r"unknown pair_weight 'sigms' \(did you mean 'sig_ms'\?\)"),
         ((), {"relative": [0.1, -0.1]}, "relative must be a finite number >= 0, got -0.1"),
         (((), ["lin_ms"]), {"relative": [math.inf]}, "relative must be a finite number, got inf"),
         ((), {"relative": ()}, "relative must hold at least one number for pair weight sig_ms"),

@@ -5,8 +5,8 @@ import torch
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
 
-from tests.pml import components
-from tests.pml.loops import call_with, check, expected, make_loss
+from tests.helpers import components
+from tests.helpers.loops import call_with, check, expected, make_loss
 from vl_plugins.losses import wrappers
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pytorch_metric_learning.utils import distributed
 
-from tests.pml.loops import embeddings_of, expected, make_loss
+from tests.helpers.loops import embeddings_of, expected, make_loss
 from tests.processes import in_processes
 from vl_plugins.losses.wrappers import CrossBatchMemory, DistributedLossWrapper, DistributedMinerWrapper
 from vl_plugins.miners import HardestNegativeMiner

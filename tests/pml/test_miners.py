@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.pml import components
-from tests.pml.loops import LOSSES, call_with, check_call, make_loss
+from tests.helpers import components
+from tests.helpers.loops import LOSSES, call_with, check_call, make_loss
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 

@@ -1,110 +1,90 @@
-"""Every loss with every reducer, for pairs, triplets and labels."""
+"""Every loss with every reducer, for labels, pairs and triplets; embedding regularizers."""
 
 import pytest
 import torch
 from pytorch_metric_learning import reducers
-from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
 
-from tests.pml import components
-from tests.pml.loops import LABELS, LOSSES, call_with, check_call, leaves_of, make_loss, reference_of
-from tests.pml.loops import values_and_derivatives as loops
-from tests.reference import distances as reference_distances
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-MINERS = {"labels": None, "pairs": MultiSimilarityMiner(epsilon=0.5), "triplets": TripletMarginMiner(margin=0.3)}
-
-
-def calls(dtype=torch.float64):
-    """``(sets, kind of tuple, arguments)`` of every way to call a loss; as many references as embeddings."""
-    for sets in (1, 2):
-        for kind, miner in MINERS.items():
-            call = call_with(sets, dtype)
-            if sets == 2:  # more than PerAnchorReducer takes
-                ref_emb = call["ref_emb"].detach()[: len(LABELS)].requires_grad_()
-                call |= {"ref_emb": ref_emb, "ref_labels": call["ref_labels"][: len(LABELS)]}
-            if miner is not None:
-                call["indices_tuple"] = miner(**call)
-            yield sets, kind, call
+from tests.helpers import components
+from tests.helpers.loops import (
+    LABELS,
+    LOSSES,
+    REFERENCES,
+    TOLERANCE,
+    call_with,
+    calls,
+    check,
+    check_call,
+    expected,
+    leaves_of,
+    make_loss,
+    similarities_of,
+    values_and_derivatives,
+)
+from tests.reference.distances import cosine
 
 
-def gives_triplets(name, kind):
-    return kind == "triplets" and reference_of(name).triplet is not None
-
-
-@DTYPES
 @LOSSES
-def test_every_reducer(name, dtype):
+def test_every_reducer(name):
     found = components.all_of("reducer")
     assert len(found) >= 9
-    checked = 0
     for reducer_name, reducer in found.items():
         loss = make_loss(name, reducer=reducer)
-        for sets, kind, call in calls(dtype):
-            what = f"{reducer_name}, {sets} set(s), {kind}"
+        for kind, call in calls(candidates=len(LABELS)):  # PerAnchorReducer takes no more
+            what = f"{reducer_name}, {kind}"
             if reducer_name == "DoNothingReducer":
-                check_values(name, loss(**call), call, what)
-            elif reducer_name == "PerAnchorReducer" and gives_triplets(name, kind):
+                check_loss_dict(name, loss(**call), call, what)
+            elif reducer_name == "PerAnchorReducer" and "triplets" in kind and REFERENCES[name].triplet:
                 with pytest.raises(NotImplementedError, match="Triplet reduction not supported"):
                     loss(**call)
             else:
                 check_call(name, call, loss=loss, reducer=reducer, what=what)
-            checked += 1
-    assert checked == 6 * len(found)
 
 
-def check_values(name, loss_dict, call, what):
+def check_loss_dict(name, loss_dict, call, what):
     """Compare what a loss hands to the reducer with the loops."""
     assert list(loss_dict) == ["loss"], what
     given = loss_dict["loss"]
-    similarities = reference_distances.matrix(
-        reference_distances.cosine, *(leaf.detach().double() for leaf in leaves_of(call))
-    )
-    items = loops(name, similarities.tolist(), call, symmetric=True)
+    _, similarities = similarities_of(cosine, [leaf.detach() for leaf in leaves_of(call)])
+    items = values_and_derivatives(name, similarities.tolist(), call)
     assert len(items) >= 3, what
     assert given["reduction_type"] == ("triplet" if len(items[0][0]) == 3 else "pos_pair"), what
     assert given["divisor"] == len(items), what
     assert list(zip(*(index.tolist() for index in given["indices"]), strict=True)) == [item[0] for item in items], what
-    values = torch.tensor([value for _, value, _ in items], dtype=torch.float64)
-    torch.testing.assert_close(given["losses"].double(), values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(given["losses"].tolist(), [value for _, value, _ in items], atol=1e-10, rtol=1e-10)
 
 
 @LOSSES
-def test_more_references_than_embeddings_per_anchor(name):
-    more = call_with(2)
-    fewer = {
-        "embeddings": more["ref_emb"],
-        "labels": more["ref_labels"],
-        "ref_emb": more["embeddings"],
-        "ref_labels": more["labels"],
-    }
-    for inner in (None, reducers.SumReducer()):
-        reducer = reducers.PerAnchorReducer(inner)
-        check_call(name, fewer, loss=make_loss(name, reducer=reducer), reducer=reducer)
-        nested = reducers.MultipleReducers({"loss": reducer})
-        for of_loss in (reducer, nested):
-            with pytest.raises(ValueError, match="PerAnchorReducer takes no more ref_emb than embeddings, 6, got 9"):
-                make_loss(name, reducer=of_loss)(**more)
+def test_reducers_that_cannot_reduce_a_call(name):
+    more, per_anchor = call_with(2), reducers.PerAnchorReducer()
+    fewer = dict(zip(("ref_emb", "ref_labels", "embeddings", "labels"), more.values(), strict=True))
+    check_call(name, fewer, loss=make_loss(name, reducer=per_anchor), reducer=per_anchor)
+    unlabelled = dict(calls())["triplets of 2 set(s)"] | {"labels": None, "ref_labels": None}
+    by_class = components.all_of("reducer")["ClassWeightedReducer"]
+    for reducer, call, message in (
+        (per_anchor, more, "PerAnchorReducer takes no more ref_emb than embeddings, 6, got 9"),
+        (by_class, unlabelled, "ClassWeightedReducer needs labels, got None"),
+    ):
+        for each in (reducer, reducers.MultipleReducers({"loss": reducer})):
+            with pytest.raises(ValueError, match=message):
+                make_loss(name, reducer=each)(**call)
 
 
 @LOSSES
-def test_classes_are_those_of_the_anchors_and_needed(name):
-    reducer = components.all_of("reducer")["ClassWeightedReducer"]
+def test_every_regularizer_is_added_for_the_embeddings_alone(name):
+    found = components.all_of("regularizer")
+    assert len(found) >= 5
     call = call_with(2)
-    call["indices_tuple"] = TripletMarginMiner(margin=0.3)(**call)
-    check_call(name, call, loss=make_loss(name, reducer=reducer), reducer=reducer)
-    call |= {"labels": None, "ref_labels": None}
-    for of_loss in (reducer, reducers.MultipleReducers({"loss": reducer})):
-        with pytest.raises(ValueError, match="ClassWeightedReducer needs labels, got None"):
-            make_loss(name, reducer=of_loss)(**call)
-
-
-@LOSSES
-def test_a_reducer_that_was_used_before_keeps_nothing(name):
-    for reducer_name, reducer in components.all_of("reducer").items():
-        if reducer_name == "DoNothingReducer":
-            continue
-        loss = make_loss(name, reducer=reducer)
-        call = next(call for _, _, call in calls())
-        first = loss(**call)
-        loss(**{key: value[:3] for key, value in call.items()})
-        assert torch.equal(loss(**call), first), reducer_name
+    for key, regularizer in found.items():
+        for reducer in (None, reducers.SumReducer(), reducers.MultipleReducers({"loss": reducers.SumReducer()})):
+            loss = make_loss(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25, reducer=reducer)
+            value, gradients = expected(name, call, reducer=reducer and reducers.SumReducer())
+            twin = call["embeddings"].detach().requires_grad_()
+            term = 0.25 * regularizer(twin)
+            assert term.abs() > 1e-3, key
+            gradients = [gradients[0] + torch.autograd.grad(term, twin)[0], gradients[1]]
+            tolerance = 3 * TOLERANCE[torch.float64]
+            check(loss(**call), leaves_of(call), value + term.item(), gradients, tolerance, f"{key}, {reducer}")
+    loss = make_loss(name, embedding_regularizer=found["LpRegularizer"], reducer=reducers.DoNothingReducer())
+    terms = loss(**call)
+    assert set(terms) == {"loss", "embedding_reg_loss"}
+    torch.testing.assert_close(terms["embedding_reg_loss"]["losses"], call["embeddings"].norm(dim=1).mean())

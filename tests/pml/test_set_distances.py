@@ -11,8 +11,8 @@ from pytorch_metric_learning.losses.mixins import WeightMixin
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
-from tests.pml import components
-from tests.pml.loops import LABELS, LOSSES, OTHER_LABELS, check_call, embeddings_of, expected, leaves_of, make_loss
+from tests.helpers import components
+from tests.helpers.loops import LABELS, LOSSES, OTHER_LABELS, check_call, embeddings_of, expected, leaves_of, make_loss
 from tests.reference import sets as reference
 from vl_plugins import distances
 from vl_plugins.losses import wrappers

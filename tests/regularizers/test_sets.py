@@ -4,8 +4,8 @@ import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
 
+from tests.helpers.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
 from tests.helpers.sets import normal
-from tests.pml.loops import LOSSES, call_with, check, expected, leaves_of, make_loss
 from tests.reference import regularizers as reference
 from vl_plugins.losses import UnifiedLoss
 from vl_plugins.registry import create_component

@@ -244,8 +244,6 @@ def _chunks_of_rows(number: int) -> Callable[[Setting], float]:
 
 
 def _own_matrices(name: str, backend: str) -> float:
-    if backend == "functional":
-        return 9
     # What looks for hardest negatives keeps no similarities.
     return 1.2 if backend in ("dense", DEFAULT_BACKEND) and FORMULAS[name].products == 3 else 0
 

@@ -21,8 +21,7 @@ from vl_plugins.benchmarks.contestants import (
     three_products,
 )
 from vl_plugins.benchmarks.machine import describe_machine
-from vl_plugins.benchmarks.memory import peak_bytes
-from vl_plugins.kernels.dispatch import free_bytes
+from vl_plugins.benchmarks.memory import free_bytes, peak_bytes
 from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = [

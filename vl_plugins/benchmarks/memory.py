@@ -3,11 +3,12 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["extra_bytes", "peak_bytes"]
+__all__ = ["extra_bytes", "free_bytes", "peak_bytes"]
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
@@ -46,6 +47,18 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0) -> int:
         total += event.nbytes()
         largest = max(largest, total)
     return largest - kept
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return how much memory programs can still have; infinity where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        # Counts what the system would give back, such as its cache of files, as free.
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # not Linux
+        return float("inf")
 
 
 def _start(event) -> int:

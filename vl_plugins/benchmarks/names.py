@@ -6,7 +6,7 @@ from typing import NamedTuple
 __all__ = ["BACKENDS", "DEFAULT_BACKEND", "LOSSES", "PEERS", "SETS", "Peer"]
 
 DEFAULT_BACKEND = "default"
-BACKENDS = (DEFAULT_BACKEND, "functional", "dense", "tiled", "triton")
+BACKENDS = (DEFAULT_BACKEND, "dense", "tiled", "triton")
 
 SETS = "smooth_chamfer_similarity"
 LOSSES = ("unified", "vlc", "triplet_hn", "goal", SETS)

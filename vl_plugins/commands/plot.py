@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["register"]
 
+# With the defaults of plots.weights.PAPER, which --help does not import.
 TRIPLET_OPTIONS = {
-    "margin": (0.2, "margin of con"),
-    "tau": (10.0, "inverse temperature of nca and cir"),
-    "offset": (0.0, "what is added in the exponent of cir; 1 is Circle loss"),
+    "margin": "margin of con (default: 0.2)",
+    "tau": "inverse temperature of nca and cir (default: 10)",
+    "offset": "added in the exponent of cir; 1 is Circle loss (default: 0)",
 }
 PAIR_OPTIONS = {
-    "alpha": (2.0, "steepness of sig and sig_ms for positive pairs"),
-    "beta": (10.0, "steepness of sig and sig_ms for negative pairs"),
-    "lam": (0.5, "similarity at which sig is 1/2"),
+    "alpha": "steepness of sig and sig_ms for positive pairs (default: 2)",
+    "beta": "steepness of sig and sig_ms for negative pairs (default: 10)",
+    "lam": "similarity at which sig is 1/2 (default: 0.5)",
 }
 
 WEIGHTS_DESCRIPTION = """\
@@ -233,8 +235,8 @@ def _register_weights(pictures: argparse._SubParsersAction) -> None:
     )
     weights.add_argument("--triplet-weight", nargs="+", metavar="KIND", help="con, nca, cir")
     weights.add_argument("--pair-weight", nargs="+", metavar="KIND", help="con, lin, sig, sig_ms, lin_ms")
-    for name, (default, meaning) in (TRIPLET_OPTIONS | PAIR_OPTIONS).items():
-        weights.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {default:g})")
+    for name, meaning in (TRIPLET_OPTIONS | PAIR_OPTIONS).items():
+        weights.add_argument(f"--{name}", type=float, metavar="X", help=meaning)
     weights.add_argument(
         "--relative",
         type=float,
@@ -280,7 +282,7 @@ def _run_weights(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.out}")
 
 
-def _plot_weights(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _plot_weights(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
     kinds = {"triplet_kinds": arguments.triplet_weight or (), "pair_kinds": arguments.pair_weight or ()}
     if not any(kinds.values()):
         kinds = {}
@@ -289,9 +291,10 @@ def _plot_weights(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
         if not kinds[f"{sort}_kinds"]:
             raise UserError(f"--{name} is of {sort} weights, and none is drawn: name one with --{sort}-weight")
 
-    from vl_plugins.plots.weights import plot_weights
+    from vl_plugins.plots.weights import PAPER, plot_weights
 
-    plot_weights(arguments.out, **kinds, **options)
+    relative = {"relative": options.pop("relative")} if "relative" in options else {}
+    plot_weights(arguments.out, **kinds, objective=replace(PAPER, **options), **relative)
 
 
 def _plot_losses(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:

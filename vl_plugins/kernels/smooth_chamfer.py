@@ -8,28 +8,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.functional import smooth_chamfer_similarity
-from vl_plugins.functional.precision import full_precision
 from vl_plugins.functional.sets import check_sets, element_weights
-from vl_plugins.kernels.comparison import (
-    BACKENDS,
-    DENSE_BYTES,
-    differentiable_gradients,
-    inverse_norms,
-    log_choice,
-    triton_is_usable,
-)
+from vl_plugins.kernels.comparison import choose_backend, differentiable_gradients, inverse_norms, row_blocks
 from vl_plugins.utils.checks import positive
 from vl_plugins.utils.eager import eager
-from vl_plugins.utils.errors import check_name
 
 __all__ = ["pairwise_smooth_chamfer"]
 
-# Exponentials at a time: on the CPU they should stay in a cache; elsewhere fewer, larger steps count.
-CPU_BLOCK = 2**19
-DEVICE_BLOCK = 2**24
-LEAST_SETS = 16  # products of fewer rows are slow
-
-MAX_ELEMENTS = 16  # several sets have to fit into a fused tile
 LARGEST_EXPONENT = 40.0  # sums of exp(+-40) and their inverses are far from the limits of float32
 
 
@@ -67,9 +52,11 @@ def pairwise_smooth_chamfer(
     """
     alpha = positive("alpha", alpha)
     check_sets(embeddings, ref_emb, mask, ref_mask)
-    backend = eager()(_choose_backend, backend, embeddings, ref_emb)
-    if backend != "triton":
-        embeddings, ref_emb = full_precision(embeddings, ref_emb)
+    elements = embeddings.flatten(0, 1), ref_emb.flatten(0, 1)
+    backend = choose_backend(backend, *elements, name="smooth-Chamfer similarity")
+    dtype = torch.promote_types(embeddings.dtype, ref_emb.dtype)
+    dtype = dtype if backend == "triton" else torch.promote_types(dtype, torch.float32)
+    embeddings, ref_emb = embeddings.to(dtype), ref_emb.to(dtype)
     if mask is not None:
         embeddings = embeddings.masked_fill(~mask[..., None], 0)
     if ref_mask is not None:
@@ -89,19 +76,15 @@ def _formula_in_blocks(
 ) -> Tensor:
     """Return the similarities by the formula; what it keeps for its gradients is computed again."""
     formula = partial(smooth_chamfer_similarity, ref_mask=ref_mask, alpha=alpha, normalize=normalize)
-    blocks = embeddings.split(_sets_at_a_time(embeddings, ref_emb))
-    masks = [None] * len(blocks) if mask is None else mask.split(len(blocks[0]))
-    return torch.cat(
-        [
-            checkpoint(formula, block, ref_emb, mask=block_mask, use_reentrant=False, preserve_rng_state=False)
-            for block, block_mask in zip(blocks, masks, strict=True)
-        ]
-    )
+    similarities = []
+    for rows in _blocks_of_sets(embeddings, ref_emb):
+        options = {"mask": None if mask is None else mask[rows], "use_reentrant": False, "preserve_rng_state": False}
+        similarities.append(checkpoint(formula, embeddings[rows], ref_emb, **options))
+    return torch.cat(similarities)
 
 
-def _sets_at_a_time(embeddings: Tensor, ref_emb: Tensor) -> int:
-    size = CPU_BLOCK if embeddings.device.type == "cpu" else DEVICE_BLOCK
-    return max(LEAST_SETS, size // (embeddings.shape[1] * ref_emb.shape[:2].numel()))
+def _blocks_of_sets(embeddings: Tensor, ref_emb: Tensor) -> list[slice]:
+    return row_blocks(len(embeddings), embeddings.shape[1] * ref_emb.shape[:2].numel(), embeddings.device)
 
 
 class _PairwiseSmoothChamfer(torch.autograd.Function):
@@ -152,7 +135,7 @@ class _Exponentials:
         self.weights = element_weights(embeddings, mask)
         self.ref_weights = element_weights(ref_emb, ref_mask).T
         self.shape = (*embeddings.shape[:2], *self.ref_units.shape[:2])
-        self.sets_at_a_time = _sets_at_a_time(embeddings, ref_emb)
+        self.blocks = _blocks_of_sets(embeddings, ref_emb)
 
     def similarities(self, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Return the similarities (A, C) and, to ``keep``, their derivatives by the cosines."""
@@ -188,10 +171,8 @@ class _Exponentials:
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield which sets come next, and memory (a, K1, K2, C) for them."""
-        count = self.shape[0]
-        memory = self.embeddings.new_empty(min(count, self.sets_at_a_time), *self.shape[1:])
-        for start in range(0, count, self.sets_at_a_time):
-            rows = slice(start, min(start + self.sets_at_a_time, count))
+        memory = self.embeddings.new_empty(self.blocks[0].stop, *self.shape[1:])
+        for rows in self.blocks:
             yield rows, memory[: rows.stop - rows.start]
 
     def _pool(self, rows: slice, block: Tensor, derive: bool) -> Tensor:
@@ -221,30 +202,3 @@ def _normalization_gradient(gradient: Tensor, units: Tensor, factors: Tensor) ->
     gradient.addcmul_(units, torch.einsum("...d,...d->...", gradient, units)[..., None], value=-1).mul_(
         factors[..., None]
     )
-
-
-def _choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor) -> str:
-    if backend is not None:
-        check_name("backend", backend, BACKENDS)
-        problem = _triton_problem(embeddings, ref_emb) if backend == "triton" else None
-        if problem is not None:
-            raise ValueError(f"backend 'triton' cannot be used, because {problem}; 'dense' and 'tiled' always can")
-        return backend
-    (a, k1, _), (c, k2, _) = embeddings.shape, ref_emb.shape
-    size = a * k1 * c * k2 * torch.promote_types(embeddings.dtype, torch.float32).itemsize
-    chosen = "dense" if size <= DENSE_BYTES else "tiled"
-    log_choice("smooth-Chamfer similarity", chosen, embeddings.device.type)
-    return chosen
-
-
-def _triton_problem(embeddings: Tensor, ref_emb: Tensor) -> str | None:
-    """Say why fused tiles cannot compare these sets; None if they can."""
-    if not triton_is_usable(embeddings.device):
-        return (
-            f"it needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, not {embeddings.device}"
-        )
-    if embeddings.dtype != ref_emb.dtype or embeddings.dtype == torch.float64:
-        return f"both sides must have the same type, not float64, got {embeddings.dtype} and {ref_emb.dtype}"
-    if max(embeddings.shape[1], ref_emb.shape[1]) > MAX_ELEMENTS:
-        return f"sets may have {MAX_ELEMENTS} elements, got {max(embeddings.shape[1], ref_emb.shape[1])}"
-    return None

@@ -23,6 +23,7 @@ from vl_plugins.kernels.triton_tiles import (
 
 __all__ = ["gradients", "similarities"]
 
+MAX_ELEMENTS = 16  # several sets have to fit into a tile
 POOLED = 64  # rows and columns of a tile of cosines; larger ones and their exponentials do not fit into registers
 
 
@@ -44,6 +45,9 @@ def similarities(
         ref_emb: (C, K2, D), of the same type.
         mask, ref_mask, alpha, normalize: see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
     """
+    most = max(embeddings.shape[1], ref_emb.shape[1])
+    if most > MAX_ELEMENTS:
+        raise ValueError(f"backend 'triton' takes sets of at most {MAX_ELEMENTS} elements, got {most}")
     x, y = _sets(embeddings, mask, normalize), _sets(ref_emb, ref_mask, normalize)
     counts = len(embeddings), len(ref_emb)
     values = x.weights.new_empty(counts)

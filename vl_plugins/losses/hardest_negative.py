@@ -69,18 +69,7 @@ class HardestNegativeLoss(PairLoss):
 
     def mine(self, batch: PairBatch, objective: Objective | None = None) -> HardestNegatives:
         """Return the similarities of the positive pairs and of the hardest negatives, see :mod:`vl_plugins.kernels`."""
-        return mine_hardest_negatives(
-            batch.embeddings,
-            batch.ref_emb,
-            batch.labels,
-            batch.ref_labels,
-            batch.pairs,
-            objective=objective,
-            normalize=self.distance.normalize_embeddings,
-            same_set=batch.same_set,
-            symmetric=batch.symmetric,
-            backend=self.backend,
-        )
+        return mine_hardest_negatives(**batch.kernel_arguments(), objective=objective, backend=self.backend)
 
     def kernel_problem(self) -> str | None:
         return distance_problem(self.distance)

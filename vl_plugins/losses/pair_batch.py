@@ -1,6 +1,7 @@
 """The data of one call of a loss."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
@@ -72,6 +73,19 @@ class PairBatch:
             pairs = torch.where(_mask(embeddings, ref_emb, (anchors, positives)))
         options["symmetric"] = options["symmetric"] and not same_set and indices_tuple is None
         return cls(embeddings, ref_emb, labels, ref_labels, pairs, negative_pairs, same_set, **options)
+
+    def kernel_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all functions of :mod:`vl_plugins.kernels` on labels share."""
+        return {
+            "embeddings": self.embeddings,
+            "ref_emb": self.ref_emb,
+            "labels": self.labels,
+            "ref_labels": self.ref_labels,
+            "pairs": self.pairs,
+            "normalize": self.distance.normalize_embeddings,
+            "same_set": self.same_set,
+            "symmetric": self.symmetric,
+        }
 
     def similarities(self) -> Tensor:
         """Compute all similarities, (A, C), larger is closer."""

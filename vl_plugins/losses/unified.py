@@ -93,16 +93,9 @@ class UnifiedLoss(PairLoss):
                 reduction="none",
             )
         return unified_losses_from_embeddings(
-            batch.embeddings,
-            batch.ref_emb,
-            batch.labels,
-            batch.ref_labels,
-            batch.pairs,
-            _margin_of_pairs(self.margin, batch),
-            batch.scale,
-            normalize=self.distance.normalize_embeddings,
-            same_set=batch.same_set,
-            symmetric=batch.symmetric,
+            **batch.kernel_arguments(),
+            margin=_margin_of_pairs(self.margin, batch),
+            scale=batch.scale,
             backend=self.backend,
         )
 

@@ -49,17 +49,7 @@ class VLCLoss(PairLoss):
             similarities, masks = batch.similarities(), batch.masks()
             return vlc_loss(similarities, *masks, batch.scale, symmetric=batch.symmetric, reduction="none")
         losses = unified_losses_from_embeddings(
-            batch.embeddings,
-            batch.ref_emb,
-            batch.labels,
-            batch.ref_labels,
-            batch.pairs,
-            0.0,
-            batch.scale,
-            normalize=self.distance.normalize_embeddings,
-            same_set=batch.same_set,
-            symmetric=batch.symmetric,
-            backend=self.backend,
+            **batch.kernel_arguments(), margin=0.0, scale=batch.scale, backend=self.backend
         )
         return (batch.scale * losses).to(losses.dtype)
 

@@ -2,18 +2,29 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, pair_weights, triplet_weight
+from vl_plugins.functional.goal import (
+    PAIR_WEIGHTS,
+    TRIPLET_WEIGHTS,
+    Objective,
+    RelativeTerms,
+    pair_weights,
+    triplet_weight,
+)
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
 from vl_plugins.plots.plane import draw_plane, similarity_grid
-from vl_plugins.utils.checks import finite, non_negative, positive
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.utils.checks import finite, non_negative
+from vl_plugins.utils.errors import UserError
 
-__all__ = ["pair_weight_curves", "plot_weights", "triplet_weight_diagrams"]
+__all__ = ["PAPER", "pair_weight_curves", "plot_weights", "triplet_weight_diagrams"]
+
+PAPER = Objective(offset=0.0)
+"""The hyper-parameters of Figures 2 and 3 of the paper."""
 
 POINTS = 401
 STEP = {0.5: "$s_n = s_p - m$"}
@@ -27,13 +38,8 @@ def plot_weights(
     out: str | os.PathLike[str],
     triplet_kinds: Sequence[str] = TRIPLET_WEIGHTS,
     pair_kinds: Sequence[str] = PAIR_WEIGHTS,
+    objective: Objective = PAPER,
     *,
-    margin: float = 0.2,
-    tau: float = 10.0,
-    offset: float = 0.0,
-    alpha: float = 2.0,
-    beta: float = 10.0,
-    lam: float = 0.5,
     relative: Sequence[float] = (0.1,),
 ) -> None:
     """Draw triplet weights over the plane of both similarities, and pair weights over the similarity of their pair.
@@ -44,61 +50,52 @@ def plot_weights(
         out: the picture, by its suffix ``.png``, ``.pdf`` or ``.svg``; its folder is created.
         triplet_kinds: of con, nca and cir; none leaves the triplet weights out.
         pair_kinds: of con, lin, sig, sig_ms and lin_ms; none leaves the pair weights out.
-        margin, tau, offset: of the triplet weights, see :func:`vl_plugins.functional.goal_loss`.
-        alpha, beta, lam: of the pair weights.
+        objective: the hyper-parameters of the weights; the kinds that it names do not matter.
         relative: values of both relative similarities, m+ and m-; sig_ms and lin_ms have a curve for each.
 
     Raises:
         UserError: nothing to draw, an unknown kind, another suffix, or a picture that cannot be written.
-        ValueError: a hyper-parameter out of its range.
+        ValueError: a relative similarity out of its range.
         MissingExtraError: matplotlib is not installed.
     """
     if not triplet_kinds and not pair_kinds:
         raise UserError("there is no weight to draw: name at least one triplet weight or pair weight")
     out = picture_file(out)
     grid = similarity_grid(POINTS)
-    diagrams = triplet_weight_diagrams(triplet_kinds, grid, margin=margin, tau=tau, offset=offset)
+    diagrams = triplet_weight_diagrams(triplet_kinds, grid, objective)
     similarities = torch.linspace(-1, 1, POINTS)
-    curves = pair_weight_curves(pair_kinds, similarities, alpha=alpha, beta=beta, lam=lam, relative=relative)
+    curves = pair_weight_curves(pair_kinds, similarities, objective, relative=relative)
     settings = {
-        "con": f"m = {margin:g}",
-        "nca": f"τ = {tau:g}",
-        "cir": f"τ = {tau:g}, offset = {offset:g}",
-        "P": f"α = {alpha:g}, β = {beta:g}, λ = {lam:g}",
+        "con": f"m = {objective.margin:g}",
+        "nca": f"τ = {objective.tau:g}",
+        "cir": f"τ = {objective.tau:g}, offset = {objective.offset:g}",
+        "P": f"α = {objective.alpha:g}, β = {objective.beta:g}, λ = {objective.lam:g}",
     }
     write_figure(_draw_weights(diagrams, similarities, curves, settings), out)
 
 
 def triplet_weight_diagrams(
-    kinds: Iterable[str], similarities: Tensor, *, margin: float = 0.2, tau: float = 10.0, offset: float = 0.0
+    kinds: Iterable[str], similarities: Tensor, objective: Objective = PAPER
 ) -> dict[str, Tensor]:
     """Return T of each kind at all combinations of two similarities.
 
     Args:
         kinds: of con, nca and cir.
         similarities: (P,), cosines, of the positive pair as of the negative pair.
-        margin, tau, offset: see :func:`vl_plugins.functional.goal_loss`.
+        objective: the hyper-parameters.
 
     Returns:
         kind -> (P, P), negative x positive similarities.
 
     Raises:
         UserError: an unknown kind.
-        ValueError: a hyper-parameter out of its range.
 
     >>> triplet_weight_diagrams(["con"], torch.tensor([0.1, 0.9]))["con"]
     tensor([[1., 0.],
             [1., 1.]])
     """
-    options = {
-        "margin": non_negative("margin", margin),
-        "tau": positive("tau", tau),
-        "offset": finite("offset", offset),
-    }
     return {
-        check_name("triplet weight", kind, TRIPLET_WEIGHTS): triplet_weight(
-            similarities[None, :], similarities[:, None], kind, **options
-        )
+        kind: triplet_weight(similarities[None, :], similarities[:, None], replace(objective, triplet_weight=kind))
         for kind in kinds
     }
 
@@ -106,10 +103,8 @@ def triplet_weight_diagrams(
 def pair_weight_curves(
     kinds: Iterable[str],
     similarities: Tensor,
+    objective: Objective = PAPER,
     *,
-    alpha: float = 2.0,
-    beta: float = 10.0,
-    lam: float = 0.5,
     relative: Sequence[float] = (0.1,),
 ) -> dict[tuple[str, float | None], Curve]:
     """Return P+ and P- of each kind for a pair of each similarity.
@@ -117,7 +112,7 @@ def pair_weight_curves(
     Args:
         kinds: of con, lin, sig, sig_ms and lin_ms.
         similarities: (P,), cosines.
-        alpha, beta, lam: see :func:`vl_plugins.functional.goal_loss`.
+        objective: the hyper-parameters.
         relative: values of both relative similarities, m+ and m-, >= 0 for sig_ms.
 
     Returns:
@@ -125,30 +120,23 @@ def pair_weight_curves(
 
     Raises:
         UserError: an unknown kind.
-        ValueError: a hyper-parameter out of its range, or none for ``relative``.
+        ValueError: a relative similarity out of its range, or none.
 
     >>> curves = pair_weight_curves(["lin", "lin_ms"], torch.tensor([0.5]), relative=[0.1, 0.2])
     >>> {key: (round(positive.item(), 3), round(negative.item(), 3)) for key, (positive, negative) in curves.items()}
     {('lin', None): (0.5, 0.5), ('lin_ms', 0.1): (0.45, 0.55), ('lin_ms', 0.2): (0.4, 0.6)}
     """
-    options = {
-        "alpha": non_negative("alpha", alpha),
-        "beta": non_negative("beta", beta),
-        "lam": finite("lam", lam),
-    }
     curves: dict[tuple[str, float | None], Curve] = {}
     for kind in kinds:
-        check_name("pair weight", kind, PAIR_WEIGHTS)
-        if not kind.endswith("_ms"):
-            curves[kind, None] = pair_weights(similarities, similarities, kind, **options)
+        drawn = replace(objective, pair_weight=kind)
+        if not drawn.is_relative:
+            curves[kind, None] = pair_weights(similarities, similarities, drawn)
             continue
         if not relative:
             raise ValueError(f"relative must hold at least one number for pair weight {kind}, got none")
         for value in relative:
             value = (non_negative if kind == "sig_ms" else finite)("relative", value)
-            curves[kind, value] = pair_weights(
-                similarities, similarities, kind, **options, relative_positive=value, relative_negative=value
-            )
+            curves[kind, value] = pair_weights(similarities, similarities, drawn, RelativeTerms(value, value))
     return curves
 
 

@@ -1,0 +1,191 @@
+"""What a loss should be for a call of pytorch-metric-learning, by the loops of the papers."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
+from pytorch_metric_learning.reducers import MeanReducer
+
+from tests.reference import distances, goal, losses
+from vl_plugins import create_loss
+
+LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
+OTHER_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2, 3, 1])
+MINERS = {"labels": None, "pairs": MultiSimilarityMiner(epsilon=0.5), "triplets": TripletMarginMiner(margin=0.3)}
+UPSTREAM = 3.0
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The loops of one loss.
+
+    Attributes:
+        pair: called as the functions of :mod:`tests.reference.losses`, with the similarities of all positive pairs as
+            ``batch_positives`` where it has such a parameter.
+        triplet: called for a given triplet as :func:`losses.triplet` is, with the anchor's negatives and
+            ``batch_positives`` where it has such parameters; None for a loss that takes triplets for pairs.
+        options: of the loss and the loops.
+        loss_options: of the loss alone.
+        needs_similarity: the loss takes no distances that are not inverted.
+    """
+
+    pair: Callable
+    triplet: Callable | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    needs_similarity: bool = False
+
+
+GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
+NO_REGULARIZATION = {"mmd_weight": 0.0, "diversity_weight": 0.0}
+
+REFERENCES = {
+    "goal": Reference(goal.goal_hardest, goal.goal_triplet, GOAL_OPTIONS, needs_similarity=True),
+    # Of sets of one element: the triplet loss of cosines.
+    "smooth_chamfer": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}, NO_REGULARIZATION),
+    "triplet_hn": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}),
+    "triplet_sh": Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}),
+    "unified": Reference(losses.unified, options={"margin": 0.3, "scale": 10.0}),
+    "vlc": Reference(losses.vlc, options={"scale": 10.0}),
+}
+LOSSES = pytest.mark.parametrize("name", REFERENCES)
+
+
+def make_loss(name, **options):
+    reference = REFERENCES[name]
+    return create_loss(name, **(reference.options | reference.loss_options | options))
+
+
+def embeddings_of(labels, dtype=torch.float64, seed=0, dimension=5):
+    """Random embeddings that lie near others of the same label, but not always nearest."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(100, dimension, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    noise = torch.randn(len(labels), dimension, dtype=torch.float64, generator=generator)
+    return (centers[labels] + 1.5 * noise).to(dtype).requires_grad_()
+
+
+def call_with(sets, dtype=torch.float64, candidates=9):
+    """The arguments of a loss or miner: one set of 6, or two."""
+    call = {"embeddings": embeddings_of(LABELS, dtype), "labels": LABELS}
+    if sets == 2:
+        ref_labels = OTHER_LABELS[:candidates]
+        call |= {"ref_emb": embeddings_of(ref_labels, dtype, seed=1), "ref_labels": ref_labels}
+    return call
+
+
+def calls(dtype=torch.float64, candidates=9):
+    """``(what, arguments)`` of all kinds of calls: one set or two, by labels, pairs or triplets."""
+    for sets in (1, 2):
+        for kind, miner in MINERS.items():
+            call = call_with(sets, dtype, candidates)
+            if miner is not None:
+                call["indices_tuple"] = miner(**call)
+            yield f"{kind} of {sets} set(s)", call
+
+
+def leaves_of(call):
+    return [call[name] for name in ("embeddings", "ref_emb") if call.get(name) is not None]
+
+
+def values_and_derivatives(reference, similarities, call, *, options=None, symmetric=True):
+    """Return the loss of each positive pair or triplet, as a list of ``(indices, value, {(a, c): derivative})``.
+
+    Args:
+        reference: or the name of a loss.
+        similarities: a list of rows.
+        call: the arguments of the loss; its embeddings are not looked at.
+        options: instead of those of the reference.
+        symmetric: also the columns are anchors, where two sets are compared by labels.
+    """
+    reference = reference if isinstance(reference, Reference) else REFERENCES[reference]
+    options = dict(reference.options if options is None else options)
+    two_sets, indices_tuple = call.get("ref_emb") is not None, call.get("indices_tuple")
+    if indices_tuple is None:
+        ref_labels = call["ref_labels"].tolist() if two_sets else None
+        positives, negatives = losses.pairs_of_labels(call["labels"].tolist(), ref_labels)
+    else:
+        indices = [index.tolist() for index in indices_tuple]
+        positives = set(zip(*indices[:2], strict=True))
+        negatives = set(zip(indices[-2] if len(indices) == 4 else indices[0], indices[-1], strict=True))
+    are_triplets = indices_tuple is not None and len(indices_tuple) == 3 and reference.triplet is not None
+    parameters = inspect.signature(reference.triplet if are_triplets else reference.pair).parameters
+    if "batch_positives" in parameters:
+        options["batch_positives"] = [similarities[a][p] for a, p in sorted(positives)]
+    if not are_triplets:
+        symmetric = symmetric and two_sets and indices_tuple is None
+        values, derivatives = losses.pair_losses(
+            reference.pair, similarities, positives, negatives, symmetric=symmetric, **options
+        )
+        return [(pair, values[pair], derivatives[pair]) for pair in sorted(values)]
+    found = []
+    for a, p, n in zip(*indices, strict=True):
+        if "negatives" in parameters:
+            options["negatives"] = sorted(other for row, other in negatives if row == a)
+        value, row_derivatives = reference.triplet(similarities[a], p, n, **options)
+        found.append(((a, p, n), value, {(a, c): derivative for c, derivative in row_derivatives.items()}))
+    return found
+
+
+def expected(reference, call, *, reducer=None, similarity=distances.cosine, **how):
+    """Return the reduced loss and its gradients with respect to the embeddings, in float64.
+
+    The loops give the values, ``reducer`` reduces them (PML's own, MeanReducer by default), and the derivatives go
+    through the similarities of :mod:`tests.reference.distances`.
+    """
+    reducer = reducer or MeanReducer()
+    twins, similarities = similarities_of(similarity, [leaf.detach().double() for leaf in leaves_of(call)])
+    items = values_and_derivatives(reference, similarities.tolist(), call, **how)
+    if not items:
+        return 0.0, [torch.zeros_like(twin) for twin in twins]
+    values = twins[0].new_tensor([value for _, value, _ in items]).requires_grad_()
+    info = {
+        "losses": values,
+        "indices": tuple(torch.tensor([indices for indices, _, _ in items]).T),
+        "reduction_type": "triplet" if len(items[0][0]) == 3 else "pos_pair",
+        "divisor": len(items),
+    }
+    reduced = reducer({"loss": info}, twins[0].detach(), call.get("labels"))
+    weights = torch.autograd.grad(reduced, values)[0].tolist()
+    gradient = torch.zeros_like(similarities)
+    for weight, (_, _, derivatives) in zip(weights, items, strict=True):
+        for pair, derivative in derivatives.items():
+            gradient[pair] += weight * derivative
+    return reduced.item(), torch.autograd.grad(similarities, twins, gradient, retain_graph=True)
+
+
+def similarities_of(similarity, embeddings):
+    """Return leaves and the matrix of their similarities; kept, because most calls compare the same embeddings."""
+    key = (similarity, *(tuple(leaf.flatten().tolist()) for leaf in embeddings))
+    if key not in _KEPT:
+        twins = [leaf.clone().requires_grad_() for leaf in embeddings]
+        _KEPT[key] = twins, distances.matrix(similarity, *twins)
+    return _KEPT[key]
+
+
+_KEPT = {}
+
+
+def check(actual, leaves, value, gradients, tolerance=None, what="", least=1e-3):
+    """Compare a loss and its gradients, with an upstream gradient that is not 1, with what is expected."""
+    dtype = leaves[0].dtype
+    tolerance = tolerance or TOLERANCE[dtype]
+    assert value > least, f"{what}: the case shows nothing"
+    assert max(gradient.abs().max() for gradient in gradients) > least, f"{what}: the case shows nothing"
+    assert actual.dtype == dtype
+    close = {"atol": tolerance, "rtol": tolerance, "msg": lambda text: f"{what}: {text}"}
+    torch.testing.assert_close(actual.item(), value, **close)
+    close |= {"atol": 10 * tolerance, "rtol": 10 * tolerance}
+    for actual_gradient, gradient in zip(torch.autograd.grad(UPSTREAM * actual, leaves), gradients, strict=True):
+        torch.testing.assert_close(actual_gradient.double(), UPSTREAM * gradient, **close)
+
+
+def check_call(reference, call, *, loss=None, what="", tolerance=None, **how):
+    """Compare ``loss(**call)`` with the loops."""
+    loss = make_loss(reference) if loss is None else loss
+    value, gradients = expected(reference, call, **how)
+    check(loss(**call), leaves_of(call), value, gradients, tolerance=tolerance, what=f"{reference} {what}")
