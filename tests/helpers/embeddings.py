@@ -7,7 +7,7 @@ import torch
 from tests.helpers.pairs import value_and_gradients
 from vl_plugins.functional import goal_loss, unified_loss
 from vl_plugins.functional.goal import Objective, objective_losses
-from vl_plugins.kernels import equal_label_pairs, hardest_negatives, unified_losses_from_embeddings
+from vl_plugins.kernels import equal_label_pairs, mine_hardest_negatives, unified_losses_from_embeddings
 
 __all__ = ["KERNELS", "formula_and_gradients", "kernel_and_gradients", "random_embeddings"]
 
@@ -28,7 +28,8 @@ def unified_losses(*sides_and_labels, same_set=False, **options):
 
 def hardest_negative_losses(*sides_and_labels, objective=CON_CON, same_set=False, **options):
     pairs = equal_label_pairs(*sides_and_labels[2:], same_set=same_set)
-    s_p, s_n, exists, terms, zero = hardest_negatives(*sides_and_labels, pairs, objective=objective, **options)
+    options |= {"objective": objective, "same_set": same_set}
+    s_p, s_n, exists, terms, zero = mine_hardest_negatives(*sides_and_labels, pairs, **options)
     return objective_losses(objective, s_p, s_n, exists, terms).sum(dim=0) + zero
 
 
@@ -45,6 +46,8 @@ def kernel_and_gradients(kernel, *sides_and_labels, dtype=torch.float64, leaves=
     *sides, labels, ref_labels = sides_and_labels
     sides = [side.to(dtype) if side.requires_grad else side.to(dtype, copy=True).requires_grad_() for side in sides]
     values = kernel(*sides, labels, ref_labels, **options)
+    if len(values) == 0:
+        values = values + 0 * sides[0].sum()  # as losses connect what has no pairs
     return value_and_gradients(values, [*sides, *leaves], create_graph=create_graph)
 
 

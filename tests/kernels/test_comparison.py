@@ -229,7 +229,7 @@ def test_the_backend_is_chosen_by_size_and_logged_once(monkeypatch, caplog):
         ({"backend": "triton"}, "backend 'triton' needs Triton and embeddings on a CUDA GPU .*, got cpu; 'tiled' runs"),
     ],
 )
-@pytest.mark.parametrize("kernel", [kernels.unified_losses_from_embeddings, kernels.hardest_negatives])
+@pytest.mark.parametrize("kernel", [kernels.unified_losses_from_embeddings, kernels.mine_hardest_negatives])
 def test_wrong_input(kernel, change, message):
     arguments = {0: torch.ones(3, 4), 1: torch.ones(5, 4), 2: torch.arange(3), 3: torch.arange(5)} | change
     backend = arguments.pop("backend", "tiled")

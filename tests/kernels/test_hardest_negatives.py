@@ -10,7 +10,7 @@ from tests.helpers.pairs import assert_near, loops
 from tests.reference import goal as reference
 from vl_plugins.functional import goal_loss
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, Objective
-from vl_plugins.kernels import comparison, equal_label_pairs, hardest_negatives
+from vl_plugins.kernels import comparison, equal_label_pairs, mine_hardest_negatives
 
 hardest_negative_losses, _ = KERNELS["triplet_hn"]
 
@@ -33,7 +33,7 @@ def test_the_first_of_the_hardest(symmetric):
     *sides, labels, ref_labels = whole_numbers(40, 36, 3, 6, seed=0)
     sides = [side.requires_grad_() for side in sides]
     rows, columns = pairs = equal_label_pairs(labels, ref_labels)
-    found = hardest_negatives(*sides, labels, ref_labels, pairs, normalize=False, symmetric=symmetric, backend="tiled")
+    found = mine_hardest_negatives(*sides, labels, ref_labels, pairs, normalize=False, symmetric=symmetric, backend="tiled")
     similarities = sides[0] @ sides[1].T
     masked = similarities.masked_fill(labels[:, None] == ref_labels, -9)
     assert ((masked == masked.amax(dim=1, keepdim=True)).sum(dim=1) > 1).sum() > 10
@@ -53,7 +53,7 @@ def test_the_first_of_the_hardest(symmetric):
 def test_without_negatives():
     labels = torch.tensor([0, 0, 1]), torch.zeros(20).long()
     sides = random_embeddings(3, 20, 4)[:2]
-    found = hardest_negatives(*sides, *labels, equal_label_pairs(*labels))
+    found = mine_hardest_negatives(*sides, *labels, equal_label_pairs(*labels))
     assert found.exists.tolist() == [[False] * 40, [True] * 40]
     assert found.negative_similarities[0].count_nonzero() == 0
     assert found.terms is None
@@ -66,7 +66,7 @@ def test_zero_is_nan_if_any_embedding_is_not_finite(bad):
     sides[1][17, 2] = bad
     sides = [side.requires_grad_() for side in sides]
     pairs = torch.tensor([[0], [0]])
-    zero = hardest_negatives(*sides, labels, ref_labels, pairs).zero
+    zero = mine_hardest_negatives(*sides, labels, ref_labels, pairs).zero
     assert zero.isnan()
     assert all(gradient[0].isnan().all() for gradient in torch.autograd.grad(zero, sides))
 

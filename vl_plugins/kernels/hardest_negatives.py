@@ -97,7 +97,7 @@ def _mine(
     rows, columns, count = labels.rows, labels.columns, len(labels.rows)
     if count == 0:
         none = torch.zeros(2 if symmetric else 1, 0, dtype=pair.dtype, device=embeddings.device)
-        return HardestNegatives(none[0], none, none.bool(), None, pair.zero_or_nan)
+        return HardestNegatives(none[0], none, none.bool(), RelativeTerms(none, none), pair.zero_or_nan)
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         search = _search
         if backend == "triton":
@@ -127,7 +127,7 @@ def _search(
 
     A row or column without negatives has the similarity -inf.
     """
-    positives, rows, columns = [], [], []
+    positives, rows, columns = [], [], None
     for block in labels.blocks():
         similarities = pair.similarities(block.rows)
         positives.append(similarities[block.equal_rows, block.equal_columns])
@@ -135,13 +135,13 @@ def _search(
         rows.append(similarities.max(dim=1))
         if symmetric:
             values, index = similarities.max(dim=0)
-            columns.append((values, index + block.rows.start))
-    rows = tuple(map(torch.cat, zip(*rows, strict=True)))
-    if not symmetric:
-        return torch.cat(positives), rows, None
-    values, index = map(torch.stack, zip(*columns, strict=True))
-    values, block = values.max(dim=0)  # the first of equal ones
-    return torch.cat(positives), rows, (values, index.gather(0, block[None])[0])
+            index += block.rows.start
+            if columns is None:
+                columns = values, index
+            else:  # of equal ones the first
+                is_larger = values > columns[0]
+                columns = torch.maximum(values, columns[0]), torch.where(is_larger, index, columns[1])
+    return torch.cat(positives), tuple(map(torch.cat, zip(*rows, strict=True))), columns
 
 
 def _relative_terms(
@@ -154,8 +154,6 @@ def _relative_terms(
     s_n: Tensor,
 ) -> RelativeTerms:
     """Compute m+ and m- of the hardest negatives, a block of rows at a time for each direction."""
-    if len(s_p) == 0:
-        return RelativeTerms(s_n, s_n)
     floor = s_p.min() - objective.eps
     directions = [(pair, labels.labels, labels.ref_labels, labels.rows, hardest)]
     if ref_hardest is not None:
