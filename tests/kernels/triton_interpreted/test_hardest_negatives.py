@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.helpers.embeddings import KERNELS, formula_and_gradients, kernel_and_gradients
-from tests.kernels.triton_cases import assert_gradients_near, assert_near, check_hardest, vectors
+from tests.kernels.triton_cases import TOLERANCE, assert_gradients_near, assert_near, check_hardest, vectors
 
 
 def integers(count, width, dtype=torch.float32):
@@ -29,16 +29,15 @@ def test_without_negatives(small_tiles):
     check_hardest(integers(3, 4), integers(18, 4), 0 * few, 0 * many)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # Triton does not interpret bfloat16
 @pytest.mark.parametrize("name", ["triplet_hn", "goal"])
 def test_losses(small_tiles, name, dtype):
     kernel, formula = KERNELS[name]
-    sides = [vectors(count, 8, dtype=dtype, device="cpu", seed=count) for count in (20, 35)]
+    sides = [vectors(count, 8, dtype=dtype, device="cpu", seed=count) / 4 for count in (20, 35)]
     for labels in ((torch.arange(20) % 7, torch.arange(35) % 5), (torch.arange(20), torch.arange(35) + 20)):
-        for normalize in (True, False):
-            options = {"normalize": normalize}
+        for options in ({"normalize": True}, {"normalize": False}):
             actual = kernel_and_gradients(kernel, *sides, *labels, dtype=dtype, backend="triton", **options)
             expected = formula_and_gradients(formula, *sides, *labels, **options)
             assert actual[0].dtype == torch.float32
             assert_near(actual[0], expected[0], relative=1e-5, absolute=1e-5)
-            assert_gradients_near(actual[1:], expected[1:], {torch.float32: 1e-5}.get(dtype, 3e-3))
+            assert_gradients_near(actual[1:], expected[1:], TOLERANCE[dtype])
