@@ -309,5 +309,5 @@ def test_format_options():
 
 @pytest.mark.parametrize("option", [{"epsilon": "abc"}, {"epsilon": [0.1]}], ids=str)
 def test_options_of_components_that_are_no_numbers(option):
-    with pytest.raises(UserError, match="^epsilon of miner 'MultiSimilarityMiner' must be a number, got "):
+    with pytest.raises(UserError, match=r"^epsilon of miner 'MultiSimilarityMiner' must be a number, got "):
         create_component("miner", "MultiSimilarityMiner", **option)
