@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from vl_plugins.distributed.torchrun import stop_processes
+from vl_plugins.commands.torchrun import stop_processes
 
 __all__ = ["in_processes"]
 

@@ -305,3 +305,9 @@ def test_wrong_options(factory, options, message):
 
 def test_format_options():
     assert format_options({"weights": REQUIRED, "name": "a"}) == "weights, name='a'"
+
+
+@pytest.mark.parametrize("option", [{"epsilon": "abc"}, {"epsilon": [0.1]}], ids=str)
+def test_options_of_components_that_are_no_numbers(option):
+    with pytest.raises(UserError, match=r"^epsilon of miner 'MultiSimilarityMiner' must be a number, got "):
+        create_component("miner", "MultiSimilarityMiner", **option)

@@ -111,7 +111,14 @@ def create_component(kind: str, name: str, /, **options: Any) -> Any:
     known = classes | {short: classes[name] for short, name in SHORT_NAMES.items() if name in classes}
     if name not in known:
         raise unknown_name(kind, name, known)
-    return construct(kind, name, known[name], resolve_components(options))
+    options = resolve_components(options)
+    component = construct(kind, name, known[name], options)
+    defaults = constructor_options(known[name], options)
+    for option, value in options.items():  # pytorch-metric-learning would fail at the first batch
+        expects_number = isinstance(defaults[option], (int, float)) or option in ("high", "low")
+        if expects_number and isinstance(value, (str, list, tuple, dict)):
+            raise UserError(f"{option} of {kind} {name!r} must be a number, got {value!r}")
+    return component
 
 
 def list_components(kind: str) -> tuple[str, ...]:

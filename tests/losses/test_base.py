@@ -92,12 +92,12 @@ def test_scale_of_a_call(name, shape):
 
 @OF_SCALE
 def test_scale_has_a_gradient_without_pairs(name):
-    for labels in (LABELS + 10, torch.zeros_like(LABELS)):  # no positives, no negatives
-        call = {"embeddings": embeddings_of(LABELS), "labels": 0 * LABELS}
-        call |= {"ref_emb": embeddings_of(LABELS), "ref_labels": labels}
+    call = {"embeddings": embeddings_of(LABELS), "labels": 0 * LABELS, "ref_emb": embeddings_of(LABELS)}
+    no_pairs = {"indices_tuple": (LABELS[:0],) * 4}
+    for case in ({"ref_labels": LABELS + 10}, {"ref_labels": 0 * LABELS}, no_pairs):  # no positives, no negatives
         for reducer in (None, reducers.AvgNonZeroReducer()):
             scale = torch.tensor(5.0, requires_grad=True)
-            value = make_loss(name, reducer=reducer)(**call, scale=scale)
+            value = make_loss(name, reducer=reducer)(**call, **case, scale=scale)
             assert (value, *torch.autograd.grad(value, scale)) == (0, 0)
 
 

@@ -258,7 +258,7 @@ def _processes(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
     from vl_plugins.utils.optional import require
 
     require("open_clip", extra="open-clip")
-    from vl_plugins.distributed.torchrun import start_processes, stop_processes
+    from vl_plugins.commands.torchrun import start_processes, stop_processes
 
     processes = start_processes()
     try:
@@ -273,7 +273,7 @@ def _telling_the_others(arguments: argparse.Namespace) -> Iterator[None]:
     if not arguments.checkpoint:
         yield
         return
-    from vl_plugins.distributed.torchrun import agree_to_begin
+    from vl_plugins.commands.torchrun import agree_to_begin
 
     try:
         yield
@@ -285,7 +285,7 @@ def _telling_the_others(arguments: argparse.Namespace) -> Iterator[None]:
 
 def _encode_a_part(arguments: argparse.Namespace, processes: tuple[int, int]) -> int:
     """Do what all processes but the first do."""
-    from vl_plugins.distributed.torchrun import agree_to_begin
+    from vl_plugins.commands.torchrun import agree_to_begin
 
     if not agree_to_begin():
         return 2  # the first one has said why

@@ -86,24 +86,16 @@ def log_choice(name: str, backend: str, device: str) -> None:
 
 def triton_is_usable(device: torch.device) -> bool:
     """Return whether Triton's kernels run on the device: Ampere or later, or Triton's interpreter."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return _has_triton()
-    return device.type == "cuda" and _has_triton() and _capability(device) >= (8, 0)
-
-
-@functools.cache
-def _has_triton() -> bool:
     try:
         import triton
     except ImportError:
         return False
-    return int(triton.__version__.partition(".")[0]) >= 3
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    # ROCm's numbers mean something else.
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if int(triton.__version__.partition(".")[0]) < 3:
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    # ROCm's capabilities mean something else.
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> list[slice]:

@@ -2,7 +2,6 @@
 
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,17 +72,8 @@ def unified_losses_from_embeddings(
     """
     check_embeddings(embeddings, ref_emb, labels, ref_labels)
     backend = choose_backend(backend, embeddings, ref_emb, name="log-sum-exp over negatives")
-    options = Options(PairLabels(labels, ref_labels, *pairs, same_set), normalize, symmetric, backend)
+    options = PairLabels(labels, ref_labels, *pairs, same_set), normalize, symmetric, backend
     return eager()(_UnifiedLosses.apply, embeddings, ref_emb, margin, scale, options)
-
-
-class Options(NamedTuple):
-    """What does not change between the forward and the backward pass."""
-
-    labels: PairLabels
-    normalize: bool
-    symmetric: bool
-    backend: str
 
 
 class _UnifiedLosses(torch.autograd.Function):
@@ -284,7 +274,7 @@ def _weigh(
 
 
 def _plain_losses(
-    options: Options,
+    options: tuple[PairLabels, bool, bool, str],
     numbers: list[float | Tensor],
     embeddings: Tensor,
     ref_emb: Tensor,

@@ -136,16 +136,15 @@ class PairLoss(BaseMetricLossFunction):
             if self.embedding_regularizer is not None:
                 loss_dict["embedding_reg_loss"] = self._regularization(embeddings, ref_emb)
             loss = self.reducer(loss_dict, embeddings, batch.labels)
-            return self._connected(loss, losses, batch, scale)
+            return self._connected(loss, losses, batch)
 
-    def _connected(self, loss: Tensor | dict, losses: Tensor, batch: PairBatch, scale: float | Tensor | None):
+    def _connected(self, loss: Tensor | dict, losses: Tensor, batch: PairBatch) -> Tensor | dict:
         """Add 0 that connects what contributes nothing to the loss, or NaN that the reducer has dropped."""
         if not isinstance(loss, Tensor):  # DoNothingReducer returns the dict
             return loss
         if batch.use_kernel and len(losses) > 0:  # NaN for all pairs if any embedding is not finite
             return loss if type(self.reducer) is MeanReducer else loss + zero_or_nan(losses)
-        sources = [losses, batch.embeddings, batch.ref_emb, *([scale] if isinstance(scale, Tensor) else [])]
-        return loss + sum(zero_or_nan(source.to(loss)) for source in sources)
+        return loss + sum(zero_or_nan(source.to(loss)) for source in (losses, batch.embeddings, batch.ref_emb))
 
     def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict:
         regularizer = self.embedding_regularizer

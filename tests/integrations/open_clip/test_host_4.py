@@ -17,7 +17,7 @@ import torch
 
 from tests.integrations.open_clip import open_clip_4
 from tests.integrations.open_clip.test_launcher import MODULE, SHORT, checkpoint, run, shard_pattern
-from vl_plugins.distributed.torchrun import stop_processes
+from vl_plugins.commands.torchrun import stop_processes
 from vl_plugins.integrations.open_clip import host_4, launcher
 from vl_plugins.integrations.open_clip.data import Reader, get_data
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss

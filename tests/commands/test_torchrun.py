@@ -4,7 +4,7 @@ import torch
 from torch import distributed
 
 from tests.processes import in_processes
-from vl_plugins.distributed.torchrun import agree_to_begin, start_processes, stop_processes
+from vl_plugins.commands.torchrun import agree_to_begin, start_processes, stop_processes
 
 WORLD_SIZE = 2
 
