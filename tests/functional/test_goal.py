@@ -188,6 +188,10 @@ def test_relative_terms_do_not_overflow():
     assert value.isfinite()
     assert gradient.isfinite().all()
     assert gradient[0, 0] == 0
+    # 1 / (0 + e^-750) of an anchor without negatives
+    masks = torch.tensor([[True, False]]), torch.tensor([[False, False]])
+    similarities = torch.tensor([[-1.0, 0.5]], requires_grad=True)
+    assert goal_loss(similarities, *masks, Objective("nca", "sig_ms", alpha=500.0)) == 0
 
 
 @pytest.mark.parametrize("count", [0, 1])
