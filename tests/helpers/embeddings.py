@@ -7,6 +7,7 @@ import torch
 from tests.helpers.pairs import value_and_gradients
 from vl_plugins.functional import goal_loss, unified_loss
 from vl_plugins.functional.goal import Objective, objective_losses
+from vl_plugins.functional.norms import unit_vectors
 from vl_plugins.kernels import equal_label_pairs, mine_hardest_negatives, unified_losses_from_embeddings
 
 __all__ = ["KERNELS", "formula_and_gradients", "kernel_and_gradients", "random_embeddings"]
@@ -56,8 +57,8 @@ def formula_and_gradients(
 ):
     *sides, labels, ref_labels = sides_and_labels
     sides = [side if side.requires_grad else side.to(torch.float64, copy=True).requires_grad_() for side in sides]
-    unit_vectors = [torch.nn.functional.normalize(side) if normalize else side for side in sides]
+    left, right = (unit_vectors(side) if normalize else side for side in sides)
     equal = labels[:, None] == ref_labels
-    positive_mask = equal & ~torch.eye(len(labels), dtype=torch.bool) if same_set else equal
-    values = formula(unit_vectors[0] @ unit_vectors[1].T, positive_mask, ~equal, reduction="none", **options)
+    positive_mask = equal.clone().fill_diagonal_(False) if same_set else equal
+    values = formula(left @ right.T, positive_mask, ~equal, reduction="none", **options)
     return value_and_gradients(values, [*sides, *leaves], create_graph=create_graph)

@@ -2,7 +2,6 @@
 
 import torch
 
-from tests.helpers.pairs import index_pairs
 from tests.reference import losses as reference
 from vl_plugins.functional import Polynomial
 
@@ -27,7 +26,6 @@ def variant(name, masks, dtype):
     margin = leaf((), dtype, 0.1, 0.4, seed=5)
     both = ("positive weight", "negative weight")
     options, loops, leaves = {
-        "weights": ({"weights": weights}, {"weights": (_constant(weights),) * 2}, [(weights, both)]),
         "weights of rows": (
             {"weights": row_weights},
             {"weights": (_constant(row_weights[:, None].expand(shape)),) * 2},
@@ -43,11 +41,6 @@ def variant(name, masks, dtype):
             {"weights": [_polynomial(coefficients) for coefficients in SSP]},
             [],
         ),
-        "detached function": (
-            {"weights": lambda similarities: 1 + similarities.detach()},
-            {"weights": (lambda row, column, similarity: (1 + similarity, 0.0),) * 2},
-            [],
-        ),
         "0-D margin": ({"margin": margin}, {"margin": _number(margin.item())}, [(margin, "margin")]),
         "margin of rows": (
             {"margin": row_margins},
@@ -60,12 +53,6 @@ def variant(name, masks, dtype):
             {"margin": _polynomial([0.1, 0.3])},
             [],
         ),
-        "function of the masks": (
-            {"margin": lambda similarities, positives, negatives: 0.05 * negatives.sum(dim=1).to(similarities)},
-            {"margin": lambda r, c, s: (0.05 * sum(row == r for row, _ in index_pairs(masks[1])), 0.0)},
-            [],
-        ),
-        "RSP": ({"relative": Polynomial(RSP)}, {"relative": reference.polynomial(RSP)}, []),
         "everything": (
             {"weights": (weights, Polynomial(SSP[1])), "margin": row_margins, "relative": Polynomial(RSP)},
             {
@@ -81,17 +68,13 @@ def variant(name, masks, dtype):
 
 
 VARIANTS = (
-    "weights",
     "weights of rows",
     "two weights",
     "SSP",
-    "detached function",
     "0-D margin",
     "margin of rows",
     "margin of pairs",
     "function as margin",
-    "function of the masks",
-    "RSP",
     "everything",
 )
 

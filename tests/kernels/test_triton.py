@@ -3,16 +3,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vl_plugins.kernels.pairs import equal_label_pairs
-from vl_plugins.kernels.vectors import compare
+from vl_plugins.kernels import equal_label_pairs
+from vl_plugins.kernels.comparison import EmbeddingPair, PairLabels
 
 triton = pytest.importorskip("triton")
 
-from vl_plugins.kernels import triton_log_sum_exp, triton_mining, triton_sets, triton_tiles  # noqa: E402
+from vl_plugins.kernels import triton_hardest_negatives, triton_log_sum_exp, triton_sets, triton_tiles  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (0, 1, 5, 16, 17, 40, 64, 500, 512, 768, 1024)
@@ -33,7 +34,7 @@ def test_interpreted():
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 40
 
 
-@pytest.mark.parametrize("dtype", triton_tiles.SUPPORTED_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_block_sizes(dtype):
     for width in WIDTHS:
         blocks = triton_tiles.block_sizes(width, dtype)
@@ -45,42 +46,6 @@ def test_block_sizes(dtype):
         assert blocks.rows * blocks.columns / (32 * blocks.warps) <= 127
         if width % 16 == 0:
             assert blocks.depth >= min(width, 32)
-
-
-@pytest.mark.parametrize("count", [1, 16, 17, 1000])
-@pytest.mark.parametrize("bytes_per_row", [1, 2.5, 1000, 10**9])
-def test_row_slices(count, bytes_per_row, monkeypatch):
-    monkeypatch.setattr(triton_tiles, "WORKSPACE_BYTES", 10**5)
-    parts = list(triton_tiles.row_slices(count, bytes_per_row, 16))
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(count))
-    lengths = [part.stop - part.start for part in parts]
-    assert all(length == lengths[0] and length % 16 == 0 for length in lengths[:-1])
-    assert lengths[0] <= max(16, 10**5 / bytes_per_row)
-    if bytes_per_row == 1000 and count == 1000:
-        assert lengths == [96] * 10 + [40]  # not 62 parts of the least size
-
-
-def test_partials_fit_into_the_workspace():
-    # the maxima and sums of all rows in all blocks of columns and the other way round
-    blocks = triton_tiles.Blocks(128, 64, 32, 8, 2)
-    total = 2 * 4 * (4096 * (6400 // 64) + 6400 * (4096 // 128))
-    assert 4096 * triton_tiles.partials_bytes(6400, blocks) == total
-
-
-class Target:
-    """A device that there need not be, to compile for."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability
-
-    def get_current_stream(self, device):
-        return 0
 
 
 @pytest.fixture
@@ -101,77 +66,59 @@ def compiled(monkeypatch, tmp_path):
         kernels.append((kernel.metadata.name, kernel.metadata.shared, numbers, kernel.asm["ptx"]))
 
     def compile_for(capability):
-        monkeypatch.setattr(triton.runtime.driver, "_active", Target(capability))
+        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        device = SimpleNamespace(  # that there need not be
+            get_current_target=lambda: target,
+            get_current_device=lambda: capability,
+            get_current_stream=lambda device: 0,
+        )
+        monkeypatch.setattr(triton.runtime.driver, "_active", device)
         monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
         # It would look for the indices that no kernel has written.
-        monkeypatch.setattr(triton_mining, "_first_largest", lambda values, index: (values[0], index[0].long()))
+        monkeypatch.setattr(
+            triton_hardest_negatives, "_first_largest", lambda values, index: (values[0], index[0].long())
+        )
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         return kernels
 
     return compile_for
 
 
-def launch_of_vectors(dtype, *, width=512, symmetric=True, normalize=True):
+def launch_on_vectors(dtype, *, width, symmetric=True, normalize=True):
     labels = torch.arange(5)
-    x = torch.ones(5, width, dtype=dtype)
-    comparison = compare(x, x, labels, labels, equal_label_pairs(labels, labels), normalize=normalize)
-    triton_mining.hardest_negatives(comparison, symmetric=symmetric)
-    kept = triton_log_sum_exp.log_sum_exps(comparison, 20.0, symmetric=symmetric, keep=False)
-    gradients = [torch.zeros(5, width) for _ in range(2)]
-    triton_log_sum_exp.log_sum_exp_gradients(
-        comparison, 20.0, kept, kept.rows, kept.columns, kept.positives, *gradients
-    )
+    labels = PairLabels(labels, labels, *equal_label_pairs(labels, labels), same_set=False)
+    vectors = torch.ones(5, width, dtype=dtype)
+    pair = EmbeddingPair.prepare(vectors, vectors, normalize=normalize, keep_half=True)
+    triton_hardest_negatives.search(pair, labels, symmetric=symmetric)
+    sums = triton_log_sum_exp.log_sum_exps(pair, 20.0, labels, symmetric=symmetric)
+    upstream = sums.row_lse, sums.column_lse, sums.positive_similarities
+    triton_log_sum_exp.gradients(pair, 20.0, labels, sums, *upstream, (True, True))
 
 
-def launch_of_sets(dtype, *, width=512, elements=(4, 4), normalize=True):
+def launch_on_sets(dtype, *, width, elements=(4, 4), normalize=True):
     x, y = (torch.ones(5, count, width, dtype=dtype) for count in elements)
     upstream = triton_sets.similarities(x, y, None, None, 16.0, normalize)
     triton_sets.gradients(x, y, None, None, 16.0, normalize, upstream, (True, True))
 
 
-def check(kernels, capability, names, *, product):
+TYPES = [(torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "ieee"), (torch.float32, "tf32")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "precision"), TYPES, ids=str)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_kernels_compile_without_spills(compiled, monkeypatch, capability, dtype, precision):
+    monkeypatch.setattr(triton_tiles, "_precision", lambda: precision)
+    kernels = compiled(capability)
+    for width, options, elements in ((768, {}, (4, 4)), (64, {"normalize": False}, (7, 1)), (77, {}, (16, 16))):
+        launch_on_vectors(dtype, width=width, symmetric=width != 64, **options)
+        launch_on_sets(dtype, width=width, elements=elements, **options)
+    names = {"_search_tiles", "_sum_tiles", "_write_gradients", "_pool_tile", "_derive_tile"}
     assert {name for name, *_ in kernels} == names
+    product = {80: "mma.sync", 90: "wgmma"}[capability]
     for name, shared, numbers, code in kernels:
         # Registers that do not suffice are spilled to the stack.
         assert numbers["STACK"] == numbers["LOCAL"] == 0, (name, numbers)
         assert 0 < numbers["REG"] <= 255
         assert shared <= SHARED_BYTES[capability], name
-        assert product in code, name
-
-
-OF_VECTORS = {"_search_tiles", "_sum_tiles", "_write_gradients"}
-OF_SETS = {"_pool_tile", "_derive_tile"}
-
-
-@pytest.mark.slow
-def test_kernels_of_vectors_compile_for_hopper(compiled):
-    kernels = compiled(90)
-    launch_of_vectors(torch.bfloat16)
-    check(kernels, 90, OF_VECTORS, product="wgmma.mma_async.sync.aligned.m64n")
-
-
-EXACT = (torch.float32, "ieee")
-TYPES = [(torch.bfloat16, "ieee"), EXACT, (torch.float32, "tf32")]
-VARIANTS = [
-    ({"width": 768}, {"width": 768}),
-    ({"width": 64, "normalize": False, "symmetric": False}, {"width": 64, "normalize": False, "elements": (7, 1)}),
-    ({"width": 77}, {"width": 77, "elements": (3, 5)}),
-    ({"width": 5}, {"width": 5, "elements": (16, 16)}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "precision", "options"),
-    [(torch.float16, "ieee", VARIANTS[0]), *((*of_type, options) for of_type in TYPES for options in VARIANTS)],
-    ids=str,
-)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_all_kernels_compile_without_spills(compiled, monkeypatch, capability, dtype, precision, options):
-    monkeypatch.setattr(triton_tiles, "_precision", lambda: precision)
-    kernels = compiled(capability)
-    of_vectors, of_sets = options
-    launch_of_vectors(dtype, **of_vectors)
-    launch_of_sets(dtype, **of_sets)
-    product = "fma.rn.f32" if (dtype, precision) == EXACT else {80: "mma.sync", 90: "wgmma"}[capability]
-    check(kernels, capability, OF_VECTORS | OF_SETS, product=product)
+        assert ("fma.rn.f32" if (dtype, precision) == (torch.float32, "ieee") else product) in code, name

@@ -109,6 +109,9 @@ def _mine(
     terms = None
     if objective is not None and objective.is_relative:
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
+            pair = EmbeddingPair.prepare(
+                embeddings, ref_emb, normalize=normalize
+            )  # in plain torch not in half precision
             terms = _relative_terms(objective, pair, labels, hardest, ref_hardest, s_p, s_n)
     return HardestNegatives(s_p, s_n, exists, terms, zero)
 
