@@ -59,16 +59,9 @@ def mine_hardest_negatives(
     Of equally hard negatives the first counts.
 
     Args:
-        embeddings: (A, D), floating point.
-        ref_emb: (C, D).
-        labels: (A,), integers.
-        ref_labels: (C,), integers.
-        pairs: rows, ascending, and columns of the positive pairs, all pairs of equal labels, (M,) each, see
-            :func:`~vl_plugins.kernels.comparison.equal_label_pairs`.
+        embeddings, ref_emb, labels, ref_labels, pairs, normalize, same_set, symmetric: see
+            :func:`~vl_plugins.kernels.unified_losses_from_embeddings`.
         objective: of GOAL; with relative weights ``terms`` are computed.
-        normalize: compare by cosine, otherwise by dot product. A zero vector has the cosine 0 to any other.
-        same_set: ``ref_emb`` is ``embeddings``, and ``pairs`` are without those of an item and itself.
-        symmetric: columns are anchors too.
         backend: see :data:`~vl_plugins.kernels.comparison.BACKENDS`; ``dense`` is the same as ``tiled``.
 
     Returns:

@@ -32,7 +32,7 @@ class TripletLoss(PairLoss):
 
 
 class HardestNegativeLoss(PairLoss):
-    """A loss that compares each positive pair with the hardest negatives, by default after a warm-up without mining.
+    """A loss that compares each positive pair with the hardest negatives, optionally after a warm-up without mining.
 
     Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
     become the same, and the loss stays at its value for that, 2 * margin for each pair of a triplet loss. Counting all
