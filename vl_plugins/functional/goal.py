@@ -154,15 +154,9 @@ def goal_loss(
 
 
 def goal_triplet_loss(
-    similarities: Tensor,
-    anchors: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    objective: Objective = Objective(),
+    similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, objective: Objective = Objective()
 ) -> Tensor:
-    """Return :func:`goal_loss` of each given triplet, (T,).
-
-    For sig_ms and lin_ms a pair is compared with the pairs of all triplets.
+    """Return :func:`goal_loss` of each given triplet, (T,); sig_ms and lin_ms compare pairs with those of all triplets.
 
     Args:
         similarities: (A, C), cosines of anchors x candidates.
@@ -230,13 +224,10 @@ def _violation_argument(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tenso
 
 
 class RelativeTerms(NamedTuple):
-    """How similar the pairs of triplets are compared with other pairs of the batch."""
+    """m+ and m-: how similar the pairs of triplets are, compared with other positives, or negatives of the anchor."""
 
     positive: float | Tensor
-    """m+, of the positive pair with other positive pairs."""
-
     negative: float | Tensor
-    """m-, of the negative pair with other negatives of the anchor."""
 
 
 def pair_weights(
@@ -284,11 +275,8 @@ def objective_losses(
     """Return V of each triplet, with the objective as its gradient.
 
     Args:
-        objective: see :func:`goal_loss`.
-        s_p: similarities of anchors and positives.
-        s_n: those of anchors and negatives, of a shape that ``s_p`` broadcasts to.
+        objective, s_p, s_n, terms: see :func:`pair_weights`; ``s_p`` broadcasts to the shape of ``s_n``.
         valid: bool, which are triplets at all; the others are 0 with zero gradients.
-        terms: for sig_ms and lin_ms.
     """
     with torch.no_grad():
         weight = torch.where(valid, triplet_weight(s_p, s_n, objective), 0)
@@ -315,16 +303,15 @@ def _relative_terms(
 
 
 def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part: slice = slice(None)) -> Tensor:
-    """Return m+ of positive pairs: the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over others R < ceiling.
+    """Return m+ of positive pairs, (m,).
+
+    It is the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over other positive pairs R < ceiling; 0 of none.
 
     Args:
         objective: of sig_ms or lin_ms.
         s_p: (M,), the similarities of all positive pairs of the batch.
         hardest: (M,), those of their anchors' hardest negatives; eps above them is the ceiling.
         part: of which m of these pairs; memory is m x M.
-
-    Returns:
-        (m,), 0 without such other pairs.
     """
     chosen = s_p < hardest[part, None] + objective.eps  # (m, M)
     chosen.diagonal(part.start or 0).fill_(False)
@@ -335,17 +322,12 @@ def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part:
 
 
 def relative_negatives(objective: Objective, similarities: Tensor, negative_mask: Tensor, floor: Tensor) -> Tensor:
-    """Return m- of all pairs, (A, C): the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms.
+    """Return m- of all pairs, (A, C).
 
-    It goes over the other negatives R > floor of the anchor, and is 0 without any.
-
-    Args:
-        objective: of sig_ms or lin_ms.
-        similarities: (A, C).
-        negative_mask: (A, C), bool.
-        floor: 0-D, eps below the least similar positive of the batch.
+    It is the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms, over the anchor's other negatives R > ``floor``,
+    0-D, which is eps below the least similar positive of the batch; 0 of none.
     """
-    chosen = negative_mask & (similarities > floor)
+    chosen = negative_mask & (similarities > floor)  # (A, C)
     others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
     if objective.pair_weight == "lin_ms":
         terms = similarities.masked_fill(~chosen, 0)

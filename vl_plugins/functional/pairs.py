@@ -57,7 +57,9 @@ def reduce_positive_pairs(
             values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors, *pair_values)
 
     if reduction != "none":
-        values = values.sum() / (max(len(anchors), 1) if reduction == "mean" else 1)
+        values = values.sum()
+    if reduction == "mean":
+        values = values / max(len(anchors), 1)
     return values + zero_or_nan(similarities)
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.functional.precision import full_precision, unit_vectors, zero_or_nan
 from vl_plugins.functional.sets import masked_sets
 from vl_plugins.utils.errors import check_name
 
@@ -26,8 +25,7 @@ def mmd_loss(embeddings: Tensor, ref_emb: Tensor, gamma: float = 0.5, *, squared
     distance is below 0.003 of their distance from the mean of both clouds.
 
     Args:
-        embeddings: (M, D).
-        ref_emb: (N, D).
+        embeddings, ref_emb: (M, D) and (N, D).
         gamma: of the kernel, > 0, by unit of distance, or of squared distance.
         squared: the Gaussian kernel :math:`e^{-\gamma \lVert x - y \rVert^2}` instead.
 
@@ -87,8 +85,7 @@ def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2
             (B,), 0 for one with fewer elements.
 
     Returns:
-        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], or 0 if no item has two elements. NaN if
-        any element of a set is not finite.
+        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], 0 of none. NaN if any is not finite.
 
     Raises:
         ValueError: wrong shape, type or device, or an unknown reduction.
@@ -128,8 +125,7 @@ def uniformity_loss(embeddings: Tensor, t: float = 2.0, *, mask: Tensor | None =
         mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
-        A scalar in [-4 t, 0], float32 or float64; 0 with fewer than two items. NaN if any embedding or element of a set
-        is not finite.
+        A scalar in [-4 t, 0], float32 or float64; 0 with fewer than two items. NaN if any embedding is not finite.
 
     Raises:
         ValueError: wrong shape, type or device.
@@ -167,8 +163,7 @@ def circular_variance(sets: Tensor, *, mask: Tensor | None = None) -> Tensor:
         mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
-        (B,), in [0, 1], float32 or float64; 0 for a set without elements. NaN for one with an element that is not
-        finite.
+        (B,), in [0, 1], float32 or float64; 0 for a set without elements, NaN for one with NaN or infinity.
 
     Raises:
         ValueError: wrong shape, type or device.

@@ -20,8 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.functional.sets import check_sets, element_weights, masked_sets
 from vl_plugins.utils.checks import positive
 

@@ -14,10 +14,7 @@ from vl_plugins.utils.checks import scale_of_call
 __all__ = ["Margin", "Weights", "unified_loss", "unified_pair_losses", "vlc_loss"]
 
 Margin = float | Tensor | Callable[[Tensor, Tensor, Tensor], float | Tensor]
-"""A number, 0-D, (A,), (A, C), or a function of the similarities and both masks that returns one of these."""
-
 Weights = Tensor | Callable[[Tensor], Tensor]
-"""(A,), (A, C), or a function of the similarities (A, C) that returns one of these."""
 
 
 def unified_loss(
@@ -92,7 +89,7 @@ def unified_loss(
         positive_similarities = similarities * torch.where(positive_mask, positive_weights, 1)
         negative_similarities = similarities * torch.where(negative_mask, negative_weights, 1)
 
-    def anchor_loss(similarities, negative_mask, anchors, positives, positive_similarities, margin):
+    def anchor_loss(similarities, negative_mask, anchors, positives, positive_similarities, margin):  # the latter (M,)
         if relative is None:
             negative_lse = _masked_logsumexp(scale * similarities, negative_mask)[anchors]  # (M,)
             return unified_pair_losses(negative_lse, positive_similarities, margin, scale)
