@@ -113,8 +113,7 @@ def goal_loss(
         similarities: (A, C), cosines of anchors x candidates, [-1, 1]. (con, con) and (nca, con) take any similarity.
         positive_mask, negative_mask: (A, C), bool; see :func:`triplet_hn_loss`, also for ``symmetric``, ``reduction``.
         objective: the weights and their hyper-parameters.
-        mining: ``"hardest"``, or ``"all"``: the sum over all negatives of the anchor; memory is then one row of
-            candidates per positive pair.
+        mining: ``"hardest"``, or ``"all"``: the sum over all negatives of the anchor, with memory for M x C numbers.
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.

@@ -9,8 +9,6 @@ from vl_plugins.functional.precision import full_precision, zero_or_nan
 
 __all__ = ["check_pairs", "reduce_positive_pairs"]
 
-REDUCTIONS = ("mean", "sum", "none")
-
 
 def reduce_positive_pairs(
     anchor_loss: Callable[..., Tensor],
@@ -38,13 +36,10 @@ def reduce_positive_pairs(
         A scalar; with ``"none"`` (M,), in the order of ``torch.where(positive_mask)``. Without positive pairs the
         scalar is 0, connected to ``similarities`` and ``pair_values``. Any NaN or infinity in ``similarities`` makes
         the result NaN, also at a pair in neither mask.
-
-    Raises:
-        ValueError: wrong shape, type, device or reduction.
     """
     check_pairs(similarities, positive_mask, negative_mask)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be one of 'mean', 'sum', 'none', got {reduction!r}")
     (similarities,) = full_precision(similarities)
 
     anchors, positives = torch.where(positive_mask)

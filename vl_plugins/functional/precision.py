@@ -5,8 +5,6 @@ from torch import Tensor
 
 __all__ = ["full_precision", "unit_vectors", "zero_or_nan"]
 
-LEAST_NORM = 1e-12  # a smaller norm is that of a zero vector, as in torch's normalize
-
 
 def full_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the tensors in their common type, float32 at least; None stays None.
@@ -45,7 +43,7 @@ def unit_vectors(vectors: Tensor) -> Tensor:
             [0.0000, 0.0000]])
     """
     (vectors,) = full_precision(vectors)
-    are_zero = torch.linalg.vector_norm(vectors.detach(), dim=-1, keepdim=True) < LEAST_NORM
+    are_zero = torch.linalg.vector_norm(vectors.detach(), dim=-1, keepdim=True) < 1e-12  # as in torch's normalize
     # Zero vectors are replaced before and after: the second derivative of their norm would be NaN.
     norms = torch.linalg.vector_norm(vectors.masked_fill(are_zero, 1), dim=-1, keepdim=True)
     return (vectors / norms).masked_fill(are_zero, 0)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision, unit_vectors, zero_or_nan
-from vl_plugins.functional.sets import masked_sets
+from vl_plugins.functional.sets import check_sides, masked_sets
 from vl_plugins.utils.errors import check_name
 
 __all__ = ["circular_variance", "diversity_loss", "mmd_loss", "uniformity_loss"]
@@ -42,11 +42,7 @@ def mmd_loss(embeddings: Tensor, ref_emb: Tensor, gamma: float = 0.5, *, squared
     >>> mmd_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]))  # 2 - 2 exp(-0.5 * 5)
     tensor(1.8358)
     """
-    if embeddings.ndim != 2 or ref_emb.ndim != 2 or embeddings.shape[1] != ref_emb.shape[1]:
-        shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
-        raise ValueError(f"embeddings and ref_emb must have the shapes (M, D) and (N, D), got {shapes}")
-    if ref_emb.device != embeddings.device:
-        raise ValueError(f"ref_emb must have the device of embeddings, {embeddings.device}, got {ref_emb.device}")
+    check_sides(embeddings, ref_emb, "(M, D) and (N, D)", ndim=2)
     embeddings, ref_emb = full_precision(embeddings, ref_emb)
     zero = zero_or_nan(embeddings) + zero_or_nan(ref_emb)
     if len(embeddings) == 0 or len(ref_emb) == 0:

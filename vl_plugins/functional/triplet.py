@@ -68,10 +68,7 @@ def triplet_hn_loss(
 
 
 def hardest_negatives(similarities: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest similarity to a negative of each row, (A,), and the column of the first such one, (A,).
-
-    -inf and 0 where a row has no negatives.
-    """
+    """Return each row's largest similarity to a negative and the first column of it, (A,) each; -inf and 0 of none."""
     return similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1)
 
 

@@ -82,32 +82,25 @@ def unified_loss(
     if isinstance(scale, Tensor):
         scale = scale.to(similarities.dtype).reshape(())
     margin = _margin_of_pairs(margin, similarities, positive_mask, negative_mask)
-    positive_similarities = negative_similarities = similarities
+    s_p = s_n = similarities
     if weights is not None:
         positive_weights, negative_weights = _pair_of_weights(weights, similarities)
         # What a weight is where it is not read must not reach a gradient: 0 * nan is nan.
-        positive_similarities = similarities * torch.where(positive_mask, positive_weights, 1)
-        negative_similarities = similarities * torch.where(negative_mask, negative_weights, 1)
+        s_p = similarities * torch.where(positive_mask, positive_weights, 1)
+        s_n = similarities * torch.where(negative_mask, negative_weights, 1)
 
-    def anchor_loss(similarities, negative_mask, anchors, positives, positive_similarities, margin):  # the latter (M,)
+    def anchor_loss(s_n, negative_mask, anchors, positives, s_p, margin):  # s_n (A, C), s_p (M,)
         if relative is None:
-            negative_lse = _masked_logsumexp(scale * similarities, negative_mask)[anchors]  # (M,)
-            return unified_pair_losses(negative_lse, positive_similarities, margin, scale)
-        differences = similarities[anchors] - positive_similarities[:, None]  # (M, C)
+            negative_lse = _masked_logsumexp(scale * s_n, negative_mask)[anchors]  # (M,)
+            return unified_pair_losses(negative_lse, s_p, margin, scale)
+        differences = s_n[anchors] - s_p[:, None]  # (M, C)
         exponents = scale * _tensor_like(differences, "relative similarities", relative, least_ndim=2)
         negative_lse = _masked_logsumexp(exponents, negative_mask[anchors])  # (M,)
         # A NaN of the positive's weight or margin comes out, in value and gradients, without negatives too.
-        return unified_pair_losses(negative_lse, 0 * positive_similarities, margin, scale)
+        return unified_pair_losses(negative_lse, 0 * s_p, margin, scale)
 
     loss = reduce_positive_pairs(
-        anchor_loss,
-        negative_similarities,
-        positive_mask,
-        negative_mask,
-        positive_similarities,
-        margin,
-        symmetric=symmetric,
-        reduction=reduction,
+        anchor_loss, s_n, positive_mask, negative_mask, s_p, margin, symmetric=symmetric, reduction=reduction
     )
     return loss + zero_or_nan(scale) if isinstance(scale, Tensor) else loss  # in the graph without pairs too
 
@@ -144,7 +137,7 @@ def vlc_loss(
 def unified_pair_losses(
     negative_lse: Tensor, positive_similarities: Tensor, margin: float | Tensor, scale: float | Tensor
 ) -> Tensor:
-    """Return the Unified losses of M positive pairs (Eq. 5).
+    """Return the Unified losses of M positive pairs (Eq. 5), (..., M), 0 without negatives.
 
     Args:
         negative_lse: (..., M), for each pair the log-sum-exp of the scaled similarities of its anchor's negatives; -inf
@@ -152,9 +145,6 @@ def unified_pair_losses(
         positive_similarities: (M,).
         margin: m; a number or (M,).
         scale: gamma; a number or 0-D.
-
-    Returns:
-        (..., M), 0 without negatives.
     """
     exponents = negative_lse + scale * (margin - positive_similarities)
     # Not softplus, which is the identity above 20, nor logaddexp, whose second derivative is NaN without negatives.
@@ -166,12 +156,10 @@ def _masked_logsumexp(exponents: Tensor, mask: Tensor) -> Tensor:
     return exponents.masked_fill(~mask, torch.finfo(exponents.dtype).min).logsumexp(dim=1)
 
 
-def _margin_of_pairs(
-    margin: Margin, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor
-) -> float | Tensor:
+def _margin_of_pairs(margin: Margin, similarities: Tensor, *masks: Tensor) -> float | Tensor:
     """Return the margin as a number or (A, C)."""
     if callable(margin):
-        margin = margin(similarities, positive_mask, negative_mask)
+        margin = margin(similarities, *masks)
     if isinstance(margin, Real):
         return margin
     if not isinstance(margin, Tensor):
