@@ -304,7 +304,7 @@ def _relative_terms(
 def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part: slice = slice(None)) -> Tensor:
     """Return m+ of positive pairs, (m,).
 
-    It is the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over other positive pairs R < ceiling; 0 of none.
+    It is the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over others R < ceiling; 0 without any.
 
     Args:
         objective: of sig_ms or lin_ms.
@@ -324,7 +324,7 @@ def relative_negatives(objective: Objective, similarities: Tensor, negative_mask
     """Return m- of all pairs, (A, C).
 
     It is the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms, over the anchor's other negatives R > ``floor``,
-    0-D, which is eps below the least similar positive of the batch; 0 of none.
+    0-D, which is eps below the least similar positive of the batch; 0 without any.
     """
     chosen = negative_mask & (similarities > floor)  # (A, C)
     others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair

@@ -25,7 +25,7 @@ def check_sides(embeddings: Tensor, ref_emb: Tensor, shapes: str, ndim: int) -> 
 
 
 def masked_sets(sets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return sets (B, K, D) in float32 at least, zero where the mask (B, K) is False, and the mask, all True if None."""
+    """Return sets (B, K, D) in float32 at least, zero where the mask (B, K) is False, and the mask, True if None."""
     if sets.ndim != 3:
         raise ValueError(f"sets must have the shape (items, elements, dimension), got {tuple(sets.shape)}")
     _check_mask("mask", mask, sets)
