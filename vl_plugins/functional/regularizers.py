@@ -81,7 +81,8 @@ def diversity_loss(sets: Tensor, *, mask: Tensor | None = None, scale: float = 2
             (B,), 0 for one with fewer elements.
 
     Returns:
-        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], 0 without pairs. NaN if any is not finite.
+        A scalar, or (B,), float32 or float64; a mean is in [exp(-4 scale), 1], or 0 if no item has two elements. NaN if
+        any element of a set is not finite.
 
     Raises:
         ValueError: wrong shape, type or device, or an unknown reduction.

@@ -68,7 +68,7 @@ def triplet_hn_loss(
 
 
 def hardest_negatives(similarities: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest similarity to a negative and its column, the first of equals; -inf and 0 without any."""
+    """Return each row's largest similarity to a negative and the first column of it; -inf and 0 without negatives."""
     return similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1)
 
 
