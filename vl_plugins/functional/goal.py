@@ -30,7 +30,6 @@ __all__ = [
 
 TRIPLET_WEIGHTS = ("con", "nca", "cir")
 PAIR_WEIGHTS = ("con", "lin", "sig", "sig_ms", "lin_ms")
-MININGS = ("hardest", "all")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Objective:
         pair_weight: con, lin, sig, sig_ms or lin_ms.
         margin: m of triplet weight con, >= 0.
         tau: inverse temperature of triplet weights nca and cir, > 0.
-        offset: added in the exponent of triplet weight cir: 0 in the paper's text, 0.5 in its code; 1 is Circle loss
-            with m = 0.
+        offset: added in the exponent of triplet weight cir; 1 is Circle loss with m = 0.
         alpha: steepness of the positives' weights in sig and sig_ms, >= 0.
         beta: steepness of the negatives' weights in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
@@ -98,48 +96,24 @@ def goal_loss(
     .. math:: \frac{\partial}{\partial s_n} = T P_- \qquad \frac{\partial}{\partial s_p} = -T P_+
 
     The triplet weight T (:func:`triplet_weight`) depends on both similarities, a pair weight P (:func:`pair_weights`)
-    on that of one pair. Many losses are such a combination (Table 1 of the paper):
+    on that of one pair. Known losses among the combinations (T, P) are the triplet loss (con, con), NT-Xent loss (nca,
+    con), Circle loss (cir, lin), binomial deviance loss (con, sig) and multi-similarity loss (con, sig_ms) (Table 1).
 
-    ==========  ======================  ==============  ===============
-    P / T       con                     nca             cir
-    ==========  ======================  ==============  ===============
-    con         triplet loss            NT-Xent loss    new
-    lin         new                     new             Circle loss
-    sig         binomial deviance loss  new             new
-    lin_ms      new                     new             new
-    sig_ms      multi-similarity loss   new             new
-    ==========  ======================  ==============  ===============
+    The value is the triplet's violation (:func:`triplet_violation`), and 0 exactly where T is 0. Only for (con, con)
+    and (nca, con) is the objective its derivative. An anchor without negatives gives 0. Memory is that of a few
+    matrices like ``similarities``, and for sig_ms and lin_ms of a few (M, M) for M positive pairs.
 
-    The value is the triplet's violation (:func:`triplet_violation`): never negative, and 0 exactly where T is 0. It
-    says how far the triplet is from being right; only for (con, con) and (nca, con) is the objective its derivative.
-    T and P carry no gradient of their own. An anchor without negatives gives 0. Memory is that of a few matrices like
-    ``similarities``, and for sig_ms and lin_ms of a few (M, M) for M positive pairs.
-
-    The paper's text and its authors' code (https://github.com/microsoft/VSE_Gradient) differ in three points:
-
-    ===============  =========================  ====================================  ============
-    point            text                       code                                  default here
-    ===============  =========================  ====================================  ============
-    exponent of cir  ``offset=0`` (Eq. 8)       ``offset=0.5``                        0.5
-    T of con         1 if the margin is         1 for every triplet, as with          as the text
-                     violated, else 0 (Eq. 5)   ``margin`` > 2 here
-    tau              not given; Figure 2 is     1 in the loss, 10 in its functions    10
-                     drawn with 10
-    ===============  =========================  ====================================  ============
-
-    The paper has its best results with (cir, sig_ms). By Eq. 8 to the letter, a triplet with both similarities at 0.5,
-    as is common in fine-tuning, has T = 0.007, so hardly anything is learned from it; with ``offset=0.5`` T is 0.5.
+    The paper has its best results with (cir, sig_ms). Its text and its authors' code
+    (https://github.com/microsoft/VSE_Gradient) differ: the offset of cir is 0 in the text (Eq. 8), so that a triplet
+    with both similarities at 0.5, as is common in fine-tuning, has T = 0.007; in the code it is 0.5, as here, and T is
+    0.5 too. In the text, as here, T of con is 0 where the margin is kept (Eq. 5); in the code it never is, as with
+    ``margin`` > 2 here. The text does not give tau, but Figure 2 has 10, as here; the code has 1 in its loss.
 
     Args:
         similarities: (A, C), cosines of anchors x candidates, [-1, 1]. (con, con) and (nca, con) take any similarity.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
+        positive_mask, negative_mask: (A, C), bool; see :func:`triplet_hn_loss`, also for ``symmetric``, ``reduction``.
         objective: the weights and their hyper-parameters.
-        mining: ``"hardest"``, or ``"all"``: the sum over all negatives of the anchor; memory is then one row of
-            candidates per positive pair.
-        symmetric: rows and columns are anchors; otherwise rows only.
-        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
-            the order of ``torch.where(positive_mask)``.
+        mining: ``"hardest"``, or ``"all"``: the sum over all negatives of the anchor, with memory for M x C numbers.
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64. NaN if any similarity is not finite.
@@ -158,25 +132,19 @@ def goal_loss(
     tensor([[-0.5000,  0.4000],
             [ 0.0000,  0.0000]])
     """
-    check_name("mining", mining, MININGS)
+    check_name("mining", mining, ("hardest", "all"))
 
     def anchor_loss(similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor) -> Tensor:
-        s_p = similarities[anchors, positives]  # (M,)
-        hardest, index = hardest_negatives(similarities, negative_mask)  # (A,)
-        exists = hardest != -torch.inf
-        hardest = hardest.masked_fill(~exists, 0)
+        at_negatives = anchors  # their whole rows, (M, C)
+        if mining == "hardest":
+            _, hardest = hardest_negatives(similarities, negative_mask)  # (A,)
+            at_negatives = anchors[:, None], hardest[anchors, None]  # (M, 1)
         terms = None
         if objective.is_relative:
-            with torch.no_grad():
-                to_positives = relative_positives(objective, s_p, hardest[anchors])
-                to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
-        if mining == "hardest":
-            if objective.is_relative:
-                terms = RelativeTerms(to_positives, to_negatives.gather(1, index[:, None])[anchors, 0])
-            return objective_losses(objective, s_p, hardest[anchors], exists[anchors], terms)
-        if objective.is_relative:
-            terms = RelativeTerms(to_positives[:, None], to_negatives[anchors])
-        losses = objective_losses(objective, s_p[:, None], similarities[anchors], negative_mask[anchors], terms)
+            to_positives, to_negatives = _relative_terms(objective, similarities, negative_mask, anchors, positives)
+            terms = RelativeTerms(to_positives[:, None], to_negatives[at_negatives])
+        s_p = similarities[anchors, positives][:, None]
+        losses = objective_losses(objective, s_p, similarities[at_negatives], negative_mask[at_negatives], terms)
         return losses.sum(dim=1)
 
     return reduce_positive_pairs(
@@ -185,15 +153,9 @@ def goal_loss(
 
 
 def goal_triplet_loss(
-    similarities: Tensor,
-    anchors: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    objective: Objective = Objective(),
+    similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, objective: Objective = Objective()
 ) -> Tensor:
-    """Return :func:`goal_loss` of each given triplet, (T,).
-
-    For sig_ms and lin_ms a pair is compared with the pairs of all triplets.
+    """Return :func:`goal_loss` of each given triplet, (T,); sig_ms and lin_ms compare pairs with those of all triplets.
 
     Args:
         similarities: (A, C), cosines of anchors x candidates.
@@ -210,17 +172,12 @@ def goal_triplet_loss(
     s_p, s_n = similarities[anchors, positives], similarities[anchors, negatives]
     terms = None
     if objective.is_relative:
-        with torch.no_grad():
-            positive_mask, negative_mask = torch.zeros(2, *similarities.shape, dtype=torch.bool, device=s_p.device)
-            positive_mask[anchors, positives] = True
-            negative_mask[anchors, negatives] = True
-            rows, _ = torch.where(positive_mask)
-            hardest, _ = hardest_negatives(similarities, negative_mask)
-            to_positives = torch.zeros_like(similarities)
-            to_positives[positive_mask] = relative_positives(objective, similarities[positive_mask], hardest[rows])
-            to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
-            terms = RelativeTerms(to_positives[anchors, positives], to_negatives[anchors, negatives])
-    losses = objective_losses(objective, s_p, s_n, torch.ones_like(anchors, dtype=torch.bool), terms)
+        negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
+        negative_mask[anchors, negatives] = True
+        pairs, pair_index = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
+        to_positives, to_negatives = _relative_terms(objective, similarities, negative_mask, *pairs)
+        terms = RelativeTerms(to_positives[pair_index], to_negatives[anchors, negatives])
+    losses = objective_losses(objective, s_p, s_n, torch.ones_like(s_n, dtype=torch.bool), terms)
     return losses + zero_or_nan(similarities)
 
 
@@ -234,8 +191,7 @@ def triplet_weight(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tensor:
     ====  ==============================================================================  =====
 
     Args:
-        s_p: similarities of anchor and positive; any shape that broadcasts with s_n.
-        s_n: similarities of anchor and negative.
+        s_p, s_n: similarities of anchor and positive, and of anchor and negative; any shapes that broadcast together.
         objective: names the weight.
 
     >>> triplet_weight(torch.tensor([0.9, 0.5]), torch.tensor([0.1, 0.5]), Objective("con"))
@@ -267,12 +223,7 @@ def _violation_argument(s_p: Tensor, s_n: Tensor, objective: Objective) -> Tenso
 
 
 class RelativeTerms(NamedTuple):
-    """The relative similarities of the pairs of triplets to other pairs of the batch.
-
-    Attributes:
-        positive: m+, how similar the positive pair is compared with other positive pairs.
-        negative: m-, how similar the negative pair is compared with other negatives of the anchor.
-    """
+    """m+ and m-: how similar the pairs of triplets are, compared with other positives, or negatives of the anchor."""
 
     positive: float | Tensor
     negative: float | Tensor
@@ -323,18 +274,14 @@ def objective_losses(
     """Return V of each triplet, with the objective as its gradient.
 
     Args:
-        objective: see :func:`goal_loss`.
-        s_p: similarities of anchors and positives.
-        s_n: those of anchors and negatives, of a shape that ``s_p`` broadcasts to.
+        objective, s_p, s_n, terms: see :func:`pair_weights`; ``s_p`` broadcasts to the shape of ``s_n``.
         valid: bool, which are triplets at all; the others are 0 with zero gradients.
-        terms: for sig_ms and lin_ms.
     """
     with torch.no_grad():
         weight = torch.where(valid, triplet_weight(s_p, s_n, objective), 0)
-        positive_weight, negative_weight = pair_weights(s_p, s_n, objective, terms)
-        # What is no triplet may have a pair weight of NaN.
         positive_weight, negative_weight = (
-            torch.where(valid, weight * pair_weight, 0) for pair_weight in (positive_weight, negative_weight)
+            torch.where(valid, weight * pair_weight, 0)  # what is no triplet may have a pair weight of NaN
+            for pair_weight in pair_weights(s_p, s_n, objective, terms)
         )
         # V underflows before T does, but T decides what a reducer of non-zero values has to keep.
         values = triplet_violation(s_p, s_n, objective).clamp_min(torch.finfo(weight.dtype).tiny)
@@ -343,17 +290,27 @@ def objective_losses(
     return values + (surrogate - surrogate.detach())  # in this order the value is exactly V
 
 
+def _relative_terms(
+    objective: Objective, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor
+) -> RelativeTerms:
+    """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
+    with torch.no_grad():
+        s_p = similarities[anchors, positives]
+        hardest, _ = hardest_negatives(similarities, negative_mask)
+        to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
+        return RelativeTerms(relative_positives(objective, s_p, hardest[anchors]), to_negatives)
+
+
 def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part: slice = slice(None)) -> Tensor:
-    """Return m+ of positive pairs: the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over others R < ceiling.
+    """Return m+ of positive pairs, (m,).
+
+    It is the mean of exp(alpha (s_p - R)), or of s_p - R for lin_ms, over others R < ceiling; 0 without any.
 
     Args:
         objective: of sig_ms or lin_ms.
         s_p: (M,), the similarities of all positive pairs of the batch.
         hardest: (M,), those of their anchors' hardest negatives; eps above them is the ceiling.
         part: of which m of these pairs; memory is m x M.
-
-    Returns:
-        (m,), 0 without such other pairs.
     """
     chosen = s_p < hardest[part, None] + objective.eps  # (m, M)
     chosen.diagonal(part.start or 0).fill_(False)
@@ -364,17 +321,12 @@ def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part:
 
 
 def relative_negatives(objective: Objective, similarities: Tensor, negative_mask: Tensor, floor: Tensor) -> Tensor:
-    """Return m- of all pairs, (A, C): the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms.
+    """Return m- of all pairs, (A, C).
 
-    It goes over the other negatives R > floor of the anchor, and is 0 without any.
-
-    Args:
-        objective: of sig_ms or lin_ms.
-        similarities: (A, C).
-        negative_mask: (A, C), bool.
-        floor: 0-D, eps below the least similar positive of the batch.
+    It is the mean of exp(-beta (s_n - R)), or of s_n - R for lin_ms, over the anchor's other negatives R > ``floor``,
+    0-D, which is eps below the least similar positive of the batch; 0 without any.
     """
-    chosen = negative_mask & (similarities > floor)
+    chosen = negative_mask & (similarities > floor)  # (A, C)
     others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
     if objective.pair_weight == "lin_ms":
         terms = similarities.masked_fill(~chosen, 0)

@@ -14,9 +14,8 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
 
     .. math:: \hat{m} = \frac{b^y - 1}{b - 1} m
 
-    It is 0 for a confidence of 0 and the whole margin for 1. :func:`~vl_plugins.functional.unified.unified_loss` takes
-    it per anchor or per pair (Eq. 26-27), and so does :class:`~vl_plugins.losses.unified.UnifiedLoss`, set before each
-    call: ``loss.margin = soft_margin(confidence)``, with the confidences (B,) of the batch's image-text pairs.
+    It is 0 for a confidence of 0 and the whole margin for 1. :func:`~vl_plugins.functional.unified_loss` takes it as
+    ``margin``, per anchor or per pair.
 
     Args:
         confidence: y, that a pair matches, [0, 1], which is not checked; any shape.

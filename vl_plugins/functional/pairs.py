@@ -7,20 +7,11 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision, zero_or_nan
 
-__all__ = ["AnchorLoss", "check_pairs", "check_reduction", "reduce_pair_losses", "reduce_positive_pairs"]
-
-AnchorLoss = Callable[..., Tensor]
-"""``(similarities, negative_mask, anchors, positives, *pair_values) -> values``, with the rows as anchors.
-
-``anchors`` and ``positives`` (M,) index the positive pairs, ``values`` (M,) are their losses. ``pair_values`` are what
-:func:`reduce_positive_pairs` was given, at the positive pairs: (M,) each, the same in both directions.
-"""
-
-REDUCTIONS = ("mean", "sum", "none")
+__all__ = ["check_pairs", "reduce_positive_pairs"]
 
 
 def reduce_positive_pairs(
-    anchor_loss: AnchorLoss,
+    anchor_loss: Callable[..., Tensor],
     similarities: Tensor,
     positive_mask: Tensor,
     negative_mask: Tensor,
@@ -31,12 +22,13 @@ def reduce_positive_pairs(
     """Apply ``anchor_loss`` to every positive pair, in one direction or both, and reduce.
 
     Args:
-        anchor_loss: the losses of the positive pairs with the rows as anchors; not called without such pairs.
+        anchor_loss: ``(similarities, negative_mask, anchors, positives, *pair_values) -> losses``, the losses (M,) of
+            the M positive pairs with the rows as anchors. ``anchors`` and ``positives`` (M,) are their indices,
+            ``pair_values`` those given here at these pairs, (M,) each, the same in both directions. Not called without
+            such pairs.
         similarities: (A, C), anchors x candidates, larger is closer. Computed in float32 at least.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool.
-        pair_values: (A, C) each, or a number; what else belongs to the pairs, such as a margin of each. Only their
-            elements at the positive pairs are read.
+        positive_mask, negative_mask: (A, C), bool.
+        pair_values: (A, C) each, or a number; what else belongs to the pairs, such as a margin of each.
         symmetric: add the loss with the columns as anchors to each pair's value.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"``.
 
@@ -44,12 +36,10 @@ def reduce_positive_pairs(
         A scalar; with ``"none"`` (M,), in the order of ``torch.where(positive_mask)``. Without positive pairs the
         scalar is 0, connected to ``similarities`` and ``pair_values``. Any NaN or infinity in ``similarities`` makes
         the result NaN, also at a pair in neither mask.
-
-    Raises:
-        ValueError: wrong shape, type, device or reduction.
     """
     check_pairs(similarities, positive_mask, negative_mask)
-    check_reduction(reduction)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be one of 'mean', 'sum', 'none', got {reduction!r}")
     (similarities,) = full_precision(similarities)
 
     anchors, positives = torch.where(positive_mask)
@@ -61,21 +51,11 @@ def reduce_positive_pairs(
         if symmetric:
             values = values + anchor_loss(similarities.T, negative_mask.T, positives, anchors, *pair_values)
 
-    return reduce_pair_losses(values, reduction) + zero_or_nan(similarities)
-
-
-def reduce_pair_losses(values: Tensor, reduction: str) -> Tensor:
-    """Return the mean or sum of (M,) losses, 0 of none, or the losses themselves for ``"none"``."""
-    if reduction == "none":
-        return values
-    total = values.sum()
-    return total / max(len(values), 1) if reduction == "mean" else total
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise ``ValueError`` unless there is such a reduction."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    if reduction != "none":
+        values = values.sum()
+    if reduction == "mean":
+        values = values / max(len(anchors), 1)
+    return values + zero_or_nan(similarities)
 
 
 def check_pairs(similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> None:

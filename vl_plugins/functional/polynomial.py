@@ -15,9 +15,7 @@ __all__ = ["Polynomial"]
 class Polynomial:
     """``c0 + c1 x + c2 x^2 + ...`` of each element of a tensor.
 
-    Two of them, for the positive and the negative pairs, are the weights of the self-similarity polynomial loss, SSP;
-    one of relative similarities is that of the relative-similarity polynomial loss, RSP (Eq. 25). See
-    :func:`~vl_plugins.functional.unified.unified_loss`.
+    :func:`~vl_plugins.functional.unified_loss` takes two as ``weights`` (SSP), or one as ``relative`` (RSP).
 
     Args:
         coefficients: c0, c1, c2, ...; at least one.

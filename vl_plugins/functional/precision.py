@@ -1,9 +1,9 @@
-"""Single precision at least, and no value that hides a NaN."""
+"""Single precision at least, no value that hides a NaN, and unit vectors without any."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "zero_or_nan"]
+__all__ = ["full_precision", "unit_vectors", "zero_or_nan"]
 
 
 def full_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -33,3 +33,17 @@ def zero_or_nan(tensor: Tensor) -> Tensor:
     total = tensor.sum()
     # The second factor makes the gradient NaN too: a GradScaler looks at gradients, not at the loss.
     return total * 0 * total
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """Return normalized vectors (..., D), float32 or float64; a zero vector stays zero and has no gradient.
+
+    >>> unit_vectors(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    tensor([[0.6000, 0.8000],
+            [0.0000, 0.0000]])
+    """
+    (vectors,) = full_precision(vectors)
+    are_zero = torch.linalg.vector_norm(vectors.detach(), dim=-1, keepdim=True) < 1e-12  # as in torch's normalize
+    # Zero vectors are replaced before and after: the second derivative of their norm would be NaN.
+    norms = torch.linalg.vector_norm(vectors.masked_fill(are_zero, 1), dim=-1, keepdim=True)
+    return (vectors / norms).masked_fill(are_zero, 0)

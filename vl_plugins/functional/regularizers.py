@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision, zero_or_nan
-from vl_plugins.functional.sets import masked_sets
+from vl_plugins.functional.precision import full_precision, unit_vectors, zero_or_nan
+from vl_plugins.functional.sets import check_sides, masked_sets
 from vl_plugins.utils.errors import check_name
 
 __all__ = ["circular_variance", "diversity_loss", "mmd_loss", "uniformity_loss"]
@@ -26,8 +25,7 @@ def mmd_loss(embeddings: Tensor, ref_emb: Tensor, gamma: float = 0.5, *, squared
     distance is below 0.003 of their distance from the mean of both clouds.
 
     Args:
-        embeddings: (M, D).
-        ref_emb: (N, D).
+        embeddings, ref_emb: (M, D) and (N, D).
         gamma: of the kernel, > 0, by unit of distance, or of squared distance.
         squared: the Gaussian kernel :math:`e^{-\gamma \lVert x - y \rVert^2}` instead.
 
@@ -44,11 +42,7 @@ def mmd_loss(embeddings: Tensor, ref_emb: Tensor, gamma: float = 0.5, *, squared
     >>> mmd_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]))  # 2 - 2 exp(-0.5 * 5)
     tensor(1.8358)
     """
-    if embeddings.ndim != 2 or ref_emb.ndim != 2 or embeddings.shape[1] != ref_emb.shape[1]:
-        shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
-        raise ValueError(f"embeddings and ref_emb must have the shapes (M, D) and (N, D), got {shapes}")
-    if ref_emb.device != embeddings.device:
-        raise ValueError(f"ref_emb must have the device of embeddings, {embeddings.device}, got {ref_emb.device}")
+    check_sides(embeddings, ref_emb, "(M, D) and (N, D)", ndim=2)
     embeddings, ref_emb = full_precision(embeddings, ref_emb)
     zero = zero_or_nan(embeddings) + zero_or_nan(ref_emb)
     if len(embeddings) == 0 or len(ref_emb) == 0:
@@ -128,8 +122,7 @@ def uniformity_loss(embeddings: Tensor, t: float = 2.0, *, mask: Tensor | None =
         mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
-        A scalar in [-4 t, 0], float32 or float64; 0 with fewer than two items. NaN if any embedding or element of a set
-        is not finite.
+        A scalar in [-4 t, 0], float32 or float64; 0 with fewer than two items. NaN if any embedding is not finite.
 
     Raises:
         ValueError: wrong shape, type or device.
@@ -167,8 +160,7 @@ def circular_variance(sets: Tensor, *, mask: Tensor | None = None) -> Tensor:
         mask: (B, K), bool: the elements that are in the set; all of them if left out.
 
     Returns:
-        (B,), in [0, 1], float32 or float64; 0 for a set without elements. NaN for one with an element that is not
-        finite.
+        (B,), in [0, 1], float32 or float64; 0 for a set without elements, NaN for one with NaN or infinity.
 
     Raises:
         ValueError: wrong shape, type or device.

@@ -20,8 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.functional.sets import check_sets, element_weights, masked_sets
 from vl_plugins.utils.checks import positive
 
@@ -150,9 +149,8 @@ def _compare(
     if paired and len(embeddings) != len(ref_emb):
         raise ValueError(f"paired sets must be equally many, got {len(embeddings)} embeddings, {len(ref_emb)} ref_emb")
     embeddings, ref_emb = full_precision(embeddings, ref_emb)
-    (embeddings, weights), (ref_emb, ref_weights) = _weighted(embeddings, mask), _weighted(ref_emb, ref_mask)
-    if normalize:
-        embeddings, ref_emb = unit_vectors(embeddings), unit_vectors(ref_emb)
+    embeddings, weights = _prepare(embeddings, mask, normalize)
+    ref_emb, ref_weights = _prepare(ref_emb, ref_mask, normalize)
     with torch.autocast(embeddings.device.type, enabled=False):
         cosines = torch.einsum("akd,ald->akl" if paired else "akd,cld->ackl", embeddings, ref_emb)
     weights = weights if paired else weights[:, None]
@@ -160,11 +158,11 @@ def _compare(
     return cosines.masked_fill(absent, ABSENT), weights, ref_weights
 
 
-def _weighted(sets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _prepare(sets: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     sets, mask = masked_sets(sets, mask)
     if sets.shape[1] == 0:  # torch has no maximum of nothing
         sets, mask = torch.nn.functional.pad(sets, (0, 0, 0, 1)), mask.new_zeros(len(sets), 1)
-    return sets, element_weights(sets, mask)
+    return unit_vectors(sets) if normalize else sets, element_weights(sets, mask)
 
 
 def _mean_of_directions(maximum: Callable, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:

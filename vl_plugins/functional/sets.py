@@ -5,26 +5,27 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 
-__all__ = ["check_sets", "element_weights", "masked_sets"]
+__all__ = ["check_sets", "check_sides", "element_weights", "masked_sets"]
 
 
 def check_sets(embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None) -> None:
     """Raise ``ValueError`` unless there are sets (A, K1, D) and (C, K2, D), with bool masks (A, K1) and (C, K2)."""
-    if embeddings.ndim != 3 or ref_emb.ndim != 3 or embeddings.shape[2] != ref_emb.shape[2]:
-        shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
-        raise ValueError(f"embeddings and ref_emb must have the shapes (A, K1, D) and (C, K2, D), got {shapes}")
-    if ref_emb.device != embeddings.device:
-        raise ValueError(f"ref_emb must have the device of embeddings, {embeddings.device}, got {ref_emb.device}")
+    check_sides(embeddings, ref_emb, "(A, K1, D) and (C, K2, D)", ndim=3)
     _check_mask("mask", mask, embeddings)
     _check_mask("ref_mask", ref_mask, ref_emb)
 
 
-def masked_sets(sets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return sets (B, K, D) in float32 at least, zero where the mask (B, K) is False, and the mask, True without one.
+def check_sides(embeddings: Tensor, ref_emb: Tensor, shapes: str, ndim: int) -> None:
+    """Raise ``ValueError`` unless both have so many dimensions, and the same vector dimension and device."""
+    if not embeddings.ndim == ref_emb.ndim == ndim or embeddings.shape[-1] != ref_emb.shape[-1]:
+        given = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
+        raise ValueError(f"embeddings and ref_emb must have the shapes {shapes}, got {given}")
+    if ref_emb.device != embeddings.device:
+        raise ValueError(f"ref_emb must have the device of embeddings, {embeddings.device}, got {ref_emb.device}")
 
-    Raises:
-        ValueError: wrong shape, type or device.
-    """
+
+def masked_sets(sets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return sets (B, K, D) in float32 at least, zero where the mask (B, K) is False, and the mask, True if None."""
     if sets.ndim != 3:
         raise ValueError(f"sets must have the shape (items, elements, dimension), got {tuple(sets.shape)}")
     _check_mask("mask", mask, sets)

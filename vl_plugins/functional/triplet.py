@@ -36,8 +36,7 @@ def triplet_hn_loss(
 
     Args:
         similarities: (A, C), anchors x candidates, larger is closer.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
+        positive_mask, negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
         margin: by how much the positive should be closer than the hardest negative.
         symmetric: rows and columns are anchors; otherwise rows only.
         reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
@@ -69,10 +68,7 @@ def triplet_hn_loss(
 
 
 def hardest_negatives(similarities: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest similarity to a negative of each row, (A,), and the column of the first such one, (A,).
-
-    -inf and 0 where a row has no negatives.
-    """
+    """Return each row's largest similarity to a negative and the first column of it; -inf and 0 without negatives."""
     return similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1)
 
 

@@ -9,14 +9,12 @@ from torch.nn.functional import logsigmoid
 
 from vl_plugins.functional.pairs import check_pairs, reduce_positive_pairs
 from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.utils.checks import scale_of_call
 
 __all__ = ["Margin", "Weights", "unified_loss", "unified_pair_losses", "vlc_loss"]
 
 Margin = float | Tensor | Callable[[Tensor, Tensor, Tensor], float | Tensor]
-"""A number, 0-D, (A,), (A, C), or a function of the similarities and both masks that returns one of these."""
-
 Weights = Tensor | Callable[[Tensor], Tensor]
-"""(A,), (A, C), or a function of the similarities (A, C) that returns one of these."""
 
 
 def unified_loss(
@@ -49,8 +47,7 @@ def unified_loss(
 
     Args:
         similarities: (A, C), anchors x candidates, larger is closer.
-        positive_mask: (A, C), bool.
-        negative_mask: (A, C), bool. A pair in both masks counts as both; this is not checked.
+        positive_mask, negative_mask: (A, C), bool; see :func:`triplet_hn_loss`, also for ``symmetric``, ``reduction``.
         margin: m, by how much the positive should be closer than the negatives: a number or 0-D tensor; (A,), one for
             all positive pairs of a row, also where their columns are the anchors; (A, C), read at the positive pairs;
             or a function of (similarities, positive_mask, negative_mask) that returns one of these. Margins per
@@ -61,9 +58,6 @@ def unified_loss(
             negatives. The gradient goes through such a function; one whose weights are constants detaches them.
         relative: G, an elementwise function of a tensor (number of positive pairs, candidates). It is also called with
             pairs in neither mask, whose values are not read.
-        symmetric: rows and columns are anchors; otherwise rows only.
-        reduction: ``"mean"`` or ``"sum"`` over the positive pairs, or ``"none"`` for one value per positive pair, in
-            the order of ``torch.where(positive_mask)``.
 
     Returns:
         A scalar, or (number of positive pairs,), float32 or float64 as the similarities. NaN if any similarity is not
@@ -82,28 +76,31 @@ def unified_loss(
     >>> unified_loss(similarities, positives, ~positives, margin=torch.tensor([0.0, 0.2]), scale=50)
     tensor(0.0502)
     """
-    scale = _one_number("scale", scale)
+    scale = scale_of_call(scale)
     check_pairs(similarities, positive_mask, negative_mask)
     (similarities,) = full_precision(similarities)
     if isinstance(scale, Tensor):
-        scale = scale.to(similarities.dtype)
+        scale = scale.to(similarities.dtype).reshape(())
     margin = _margin_of_pairs(margin, similarities, positive_mask, negative_mask)
-    positive_similarities = negative_similarities = similarities
+    s_p = s_n = similarities
     if weights is not None:
         positive_weights, negative_weights = _pair_of_weights(weights, similarities)
-        positive_similarities = _weighted(similarities, positive_weights, positive_mask)
-        negative_similarities = _weighted(similarities, negative_weights, negative_mask)
+        # What a weight is where it is not read must not reach a gradient: 0 * nan is nan.
+        s_p = similarities * torch.where(positive_mask, positive_weights, 1)
+        s_n = similarities * torch.where(negative_mask, negative_weights, 1)
+
+    def anchor_loss(s_n, negative_mask, anchors, positives, s_p, margin):  # s_n (A, C), s_p (M,)
+        if relative is None:
+            negative_lse = _masked_logsumexp(scale * s_n, negative_mask)[anchors]  # (M,)
+            return unified_pair_losses(negative_lse, s_p, margin, scale)
+        differences = s_n[anchors] - s_p[:, None]  # (M, C)
+        exponents = scale * _tensor_like(differences, "relative similarities", relative, least_ndim=2)
+        negative_lse = _masked_logsumexp(exponents, negative_mask[anchors])  # (M,)
+        # A NaN of the positive's weight or margin comes out, in value and gradients, without negatives too.
+        return unified_pair_losses(negative_lse, 0 * s_p, margin, scale)
 
     loss = reduce_positive_pairs(
-        # A function of its own, because torch.compile of torch 2.2 knows no partial of a partial.
-        lambda *pairs: _pair_losses(*pairs, scale=scale, relative=relative),
-        negative_similarities,
-        positive_mask,
-        negative_mask,
-        positive_similarities,
-        margin,
-        symmetric=symmetric,
-        reduction=reduction,
+        anchor_loss, s_n, positive_mask, negative_mask, s_p, margin, symmetric=symmetric, reduction=reduction
     )
     return loss + zero_or_nan(scale) if isinstance(scale, Tensor) else loss  # in the graph without pairs too
 
@@ -131,17 +128,16 @@ def vlc_loss(
     >>> vlc_loss(similarities, positives, ~positives, scale=10)
     tensor(0.8409)
     """
-    scale = _one_number("scale", scale)
     loss = unified_loss(
         similarities, positive_mask, negative_mask, 0.0, scale, symmetric=symmetric, reduction=reduction
     )
-    return (scale * loss).to(loss.dtype)
+    return (scale * loss).to(loss.dtype).reshape(loss.shape)
 
 
 def unified_pair_losses(
     negative_lse: Tensor, positive_similarities: Tensor, margin: float | Tensor, scale: float | Tensor
 ) -> Tensor:
-    """Return the Unified losses of M positive pairs (Eq. 5).
+    """Return the Unified losses of M positive pairs (Eq. 5), (..., M), 0 without negatives.
 
     Args:
         negative_lse: (..., M), for each pair the log-sum-exp of the scaled similarities of its anchor's negatives; -inf
@@ -149,34 +145,10 @@ def unified_pair_losses(
         positive_similarities: (M,).
         margin: m; a number or (M,).
         scale: gamma; a number or 0-D.
-
-    Returns:
-        (..., M), 0 without negatives.
     """
     exponents = negative_lse + scale * (margin - positive_similarities)
     # Not softplus, which is the identity above 20, nor logaddexp, whose second derivative is NaN without negatives.
     return -logsigmoid(-exponents) / scale
-
-
-def _pair_losses(
-    similarities: Tensor,
-    negative_mask: Tensor,
-    anchors: Tensor,
-    positives: Tensor,
-    positive_similarities: Tensor,
-    margin: float | Tensor,
-    *,
-    scale: float | Tensor,
-    relative: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    if relative is None:
-        negative_lse = _masked_logsumexp(scale * similarities, negative_mask)[anchors]  # (M,)
-        return unified_pair_losses(negative_lse, positive_similarities, margin, scale)
-    differences = similarities[anchors] - positive_similarities[:, None]  # (M, C)
-    relative_similarities = _matching("relative similarities", relative(differences), differences)
-    negative_lse = _masked_logsumexp(scale * relative_similarities, negative_mask[anchors])  # (M,)
-    # A NaN of the positive's weight or margin comes out, in value and gradients, without negatives too.
-    return unified_pair_losses(negative_lse, 0 * positive_similarities, margin, scale)
 
 
 def _masked_logsumexp(exponents: Tensor, mask: Tensor) -> Tensor:
@@ -184,66 +156,40 @@ def _masked_logsumexp(exponents: Tensor, mask: Tensor) -> Tensor:
     return exponents.masked_fill(~mask, torch.finfo(exponents.dtype).min).logsumexp(dim=1)
 
 
-def _margin_of_pairs(
-    margin: Margin, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor
-) -> float | Tensor:
+def _margin_of_pairs(margin: Margin, similarities: Tensor, *masks: Tensor) -> float | Tensor:
     """Return the margin as a number or (A, C)."""
     if callable(margin):
-        margin = margin(similarities, positive_mask, negative_mask)
+        margin = margin(similarities, *masks)
     if isinstance(margin, Real):
         return margin
     if not isinstance(margin, Tensor):
         raise ValueError(f"margin must be a number, a tensor or a function that returns one, got {margin!r}")
-    expected = similarities.shape[: margin.ndim]
-    if margin.shape != expected:
-        rows, columns = similarities.shape
+    rows, columns = similarities.shape
+    if margin.shape not in ((), (rows,), (rows, columns)):
         raise ValueError(f"margin must have the shape (), ({rows},) or ({rows}, {columns}), got {tuple(margin.shape)}")
-    if margin.ndim > 0 and margin.device != similarities.device:
-        raise ValueError(f"margin must have the device {similarities.device}, got {margin.device}")
-    return margin.to(similarities).reshape(expected + (1,) * (2 - margin.ndim)).expand_as(similarities)
+    return _tensor_like(similarities, "margin", margin, least_ndim=0)
 
 
 def _pair_of_weights(weights: Weights | tuple[Weights, Weights], similarities: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights (A, C) of the positives and of the negatives."""
     if not isinstance(weights, (tuple, list)):
-        both = _weights("weights", weights, similarities)
-        return both, both
+        return (_tensor_like(similarities, "weights", weights),) * 2
     if len(weights) != 2:
         raise ValueError(f"weights must be one or a pair, for positives and negatives, got {len(weights)}")
     return tuple(
-        _weights(f"weights of the {kind}", value, similarities)
+        _tensor_like(similarities, f"weights of the {kind}", value)
         for kind, value in zip(("positives", "negatives"), weights, strict=True)
     )
 
 
-def _weights(name: str, weights: Weights, similarities: Tensor) -> Tensor:
-    weights = weights(similarities) if callable(weights) else weights
-    if isinstance(weights, Tensor) and weights.ndim == 1:
-        return _matching(name, weights, similarities.new_empty(len(similarities)))[:, None].expand_as(similarities)
-    return _matching(name, weights, similarities)
-
-
-def _weighted(similarities: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    # What a weight is where it is not read must not reach a gradient: 0 * nan is nan.
-    return similarities * torch.where(mask, weights, 1)
-
-
-def _matching(name: str, value: Tensor, like: Tensor) -> Tensor:
-    """Return ``value`` in the type of ``like``, or raise ``ValueError`` unless it has its shape and device."""
+def _tensor_like(matrix: Tensor, name: str, value: Weights, least_ndim: int = 1) -> Tensor:
+    """Return ``value``, or the values of a function of the matrix, in its type and shape, rows repeated if need be."""
+    value = value(matrix) if callable(value) else value
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor or a function that returns one, got {value!r}")
-    for what, expected, actual in (
-        ("shape", tuple(like.shape), tuple(value.shape)),
-        ("device", like.device, value.device),
-    ):
-        if actual != expected:
-            raise ValueError(f"{name} must have the {what} {expected}, got {actual}")
-    return value.to(like.dtype)
-
-
-def _one_number(name: str, value: float | Tensor) -> float | Tensor:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
-    return value.reshape(())
+    expected = tuple(matrix.shape[: max(value.ndim, least_ndim)])
+    if value.shape != expected:
+        raise ValueError(f"{name} must have the shape {expected}, got {tuple(value.shape)}")
+    if value.ndim > 0 and value.device != matrix.device:
+        raise ValueError(f"{name} must have the device {matrix.device}, got {value.device}")
+    return value.to(matrix).reshape(expected + (1,) * (2 - value.ndim)).expand_as(matrix)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional.goal import Objective, RelativeTerms, relative_negatives, relative_positives
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.kernels.comparison import (
     EmbeddingPair,
     PairLabels,

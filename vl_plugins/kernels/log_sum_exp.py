@@ -6,8 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.functional.unified import unified_pair_losses
 from vl_plugins.kernels.comparison import (
     Block,

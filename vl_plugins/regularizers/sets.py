@@ -6,8 +6,7 @@ from torch import Tensor
 
 from vl_plugins.distances.base import SetDistance, elements_present
 from vl_plugins.functional import diversity_loss, mmd_loss, uniformity_loss
-from vl_plugins.functional.norms import unit_vectors
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.utils.checks import integer, positive
 
 __all__ = ["DiversityRegularizer", "MMDRegularizer", "SetRegularizer", "UniformityRegularizer"]
