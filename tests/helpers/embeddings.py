@@ -7,7 +7,7 @@ import torch
 from tests.helpers.pairs import value_and_gradients
 from vl_plugins.functional import goal_loss, unified_loss
 from vl_plugins.functional.goal import Objective, objective_losses
-from vl_plugins.functional.norms import unit_vectors
+from vl_plugins.functional.precision import unit_vectors
 from vl_plugins.kernels import equal_label_pairs, mine_hardest_negatives, unified_losses_from_embeddings
 
 __all__ = ["KERNELS", "formula_and_gradients", "kernel_and_gradients", "random_embeddings"]
