@@ -42,7 +42,12 @@ class PairLoss(BaseMetricLossFunction):
     """
 
     independent_pairs: ClassVar[bool] = False
-    """Whether the loss of a pair depends on the similarities of its own row and column only."""
+    """Whether the loss of a pair depends on the similarities of its own row and column only; not inherited."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "independent_pairs" not in cls.__dict__:  # a subclass may have another formula
+            cls.independent_pairs = False
 
     def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs):
         super().__init__(**kwargs)

@@ -276,7 +276,7 @@ def test_wrong_options(options, message):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("backend", ["functional", "dense", "tiled"])
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
 @pytest.mark.parametrize("loss_kwargs", [{"scale": 20.0}, {"scale": "learned"}], ids=str)
 def test_backends_give_the_same_loss_and_gradients(backend, loss_kwargs):
     image, text = (tensor.requires_grad_() for tensor in batch(captions=2))
