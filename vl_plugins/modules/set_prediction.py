@@ -38,7 +38,7 @@ class SetPrediction(nn.Module):
         A_{nk} = \frac{e^{M_{nk}}}{\sum_i e^{M_{ni}}}, \quad \hat A_{nk} = \frac{A_{nk}}{\sum_i A_{ik}} \\
         \bar E &= \hat A^\top (\mathrm{LN}(x) W_v) W_o + E, \quad E \leftarrow \mathrm{MLP}(\bar E) + \bar E
 
-    The global feature is added to each slot (Eq. 5): S = LN(E) + LN(global).
+    Then the global feature is added to each slot (Eq. 5): S = LN(E) + LN(global).
 
     Linear maps start as Xavier uniform, without a bias except in the MLP, where biases start at 0. Learned slots, and
     the noise of random ones, are drawn from N(0, 1). At first the iterations add nearly the same to every slot, so the
@@ -104,14 +104,12 @@ class SetPrediction(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(self.dim, self.hidden_dim), nn.GELU(), nn.Linear(self.hidden_dim, self.dim))
         self.norm_output = nn.LayerNorm(self.dim)
         self.norm_global = nn.LayerNorm(self.dim) if self.global_feature else None
+        before_sums = (self.to_slots, self.mlp[-1]) if self.gru is None else ()
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+                nn.init.xavier_uniform_(module.weight, gain=1 / self.num_iters if module in before_sums else 1)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if self.gru is None:
-            for module in (self.to_slots, self.mlp[-1]):
-                nn.init.xavier_uniform_(module.weight, gain=1 / self.num_iters)
         noise = torch.randn(self.num_slots, self.dim)
         if self.slots == "learned":
             self.initial_slots = nn.Parameter(noise)
@@ -162,13 +160,10 @@ class SetPrediction(nn.Module):
         if self.slots == "learned":
             return self.initial_slots.expand(batch_size, -1, -1)
         noise = self.noise.expand(batch_size, -1, -1)
-        if self.training:
-            noise = torch.randn_like(noise)
+        noise = torch.randn_like(noise) if self.training else noise
         return self.slots_mean + self.slots_log_scale.exp() * noise
 
-    def _aggregate(
-        self, slots: Tensor, keys: Tensor, values: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _aggregate(self, slots, keys, values, padding_mask) -> tuple[Tensor, Tensor]:
         """Return the slots (B, K, D) and the attention (B, N, K) after one aggregation block."""
         queries = self.to_queries(self.norm_slots(slots))
         attended, attention = slot_attention(queries, keys, values, padding_mask, over=self.attention)
@@ -179,22 +174,16 @@ class SetPrediction(nn.Module):
             slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).to(slots.dtype).view_as(slots)
         return self.mlp(self.norm_mlp(slots)) + slots, attention
 
-    def _check(
-        self,
-        local_features: Tensor,
-        global_feature: Tensor | None,
-        padding_mask: Tensor | None,
-        positions: Tensor | None,
-    ) -> None:
-        if local_features.ndim != 3 or local_features.shape[2] != self.local_dim:
-            expected = f"(B, N, {self.local_dim})"
-            raise ValueError(f"local_features must have the shape {expected}, got {tuple(local_features.shape)}")
+    def _check(self, local_features, global_feature, padding_mask, positions) -> None:
+        shape = tuple(local_features.shape)
+        if len(shape) != 3 or shape[2] != self.local_dim:
+            raise ValueError(f"local_features must have the shape (B, N, {self.local_dim}), got {shape}")
         if self.global_feature is (global_feature is None):
             expected, given = ("a tensor", "None") if self.global_feature else ("None", "a tensor")
             raise ValueError(
                 f"global_feature must be {expected} for a module with global_feature={self.global_feature}, got {given}"
             )
-        batch_size, length, width = local_features.shape
+        batch_size, length, width = shape
         for name, tensor, *shapes in (
             ("global_feature", global_feature, (batch_size, self.dim)),
             ("padding_mask", padding_mask, (batch_size, length)),
