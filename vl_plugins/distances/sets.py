@@ -75,13 +75,18 @@ class SetDistance(BaseDistance):
         similarities = self.compute_mat(*sides)
         return similarities if self.power == 1 else similarities**self.power
 
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor, paired: bool = False) -> Tensor:
         """Return the similarities, (A, C), of embeddings that are normalized already or not."""
-        return self._similarity(query_emb, ref_emb, paired=False)
+        sides = self.unpack(query_emb, ref_emb)
+        normalize = self.normalize_embeddings
+        if normalize and self.p != 2:
+            sides, normalize = [self.normalize(side) for side in sides], False
+        mask, ref_mask = map(elements_present, sides)
+        return self.similarity(*sides, mask=mask, ref_mask=ref_mask, normalize=normalize, paired=paired)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Return the similarity of each set and the one at its place, (A,); normalized already or not."""
-        return self._similarity(query_emb, ref_emb, paired=True)
+        """Return the similarity of each set and the one at its place, (A,)."""
+        return self.compute_mat(query_emb, ref_emb, paired=True)
 
     def unpack(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[Tensor, Tensor]:
         """Return both sides as (A, K1, D) and (C, K2, D), or raise ``ValueError`` if that is not possible."""
@@ -97,9 +102,6 @@ class SetDistance(BaseDistance):
             )
         return tuple(side.reshape(len(side), side.shape[1:].numel() // dimension, dimension) for side in sides)
 
-    def check_shapes(self, query_emb: Tensor, ref_emb: Tensor | None) -> None:
-        self.unpack(query_emb, query_emb if ref_emb is None else ref_emb)
-
     def normalize(self, embeddings: Tensor, dim: int = 1, **kwargs) -> Tensor:
         """Return the embeddings, packed or not, with all elements normalized."""
         (embeddings,) = full_precision(embeddings)
@@ -108,14 +110,6 @@ class SetDistance(BaseDistance):
     def get_norm(self, embeddings: Tensor, dim: int = 1, **kwargs) -> Tensor:
         """Return the norms of all elements, (B, K)."""
         return super().get_norm(self.unpack(embeddings, embeddings)[0], dim=-1, **kwargs)
-
-    def _similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool) -> Tensor:
-        sides = self.unpack(query_emb, ref_emb)
-        normalize = self.normalize_embeddings
-        if normalize and self.p != 2:
-            sides, normalize = [self.normalize(side) for side in sides], False
-        mask, ref_mask = map(elements_present, sides)
-        return self.similarity(*sides, mask=mask, ref_mask=ref_mask, normalize=normalize, paired=paired)
 
 
 class SmoothChamferSimilarity(SetDistance):
@@ -155,8 +149,7 @@ class ChamferSimilarity(SetDistance):
     tensor([[0.7500]])
     """
 
-    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
-        return functional.chamfer_similarity(query_emb, ref_emb, **options)
+    similarity = staticmethod(functional.chamfer_similarity)
 
 
 class MILSimilarity(SetDistance):
@@ -169,8 +162,7 @@ class MILSimilarity(SetDistance):
     tensor([[1.]])
     """
 
-    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
-        return functional.mil_similarity(query_emb, ref_emb, **options)
+    similarity = staticmethod(functional.mil_similarity)
 
 
 class MatchProbability(SetDistance):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vl_plugins.functional.goal import Objective, goal_loss, goal_triplet_loss, objective_losses
+from vl_plugins.kernels import mine_hardest_negatives
 from vl_plugins.losses.base import PairBatch
 from vl_plugins.losses.triplet import HardestNegativeLoss
 
@@ -67,16 +68,11 @@ class GOALLoss(HardestNegativeLoss):
         """Not with sig_ms and lin_ms, which compare a pair with others."""
         return not self.objective.is_relative
 
-    def hardest_losses(self, batch: PairBatch) -> Tensor:
-        if not batch.use_kernel:
-            return self._dense_losses(batch, "hardest")
-        s_p, s_n, exists, terms, zero = self.mine(batch, self.objective)
-        return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
-
-    def all_negative_losses(self, batch: PairBatch) -> Tensor:
-        return self._dense_losses(batch, "all")
-
-    def _dense_losses(self, batch: PairBatch, mining: str) -> Tensor:
+    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
+        if batch.use_kernel and mining == "hardest":
+            mined = mine_hardest_negatives(**batch.kernel_arguments(), objective=self.objective, backend=self.backend)
+            s_p, s_n, exists, terms, zero = mined
+            return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
         options = {"mining": mining, "symmetric": batch.symmetric, "reduction": "none"}
         return goal_loss(batch.similarities(), *batch.masks(), self.objective, **options)
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.functional import triplet_hn_loss, triplet_margin, triplet_sh_loss
-from vl_plugins.functional.goal import Objective
-from vl_plugins.kernels import HardestNegatives, mine_hardest_negatives
+from vl_plugins.kernels import mine_hardest_negatives
 from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
 from vl_plugins.utils.checks import integer, non_negative
 
@@ -33,24 +32,16 @@ class HardestNegativeLoss(PairLoss):
         self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
         self.register_buffer("training_calls", torch.zeros((), dtype=torch.long))
 
-    def all_negative_losses(self, batch: PairBatch) -> Tensor:
-        """Return the loss of each positive pair summed over all negatives, (M,)."""
-        raise NotImplementedError
-
-    def hardest_losses(self, batch: PairBatch) -> Tensor:
-        """Return the loss of each positive pair with the hardest negatives, (M,)."""
+    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
+        """Return the loss of each positive pair with its ``"hardest"`` negatives, or summed over ``"all"``, (M,)."""
         raise NotImplementedError
 
     def pair_losses(self, batch: PairBatch) -> Tensor:
+        is_warm = False
         if self.warmup_steps and self.training and torch.is_grad_enabled():
             self.training_calls += 1
-            if self.training_calls <= self.warmup_steps:
-                return self.all_negative_losses(batch)
-        return self.hardest_losses(batch)
-
-    def mine(self, batch: PairBatch, objective: Objective | None = None) -> HardestNegatives:
-        """Return the similarities of the positive pairs and of the hardest negatives, see :mod:`vl_plugins.kernels`."""
-        return mine_hardest_negatives(**batch.kernel_arguments(), objective=objective, backend=self.backend)
+            is_warm = self.training_calls <= self.warmup_steps
+        return self.mined_losses(batch, "all" if is_warm else "hardest")
 
     def kernel_problem(self) -> str | None:
         return distance_problem(self.distance)
@@ -114,11 +105,12 @@ class TripletHNLoss(HardestNegativeLoss, TripletSHLoss):
 
     equation = "Eq. 1-2"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
-    all_negative_losses = TripletSHLoss.pair_losses
 
-    def hardest_losses(self, batch: PairBatch) -> Tensor:
+    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
+        if mining == "all":
+            return TripletSHLoss.pair_losses(self, batch)
         if batch.use_kernel:
-            mined = self.mine(batch)
+            mined = mine_hardest_negatives(**batch.kernel_arguments(), backend=self.backend)
             losses = triplet_margin(mined.positive_similarities, mined.negative_similarities, self.margin)
             return losses.where(mined.exists, 0).sum(dim=0) + mined.zero
         similarities, masks = batch.similarities(), batch.masks()

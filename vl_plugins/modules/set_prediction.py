@@ -1,4 +1,4 @@
-"""Sets of embeddings by slot attention: the set prediction module of DivE."""
+"""Sets of embeddings by slot attention: the set prediction module of DivE, also as a head of a tower."""
 
 import math
 from typing import NamedTuple
@@ -7,9 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.functional.precision import full_precision
+from vl_plugins.modules.positions import sinusoidal_positions_2d
 from vl_plugins.utils.checks import integer
 
-__all__ = ["SetPrediction", "SetPredictionOutput", "slot_attention"]
+__all__ = ["SetHead", "SetPrediction", "SetPredictionOutput", "TowerFeatures", "slot_attention"]
+
+
+class TowerFeatures(NamedTuple):
+    """Features of a tower's inputs.
+
+    Attributes:
+        local: (B, N, W), of the last block: patches, places of a feature map, regions, or tokens.
+        pooled: (B, D), the tower's own embedding, not normalized; None if it has none.
+        padding_mask: (B, N) bool, True for tokens after the end of the text and for missing regions; None if no feature
+            is padding.
+        grid: (height, width) of the N places of an image; None for texts, and if patches are dropped.
+        has_positions: whether the features contain their positions, as those of a transformer do.
+    """
+
+    local: Tensor
+    pooled: Tensor | None
+    padding_mask: Tensor | None
+    grid: tuple[int, int] | None
+    has_positions: bool
 
 
 class SetPredictionOutput(NamedTuple):
@@ -104,12 +124,14 @@ class SetPrediction(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(self.dim, self.hidden_dim), nn.GELU(), nn.Linear(self.hidden_dim, self.dim))
         self.norm_output = nn.LayerNorm(self.dim)
         self.norm_global = nn.LayerNorm(self.dim) if self.global_feature else None
-        before_sums = (self.to_slots, self.mlp[-1]) if self.gru is None else ()
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight, gain=1 / self.num_iters if module in before_sums else 1)
+                nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.gru is None:
+            for module in (self.to_slots, self.mlp[-1]):
+                nn.init.xavier_uniform_(module.weight, gain=1 / self.num_iters)
         noise = torch.randn(self.num_slots, self.dim)
         if self.slots == "learned":
             self.initial_slots = nn.Parameter(noise)
@@ -192,6 +214,28 @@ class SetPrediction(nn.Module):
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 expected = " or ".join(map(str, shapes))
                 raise ValueError(f"{name} must have the shape {expected}, got {tuple(tensor.shape)}")
+
+
+class SetHead(nn.Module):
+    """A set prediction module on a tower's local features and its embedding."""
+
+    def __init__(self, prediction: SetPrediction):
+        super().__init__()
+        self.prediction = prediction
+
+    def predict(self, features: TowerFeatures) -> SetPredictionOutput:
+        """Return sets, slots and attention; sinusoidal positions are added to features without positions."""
+        local, pooled, padding_mask, grid, has_positions = features
+        positions = None if has_positions else sinusoidal_positions_2d(*grid, local.shape[-1]).to(local.device)
+        if self.prediction.global_feature:
+            return self.prediction(local, pooled, padding_mask=padding_mask, positions=positions)
+        output = self.prediction(local, padding_mask=padding_mask, positions=positions)
+        # DistributedDataParallel fails if a parameter of the tower has no gradient.
+        return output._replace(embeddings=output.embeddings + 0 * pooled.sum())
+
+    def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
+        output = self.predict(features)
+        return {"features": output.embeddings, "slots": output.slots}
 
 
 def slot_attention(
