@@ -9,7 +9,7 @@ from tests.helpers.loops import TOLERANCE, check
 from tests.reference import regularizers as reference
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, UnifiedLoss
+from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss
 from vl_plugins.utils.errors import UserError
 
 LABELS = torch.tensor([0, 1, 2, 3, 1])
@@ -17,12 +17,6 @@ REF_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2])
 K, D = 3, 4
 MMD, DIVERSITY = 0.3, 0.2
 WEIGHTS = {"mmd_weight": MMD, "diversity_weight": DIVERSITY}
-BASES = {
-    "triplet_hn": {"margin": 0.3},
-    "unified": {"scale": 10, "margin": 0.1},
-    "goal": {"triplet_weight": "cir", "pair_weight": "sig"},
-    "vlc": {"scale": 10, "symmetric": False},
-}
 
 
 def sets_of(labels, dtype=torch.float64, seed=0, elements=K):
@@ -84,10 +78,11 @@ def smooth_chamfer(**options):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("sets", [1, 2], ids=["one modality", "two"])
-@pytest.mark.parametrize("base", BASES)
-def test_base_by_name_and_terms(base, sets, dtype):
+@pytest.mark.parametrize(
+    ("base", "options"), [("triplet_hn", {"margin": 0.3}), ("vlc", {"scale": 10, "symmetric": False})]
+)
+def test_base_by_name_and_terms(base, options, sets, dtype):
     call = call_with(sets, dtype)
-    options = BASES[base]
     wanted = expected(create_loss(base, distance=smooth_chamfer(), **options), call)
     check(create_loss("smooth_chamfer", base=base, **options, **WEIGHTS)(**call), leaves_of(call), *wanted)
     loss = SmoothChamferLoss(base, set_size=K, **options, **WEIGHTS)
@@ -95,49 +90,40 @@ def test_base_by_name_and_terms(base, sets, dtype):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "base",
     [
-        lambda: losses.NTXentLoss(distance=smooth_chamfer(), reducer=reducers.SumReducer()),
-        lambda: UnifiedLoss(scale=7, distance=MILSimilarity(K)),
-        lambda: GOALLoss(
-            triplet_weight="cir", pair_weight="sig_ms", alpha=3, distance=smooth_chamfer(normalize_embeddings=False)
-        ),
-        lambda: losses.TripletMarginLoss(distance=MatchProbability(learnable=False)),
+        losses.NTXentLoss(distance=smooth_chamfer(), reducer=reducers.SumReducer()),
+        GOALLoss(triplet_weight="cir", pair_weight="sig_ms", distance=smooth_chamfer(normalize_embeddings=False)),
+        losses.TripletMarginLoss(distance=MatchProbability(learnable=False)),
     ],
-    ids=["NT-Xent", "unified", "GOAL", "triplet margin"],
 )
-def test_base_that_is_an_object(make):
-    call, base = call_with(), make()
-    loss = SmoothChamferLoss(base, **WEIGHTS)
+def test_base_that_is_an_object(base):
+    call, loss = call_with(), SmoothChamferLoss(base, **WEIGHTS)
     assert (loss.base, loss.distance, loss.reducer) == (base, base.distance, base.reducer)
-    check(loss(**call), leaves_of(call), *expected(make(), call))
+    check(loss(**call), leaves_of(call), *expected(base, call))
 
 
 def test_the_objective_of_the_paper_by_default():
-    loss, distance = SmoothChamferLoss(), SmoothChamferLoss().distance
-    assert (type(loss.base), type(distance)) == (TripletHNLoss, SmoothChamferSimilarity)
-    assert (loss.base.margin, distance.alpha, distance.set_size) == (0.2, 16.0, 1)
+    loss = SmoothChamferLoss()
+    assert (type(loss.base), type(loss.distance)) == (TripletHNLoss, SmoothChamferSimilarity)
+    assert (loss.base.margin, loss.distance.alpha, loss.distance.set_size) == (0.2, 16.0, 1)
     assert (loss.mmd_weight, loss.diversity_weight) == (0.01, 0.01)
     assert loss._record_these == ["mmd_weight", "diversity_weight"]
+    assert SmoothChamferLoss(alpha=4).distance.alpha == 4
 
 
-@pytest.mark.parametrize("given", ["slots", "ref_slots", "both"])
+@pytest.mark.parametrize("given", [["slots"], ["ref_slots"], ["slots", "ref_slots"]])
 def test_slots_are_what_diversity_is_computed_of(given):
-    call = call_with()
-    if given != "ref_slots":
-        call["slots"] = sets_of(LABELS, seed=2, elements=2)
-    if given != "slots":
-        call["ref_slots"] = sets_of(REF_LABELS, seed=3)
-    loss, base = SmoothChamferLoss(**WEIGHTS), TripletHNLoss(distance=smooth_chamfer())
-    check(loss(**call), leaves_of(call), *expected(base, call))
-    one = {name: value for name, value in call.items() if not name.startswith("ref")}
-    check(loss(**one), leaves_of(one), *expected(base, one))
+    slots = {"slots": sets_of(LABELS, seed=2, elements=2), "ref_slots": sets_of(REF_LABELS, seed=3)}
+    call = call_with() | {name: slots[name] for name in given}
+    wanted = expected(TripletHNLoss(distance=smooth_chamfer()), call)
+    check(SmoothChamferLoss(**WEIGHTS)(**call), leaves_of(call), *wanted)
 
 
-@pytest.mark.parametrize("name", ["slots", "ref_slots"])
-def test_wrong_slots(name):
-    with pytest.raises(ValueError, match=rf"{name} must have the shape \(items, elements, dimension\), got \(5, 12\)"):
-        SmoothChamferLoss()(**call_with(), **{name: torch.ones(5, 12)})
+def test_wrong_slots():
+    for name in ("slots", "ref_slots"):
+        with pytest.raises(ValueError, match=rf"{name} must have the shape \(items, .*, dimension\), got \(5, 12\)"):
+            SmoothChamferLoss()(**call_with(), **{name: torch.ones(5, 12)})
 
 
 def test_the_terms_alone(monkeypatch):
@@ -152,9 +138,8 @@ def test_the_terms_alone(monkeypatch):
         assert list(loss.regularization(images, texts)) == [term for term in wanted if not term.startswith(name)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_the_embeddings_as_references_are_one_modality(dtype):
-    call, loss = call_with(1, dtype), SmoothChamferLoss(mmd_weight=1e6)
+def test_the_embeddings_as_references_are_one_modality():
+    call, loss = call_with(1, torch.float16), SmoothChamferLoss(mmd_weight=1e6)
     assert torch.equal(loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS), loss(**call))
 
 
@@ -177,18 +162,10 @@ def test_plain_embeddings_are_sets_of_one(base):
     assert loss(**call).item() == pytest.approx(base(**call).item() + MMD * term)
 
 
-@pytest.mark.parametrize("distance", ["MatchProbability", MILSimilarity()])
-def test_another_distance(distance):
-    call, options = call_with(), {"scale": 5, "distance": distance}
-    loss = create_loss("smooth_chamfer", base="vlc", mmd_weight=0, diversity_weight=0, **options)
-    base = create_loss("vlc", **options)
-    assert len([*loss.parameters()]) == len([*base.parameters()])
-    torch.testing.assert_close(loss(**call), base(**call))
-
-
-def test_alpha():
-    loss, base = SmoothChamferLoss(alpha=4, **WEIGHTS), TripletHNLoss(distance=SmoothChamferSimilarity(4.0))
-    call = call_with()
+def test_another_distance():
+    call, base = call_with(), create_loss("vlc", distance="MatchProbability")
+    loss = create_loss("smooth_chamfer", base="vlc", distance="MatchProbability", **WEIGHTS)
+    assert len([*loss.parameters()]) == 2
     check(loss(**call), leaves_of(call), *expected(base, call))
 
 
@@ -202,7 +179,6 @@ def test_alpha():
         ({"distance": MILSimilarity(), "alpha": 2}, "alpha cannot be given with a MILSimilarity as distance, which"),
         ({"base": "smooth_chamfer"}, "base must be another loss .*, got 'smooth_chamfer'"),
         ({"base": SmoothChamferLoss()}, r"base must be another loss of .* or the name of one, got SmoothChamferLoss\("),
-        ({"base": torch.nn.CrossEntropyLoss()}, r"base must be another loss .*, got CrossEntropyLoss\(\)"),
         ({"scale": 3}, "unknown option 'scale' of loss 'triplet_hn'; options: warmup_steps=0, "),
         ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
         ({"mmd_weight": -1}, "mmd_weight must be a finite number >= 0, got -1"),
@@ -230,7 +206,7 @@ def test_options_of_the_base_by_name():
     assert (loss.base.warmup_steps, loss.symmetric, loss.collect_stats) == (3, False, True)
     assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
     assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]
-    assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss(distance=smooth_chamfer())), "symmetric")
+    assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")
 
 
 def test_scale_and_direction_of_a_call():
@@ -275,9 +251,8 @@ def test_autocast_computes_in_single_precision(base):
 @pytest.mark.parametrize("name", ["embeddings", "ref_emb", "slots", "ref_slots"])
 def test_not_a_number_is_never_hidden(name):
     call = call_with() | {"slots": sets_of(LABELS, seed=2), "ref_slots": sets_of(REF_LABELS, seed=3)}
-    call[name] = call[name].detach()
-    call[name][4, 2, 3] = float("nan")
-    value = SmoothChamferLoss(**WEIGHTS)(**(call | {name: call[name].requires_grad_()}))
+    call[name].data[4, 2, 3] = float("nan")
+    value = SmoothChamferLoss(**WEIGHTS)(**call)
     assert value.isnan()
     assert torch.autograd.grad(value, call[name])[0].isnan().any()
 
