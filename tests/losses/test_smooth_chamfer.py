@@ -73,14 +73,12 @@ def expected(base, call):
 
 
 def smooth_chamfer(**options):
-    return SmoothChamferSimilarity(16.0, K, **options)
+    return SmoothChamferSimilarity(set_size=K, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("sets", [1, 2], ids=["one modality", "two"])
-@pytest.mark.parametrize(
-    ("base", "options"), [("triplet_hn", {"margin": 0.3}), ("vlc", {"scale": 10, "symmetric": False})]
-)
+@pytest.mark.parametrize(("base", "options"), [("goal", {"tau": 5}), ("vlc", {"scale": 10, "symmetric": False})])
 def test_base_by_name_and_terms(base, options, sets, dtype):
     call = call_with(sets, dtype)
     wanted = expected(create_loss(base, distance=smooth_chamfer(), **options), call)
@@ -121,9 +119,8 @@ def test_slots_are_what_diversity_is_computed_of(given):
 
 
 def test_wrong_slots():
-    for name in ("slots", "ref_slots"):
-        with pytest.raises(ValueError, match=rf"{name} must have the shape \(items, .*, dimension\), got \(5, 12\)"):
-            SmoothChamferLoss()(**call_with(), **{name: torch.ones(5, 12)})
+    with pytest.raises(ValueError, match=r"ref_slots must have the shape \(items, .*, dimension\), got \(5, 12\)"):
+        SmoothChamferLoss()(**call_with(), ref_slots=torch.ones(5, 12))
 
 
 def test_the_terms_alone(monkeypatch):
@@ -182,7 +179,6 @@ def test_another_distance():
         ({"scale": 3}, "unknown option 'scale' of loss 'triplet_hn'; options: warmup_steps=0, "),
         ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
         ({"mmd_weight": -1}, "mmd_weight must be a finite number >= 0, got -1"),
-        ({"diversity_weight": float("inf")}, "diversity_weight must be a finite number >= 0, got inf"),
     ],
 )
 def test_wrong_options(options, message):
@@ -190,20 +186,18 @@ def test_wrong_options(options, message):
         SmoothChamferLoss(**options)
 
 
-def test_wrong_names_of_options():
-    with pytest.raises(UserError) as raised:
-        create_loss("smooth_chamfer", base="vlc", scael=3)
-    assert str(raised.value).startswith(
-        "unknown option 'scael' of loss 'smooth_chamfer' (did you mean 'scale'?); options: base='triplet_hn', "
-        "alpha=16.0, set_size=1, mmd_weight=0.01, diversity_weight=0.01, distance=None, backend=None, scale=50.0, "
+def test_an_unknown_option_lists_those_of_the_base_too():
+    message = (
+        r"unknown option 'scael' of loss 'smooth_chamfer' \(did you mean 'scale'\?\); .* alpha=16.0, .* scale=50.0,"
     )
+    with pytest.raises(UserError, match=message):
+        create_loss("smooth_chamfer", base="vlc", scael=3)
 
 
 def test_options_of_the_base_by_name():
-    loss = create_loss(
-        "smooth_chamfer", warmup_steps=3, symmetric=False, collect_stats=True, embedding_regularizer="LpRegularizer"
-    )
-    assert (loss.base.warmup_steps, loss.symmetric, loss.collect_stats) == (3, False, True)
+    loss = create_loss("smooth_chamfer", warmup_steps=3, symmetric=False, embedding_regularizer="LpRegularizer")
+    assert (loss.base.warmup_steps, loss.symmetric) == (3, False)
+    assert create_loss("smooth_chamfer", collect_stats=True).collect_stats
     assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
     assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]
     assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")
@@ -228,8 +222,7 @@ def test_a_reducer_for_each_term():
     loss_dict = SmoothChamferLoss(reducer=reducers.DoNothingReducer(), **WEIGHTS)(**call)
     wanted, _ = regularization(call)
     assert list(loss_dict) == ["loss", *wanted]
-    for name, value in wanted.items():
-        assert loss_dict[name]["losses"].item() == pytest.approx(value)
+    assert [loss_dict[name]["losses"].item() for name in wanted] == pytest.approx([*wanted.values()])
     reduced = reducers.MultipleReducers({})(loss_dict, call["embeddings"], LABELS)
     torch.testing.assert_close(reduced, SmoothChamferLoss(**WEIGHTS)(**call))
 

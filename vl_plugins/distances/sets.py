@@ -102,6 +102,9 @@ class SetDistance(BaseDistance):
             )
         return tuple(side.reshape(len(side), side.shape[1:].numel() // dimension, dimension) for side in sides)
 
+    def check_shapes(self, query_emb: Tensor, ref_emb: Tensor | None) -> None:
+        self.unpack(query_emb, query_emb if ref_emb is None else ref_emb)
+
     def normalize(self, embeddings: Tensor, dim: int = 1, **kwargs) -> Tensor:
         """Return the embeddings, packed or not, with all elements normalized."""
         (embeddings,) = full_precision(embeddings)
