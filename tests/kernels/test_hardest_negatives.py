@@ -33,9 +33,7 @@ def test_the_first_of_the_hardest(symmetric):
     *sides, labels, ref_labels = whole_numbers(40, 36, 3, 6, seed=0)
     sides = [side.requires_grad_() for side in sides]
     rows, columns = pairs = equal_label_pairs(labels, ref_labels)
-    found = mine_hardest_negatives(
-        *sides, labels, ref_labels, pairs, normalize=False, symmetric=symmetric, backend="tiled"
-    )
+    found = mine_hardest_negatives(*sides, labels, ref_labels, pairs, normalize=False, symmetric=symmetric, backend="tiled")
     similarities = sides[0] @ sides[1].T
     masked = similarities.masked_fill(labels[:, None] == ref_labels, -9)
     assert ((masked == masked.amax(dim=1, keepdim=True)).sum(dim=1) > 1).sum() > 10
