@@ -4,7 +4,7 @@ from pytorch_metric_learning import distances, miners, reducers, regularizers
 
 import vl_plugins
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.distances.base import SetDistance
+from vl_plugins.distances.sets import SetDistance
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.losses.wrappers import CrossBatchMemory
 from vl_plugins.registry import (

@@ -8,7 +8,7 @@ import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 
-from vl_plugins.distances.base import SetDistance
+from vl_plugins.distances.sets import SetDistance
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
 from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision

@@ -3,7 +3,7 @@
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 
-from vl_plugins.distances.base import SetDistance
+from vl_plugins.distances.sets import SetDistance
 from vl_plugins.integrations.pytorch_metric_learning.builders import (
     build_component,
     build_loss,

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from vl_plugins.functional.goal import Objective, goal_loss, goal_triplet_loss, objective_losses
+from vl_plugins.kernels import mine_hardest_negatives
 from vl_plugins.losses.base import PairBatch
-from vl_plugins.losses.hardest_negative import HardestNegativeLoss
+from vl_plugins.losses.triplet import HardestNegativeLoss
 
 __all__ = ["GOALLoss"]
 
@@ -26,7 +27,7 @@ class GOALLoss(HardestNegativeLoss):
 
     Args:
         options: the fields of :class:`~vl_plugins.functional.goal.Objective`, by name.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.hardest_negative.HardestNegativeLoss`; ``symmetric``
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; ``symmetric``
             and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`. The ``distance``
             has to be a similarity, best the cosine; only (con, con) and (nca, con) take real distances, negated.
 
@@ -37,9 +38,8 @@ class GOALLoss(HardestNegativeLoss):
         Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval, Eq. 5-13.
 
     >>> import torch
+    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> loss = GOALLoss(triplet_weight="con", pair_weight="lin", margin=0.2)
-    >>> image_embeddings, text_embeddings = torch.eye(3), torch.eye(3).roll(1, dims=0)
-    >>> labels = torch.arange(3)
     >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
     tensor(2.4000)
     """
@@ -68,24 +68,13 @@ class GOALLoss(HardestNegativeLoss):
         """Not with sig_ms and lin_ms, which compare a pair with others."""
         return not self.objective.is_relative
 
-    def hardest_losses(self, batch: PairBatch) -> Tensor:
-        if not batch.use_kernel:
-            return self._losses_of_similarities(batch, "hardest")
-        s_p, s_n, exists, terms, zero = self.mine(batch, self.objective)
-        return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
-
-    def all_negative_losses(self, batch: PairBatch) -> Tensor:
-        return self._losses_of_similarities(batch, "all")
-
-    def _losses_of_similarities(self, batch: PairBatch, mining: str) -> Tensor:
-        return goal_loss(
-            batch.similarities(),
-            *batch.masks(),
-            self.objective,
-            mining=mining,
-            symmetric=batch.symmetric,
-            reduction="none",
-        )
+    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
+        if batch.use_kernel and mining == "hardest":
+            mined = mine_hardest_negatives(**batch.kernel_arguments(), objective=self.objective, backend=self.backend)
+            s_p, s_n, exists, terms, zero = mined
+            return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
+        options = {"mining": mining, "symmetric": batch.symmetric, "reduction": "none"}
+        return goal_loss(batch.similarities(), *batch.masks(), self.objective, **options)
 
     def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         return goal_triplet_loss(similarities, anchors, positives, negatives, self.objective)

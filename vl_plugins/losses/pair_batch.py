@@ -45,15 +45,7 @@ class PairBatch:
     use_kernel: bool
 
     @classmethod
-    def make(
-        cls,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: IndicesTuple | None,
-        ref_emb: Tensor | None,
-        ref_labels: Tensor | None,
-        **options,
-    ) -> "PairBatch":
+    def make(cls, embeddings, labels, indices_tuple, ref_emb, ref_labels, **options) -> "PairBatch":
         """Find the pairs of a call; ``symmetric`` is dropped where there is one direction only.
 
         Raises:
@@ -76,16 +68,9 @@ class PairBatch:
 
     def kernel_arguments(self) -> dict[str, Any]:
         """Return the arguments that all functions of :mod:`vl_plugins.kernels` on labels share."""
-        return {
-            "embeddings": self.embeddings,
-            "ref_emb": self.ref_emb,
-            "labels": self.labels,
-            "ref_labels": self.ref_labels,
-            "pairs": self.pairs,
-            "normalize": self.distance.normalize_embeddings,
-            "same_set": self.same_set,
-            "symmetric": self.symmetric,
-        }
+        names = "embeddings", "ref_emb", "labels", "ref_labels", "pairs", "same_set", "symmetric"
+        arguments = {name: getattr(self, name) for name in names}
+        return arguments | {"normalize": self.distance.normalize_embeddings}
 
     def similarities(self) -> Tensor:
         """Compute all similarities, (A, C), larger is closer."""
@@ -106,24 +91,16 @@ def _mask(embeddings: Tensor, ref_emb: Tensor, pairs: tuple[Tensor, Tensor]) -> 
     return mask
 
 
-def _check(
-    embeddings: Tensor,
-    labels: Tensor | None,
-    indices_tuple: IndicesTuple | None,
-    ref_emb: Tensor | None,
-    ref_labels: Tensor | None,
-    distance: BaseDistance,
-) -> None:
-    if indices_tuple is None:
-        for name, values, is_needed in (("labels", labels, True), ("ref_labels", ref_labels, ref_emb is not None)):
-            if values is None and is_needed:
-                raise ValueError(f"{name} must be given without an indices_tuple, got None")
-    elif len(indices_tuple) not in (3, 4):
+def _check(embeddings, labels, indices_tuple, ref_emb, ref_labels, distance) -> None:
+    if indices_tuple is not None and len(indices_tuple) not in (3, 4):
         raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
     for name, values, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-        if values is not None and not isinstance(values, Tensor):
+        if values is None:
+            if side is not None and indices_tuple is None:
+                raise ValueError(f"{name} must be given without an indices_tuple, got None")
+        elif not isinstance(values, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(values).__name__}")
-        if values is not None and side is not None and values.shape != side.shape[:1]:
+        elif side is not None and values.shape != side.shape[:1]:
             raise ValueError(f"{name} must have the shape {tuple(side.shape[:1])}, got {tuple(values.shape)}")
     if ref_emb is None:
         return

@@ -30,13 +30,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
     Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, with ``slots`` and ``ref_slots``
-    in addition. The regularization does not go through the reducer:
-
-    - MMD, :func:`vl_plugins.functional.mmd_loss`, of ``embeddings`` and ``ref_emb``, L2-normalized; none without
-      ``ref_emb``. A queue of embeddings, as of ``CrossBatchMemory``, is taken for the other modality: there it should
-      have the weight 0.
-    - Diversity, :func:`vl_plugins.functional.diversity_loss`, of ``slots`` and ``ref_slots``: the elements before a set
-      prediction head adds the global feature; by default of the embeddings.
+    in addition: the elements before a set prediction head adds the global feature, of which diversity is then computed
+    instead of the embeddings. The regularization does not go through the reducer. A queue of embeddings, as of
+    ``CrossBatchMemory``, is taken for the other modality: there MMD should have the weight 0.
 
     Args:
         base: name of the loss, another one of :func:`vl_plugins.list_losses`; or a loss of pytorch-metric-learning,
@@ -44,8 +40,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         alpha: inverse temperature of the smooth-Chamfer similarity, > 0. GOAL has an option of this name too: give that
             to a ``GOALLoss`` as ``base``.
         set_size: K of packed sets, >= 1.
-        mmd_weight: weight of the maximum mean discrepancy, >= 0.
-        diversity_weight: weight of the diversity loss, >= 0.
+        mmd_weight: >= 0, of :func:`vl_plugins.functional.mmd_loss`.
+        diversity_weight: >= 0, of :func:`vl_plugins.functional.diversity_loss`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size, backend)``.
         backend: of that similarity, see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
         base_options: options of the loss that ``base`` names, such as ``margin``, ``warmup_steps``, ``reducer``.
@@ -60,10 +56,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-9 and section 3.4.
 
-    >>> import torch
+    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> loss = SmoothChamferLoss("triplet_hn", margin=0.2, mmd_weight=0, diversity_weight=0)
-    >>> image_embeddings, text_embeddings = torch.eye(3), torch.eye(3).roll(1, dims=0)
-    >>> labels = torch.arange(3)
     >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
     tensor(2.4000)
     """
@@ -82,7 +76,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         backend: str | None = None,
         **base_options,
     ):
-        base = _base_loss(base, {"alpha": alpha, "set_size": set_size, "backend": backend}, distance, base_options)
+        base = _base_loss(base, distance, {"alpha": alpha, "set_size": set_size, "backend": backend}, base_options)
         # Not the base class's: reducer, distance and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
         self.base = base
@@ -125,8 +119,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         Args:
             embeddings: (A, K, D), (A, K * D) or (A, D).
             labels, indices_tuple, ref_emb, ref_labels: see :class:`~vl_plugins.losses.base.PairLoss`.
-            slots, ref_slots: see :meth:`regularization`.
-            scale, symmetric: instead of those of the base, see :class:`~vl_plugins.losses.base.PairLoss`.
+            slots, ref_slots: (A, K, D) and (C, K, D).
+            scale, symmetric: instead of those of the base.
 
         Raises:
             ValueError: labels missing, a ``scale`` where the base has none, or tensors that do not fit each other, the
@@ -144,10 +138,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):
-            return loss | {
-                name: {"losses": term, "indices": None, "reduction_type": "already_reduced"}
-                for name, term in terms.items()
-            }
+            return loss | {name: self.zero_loss() | {"losses": term} for name, term in terms.items()}
         return loss + sum(terms.values())
 
     def regularization(
@@ -159,15 +150,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"`` and ``"diversity_loss"``; one with weight 0 is left out.
 
-        Args:
-            embeddings: as in :meth:`forward`.
-            ref_emb: those of the other modality. Without them there is no ``"mmd_loss"``, nor if they are the
-                ``embeddings`` themselves.
-            slots: (A, K, D), what diversity is computed of instead of ``embeddings``.
-            ref_slots: (C, K, D), likewise for ``ref_emb``.
-
-        Raises:
-            ValueError: tensors of wrong shapes.
+        Tensors and errors are those of :meth:`forward`. There is no ``"mmd_loss"`` without another modality: without
+        ``ref_emb``, or if they are the ``embeddings`` themselves.
         """
         for name, given in (("slots", slots), ("ref_slots", ref_slots)):
             if given is not None and given.ndim != 3:
@@ -182,38 +166,25 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             terms["mmd_loss"] = self.mmd_weight * self.mmd(embeddings, ref_emb)
         if self.diversity_weight > 0:
             sides = (embeddings if slots is None else slots, ref_emb if ref_slots is None else ref_slots)
-            terms["diversity_loss"] = self.diversity_weight * sum(
-                self.diversity(side) for side in sides if side is not None
-            )
+            diversity = sum(self.diversity(side) for side in sides if side is not None)
+            terms["diversity_loss"] = self.diversity_weight * diversity
         return terms
 
 
 def _base_loss(
-    base: str | BaseMetricLossFunction,
-    distance_options: Mapping[str, Any],
-    distance: BaseDistance | None,
-    options: Mapping[str, Any],
+    base: str | BaseMetricLossFunction, distance: BaseDistance | None, distance_options: dict, base_options: dict
 ) -> BaseMetricLossFunction:
-    changed = [name for name, value in distance_options.items() if value != DISTANCE_DEFAULTS[name]]
-    if not isinstance(base, str):
-        others = [*changed, *options] + (["distance"] if distance is not None else [])
-        if others:
-            raise ValueError(
-                f"{', '.join(others)} cannot be given with a {type(base).__name__} as base, which has its own: give "
-                "the name of a loss as base, or give them to that loss"
-            )
-        if not isinstance(base, BaseMetricLossFunction) or isinstance(base, SmoothChamferLoss):
-            raise ValueError(
-                f"base must be another loss of pytorch-metric-learning or a name, got {type(base).__name__}"
-            )
-        return base
-    if base == "smooth_chamfer":
-        raise ValueError("base must be another loss, got 'smooth_chamfer'")
-    if distance is None:
-        distance = SmoothChamferSimilarity(**distance_options)
-    elif changed:
+    is_loss = isinstance(base, BaseMetricLossFunction) and not isinstance(base, SmoothChamferLoss)
+    if base == "smooth_chamfer" or not (is_loss or isinstance(base, str)):
+        raise ValueError(f"base must be another loss of pytorch-metric-learning or the name of one, got {base!r}")
+    given = [name for name, value in distance_options.items() if value != DISTANCE_DEFAULTS[name]]
+    if is_loss:
+        given += [*base_options, *(["distance"] if distance is not None else [])]
+    what, owner = ("base", base) if is_loss else ("distance", distance)
+    if given and owner is not None:
         raise ValueError(
-            f"{', '.join(changed)} cannot be given with a {type(distance).__name__} as distance: they are options of "
-            "SmoothChamferSimilarity, the default"
+            f"{', '.join(given)} cannot be given with a {type(owner).__name__} as {what}, which has its own options"
         )
-    return create_loss(base, distance=distance, **options)
+    if is_loss:
+        return base
+    return create_loss(base, distance=distance or SmoothChamferSimilarity(**distance_options), **base_options)

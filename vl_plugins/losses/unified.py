@@ -1,4 +1,4 @@
-"""Unified loss of pair similarity optimization."""
+"""Unified loss of pair similarity optimization, and vision-language contrastive loss, its case without a margin."""
 
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vl_plugins.functional import Polynomial, unified_loss
+from vl_plugins.functional import Polynomial, unified_loss, vlc_loss
 from vl_plugins.functional.unified import Margin, Weights
 from vl_plugins.kernels import unified_losses_from_embeddings
 from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
 from vl_plugins.utils.checks import adaptive_margin, constant_scale, finite_tensor
 
-__all__ = ["UnifiedLoss"]
+__all__ = ["UnifiedLoss", "VLCLoss"]
+
+KINDS = "positives", "negatives"
 
 
 class UnifiedLoss(PairLoss):
@@ -40,14 +42,10 @@ class UnifiedLoss(PairLoss):
         ValueError: a hyper-parameter out of its range.
 
     Reference:
-        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5
-        and 24-27.
+        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5 and 24-27.
 
-    >>> import torch
-    >>> loss = UnifiedLoss(margin=0.2, scale=50)
-    >>> image_embeddings, text_embeddings = torch.eye(3), torch.eye(3).roll(1, dims=0)
-    >>> labels = torch.arange(3)
-    >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> UnifiedLoss(margin=0.2, scale=50)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
     tensor(2.4000)
     >>> UnifiedLoss(weights=([0.5, -0.7], [0.03, 0.9]), relative=[0, 1, 0.5]).relative
     Polynomial(coefficients=(0.0, 1.0, 0.5))
@@ -67,7 +65,7 @@ class UnifiedLoss(PairLoss):
         super().__init__(**kwargs)
         self.margin = adaptive_margin("margin", margin)
         self.scale = constant_scale(scale)
-        self.weights = _pair_or_one(weights)
+        self.weights = _weights(weights)
         self.relative = None if relative is None else _function("relative", relative)
         # pytorch-metric-learning writes these to its logs as numbers.
         self.add_to_recordable_attributes(list_of_names=["scale"] if callable(margin) else ["margin", "scale"])
@@ -82,22 +80,11 @@ class UnifiedLoss(PairLoss):
 
     def pair_losses(self, batch: PairBatch) -> Tensor:
         if not batch.use_kernel:
-            return unified_loss(
-                batch.similarities(),
-                *batch.masks(),
-                self.margin,
-                batch.scale,
-                weights=self.weights,
-                relative=self.relative,
-                symmetric=batch.symmetric,
-                reduction="none",
-            )
-        return unified_losses_from_embeddings(
-            **batch.kernel_arguments(),
-            margin=_margin_of_pairs(self.margin, batch),
-            scale=batch.scale,
-            backend=self.backend,
-        )
+            options = {"weights": self.weights, "relative": self.relative, "symmetric": batch.symmetric}
+            similarities, masks = batch.similarities(), batch.masks()
+            return unified_loss(similarities, *masks, self.margin, batch.scale, **options, reduction="none")
+        arguments, margin = batch.kernel_arguments(), _margin_of_pairs(self.margin, batch)
+        return unified_losses_from_embeddings(**arguments, margin=margin, scale=batch.scale, backend=self.backend)
 
     def kernel_problem(self) -> str | None:
         if self.relative is not None:
@@ -106,6 +93,47 @@ class UnifiedLoss(PairLoss):
             return "the margin is a function of all similarities"
         if self.weights is not None:
             return "similarities are weighted"
+        return distance_problem(self.distance)
+
+
+class VLCLoss(PairLoss):
+    """Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss.
+
+    See :func:`vl_plugins.functional.vlc_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for how to
+    call it. With one text per image it is twice open_clip's ``ClipLoss``, which averages the two directions.
+
+    Args:
+        scale, kwargs: see :class:`UnifiedLoss`.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
+
+    Reference:
+        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 3-4.
+
+    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> VLCLoss(scale=50)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    tensor(100.)
+    """
+
+    equation = "Eq. 3-4"
+    paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
+    independent_pairs = True
+
+    def __init__(self, scale: float = 50.0, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = constant_scale(scale)
+        self.add_to_recordable_attributes(name="scale")
+
+    def pair_losses(self, batch: PairBatch) -> Tensor:
+        if not batch.use_kernel:
+            similarities, masks = batch.similarities(), batch.masks()
+            return vlc_loss(similarities, *masks, batch.scale, symmetric=batch.symmetric, reduction="none")
+        arguments = batch.kernel_arguments()
+        losses = unified_losses_from_embeddings(**arguments, margin=0.0, scale=batch.scale, backend=self.backend)
+        return (batch.scale * losses).to(losses.dtype)
+
+    def kernel_problem(self) -> str | None:
         return distance_problem(self.distance)
 
 
@@ -122,19 +150,14 @@ def _margin_of_pairs(margin: float | Tensor, batch: PairBatch) -> float | Tensor
     return margin.to(torch.promote_types(batch.embeddings.dtype, torch.float32))
 
 
-def _pair_or_one(weights: Any) -> Weights | tuple[Weights, Weights] | None:
-    if weights is None:
-        return None
+def _weights(weights: Any) -> Weights | tuple[Weights, Weights] | None:
+    """Return weights, or a pair of them, with a polynomial in place of its coefficients."""
     if isinstance(weights, Sequence) and len(weights) == 2 and not any(isinstance(item, Real) for item in weights):
-        positive_weights, negative_weights = weights
-        return (
-            _weights("weights of the positives", positive_weights),
-            _weights("weights of the negatives", negative_weights),
-        )
-    return _weights("weights", weights)
+        return tuple(_one_weight(f"weights of the {kind}", item) for kind, item in zip(KINDS, weights, strict=True))
+    return None if weights is None else _one_weight("weights", weights)
 
 
-def _weights(name: str, value: Any) -> Weights:
+def _one_weight(name: str, value: Any) -> Weights:
     if not isinstance(value, Tensor):
         return _function(name, value)
     if value.ndim not in (1, 2):

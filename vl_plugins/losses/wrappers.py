@@ -34,10 +34,9 @@ class _SupportsPairLosses:
 class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
     """Compares a batch with a queue of the latest embeddings, including its own; the queue has no gradient.
 
-    ``pytorch_metric_learning.losses.CrossBatchMemory`` with support for the losses of this package. Called as
-    ``loss(embeddings, labels, indices_tuple=None, enqueue_mask=None)``. The batch's embeddings are the anchors, so
-    ``symmetric`` of the loss has no effect. An item is never compared with its own copy in the queue. Embeddings are
-    stored and compared in float32 or float64, also under autocast.
+    Called as ``loss(embeddings, labels, indices_tuple=None, enqueue_mask=None)``. The batch's embeddings are the
+    anchors, so ``symmetric`` of the loss has no effect. An item is never compared with its own copy in the queue.
+    Embeddings are stored and compared in float32 or float64, also under autocast.
 
     - A ``miner`` chooses pairs of the batch and the queue; without one, all pairs count.
     - ``indices_tuple`` has more pairs or triplets, of the batch only, such as ``miner(embeddings, labels)``.
@@ -45,7 +44,7 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
       with it. The selected ones may come from a momentum encoder or the other modality.
 
     Args:
-        loss: a loss of this package, a subclass of its ``PairLoss``, or a loss that the base class supports.
+        loss: a loss of this package, a subclass of its ``PairLoss``, or one that the base class supports.
         embedding_size: D.
         memory_size: length of the queue.
         miner: a miner of pytorch-metric-learning, or None.
@@ -97,7 +96,7 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
         if is_easy and do_remove_self_comparisons:
             raise ValueError(
                 f"{type(self.miner).__name__} with pos_strategy='easy' would choose each embedding's own copy in the "
-                "queue as its positive: choose another pos_strategy, or enqueue other embeddings with enqueue_mask"
+                "queue: choose another pos_strategy, or enqueue other embeddings with enqueue_mask"
             )
         own_copies = self.curr_batch_idx
         if input_indices_tuple is not None:
@@ -108,11 +107,10 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
         indices = super().create_indices_tuple(embeddings, labels, E_mem, L_mem, input_indices_tuple, False)
         if not do_remove_self_comparisons:
             return indices
-        anchors, positives, *negatives = indices
-        others = positives != own_copies[anchors]
-        if len(negatives) == 1:  # triplets
-            negatives = [negatives[0][others]]
-        return anchors[others], positives[others], *negatives
+        others = indices[1] != own_copies[indices[0]]
+        if len(indices) == 3:  # triplets
+            return tuple(index[others] for index in indices)
+        return indices[0][others], indices[1][others], *indices[2:]
 
     def get_extra_state(self) -> dict[str, int | bool]:
         return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled}
@@ -124,10 +122,8 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
 class SelfSupervisedLoss(_SupportsPairLosses, losses.SelfSupervisedLoss):
     """Takes pairs of embeddings instead of labels: ``loss(embeddings, ref_emb)``, where row i belongs to row i.
 
-    ``pytorch_metric_learning.losses.SelfSupervisedLoss`` with support for the losses of this package.
-
     Args:
-        loss: a loss of this package, a subclass of its ``PairLoss``, or a loss that the base class supports.
+        loss: as for :class:`CrossBatchMemory`.
         symmetric: take all 2 B embeddings as one set, so that negatives are of both kinds, as in SimCLR. Otherwise
             negatives are among ``ref_emb`` only, as in CLIP; a loss of this package then adds the other direction,
             unless its own ``symmetric`` is False.
@@ -136,9 +132,8 @@ class SelfSupervisedLoss(_SupportsPairLosses, losses.SelfSupervisedLoss):
         ValueError: an unsupported loss, or embeddings of different shapes.
 
     >>> from vl_plugins.losses import UnifiedLoss
-    >>> image_embeddings, text_embeddings = torch.eye(3), torch.eye(3).roll(1, dims=0)
-    >>> [SelfSupervisedLoss(UnifiedLoss(), symmetric)(image_embeddings, text_embeddings) for symmetric in (True, False)]
-    [tensor(1.2000), tensor(2.4000)]
+    >>> SelfSupervisedLoss(UnifiedLoss(), symmetric=False)(torch.eye(3), torch.eye(3).roll(1, dims=0))
+    tensor(2.4000)
     """
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
@@ -150,8 +145,8 @@ class SelfSupervisedLoss(_SupportsPairLosses, losses.SelfSupervisedLoss):
 class DistributedLossWrapper(distributed.DistributedLossWrapper):
     """Compares the embeddings of all processes.
 
-    ``pytorch_metric_learning.utils.distributed.DistributedLossWrapper``, which with ``efficient=True`` drops the pairs
-    (i, i) of embeddings and ``ref_emb``: all positive pairs of images with one caption each. Here they count.
+    With ``efficient``, pytorch-metric-learning's own drops the pairs (i, i) of embeddings and ``ref_emb``: all positive
+    pairs of images with one caption each. Here they count.
 
     Args:
         loss: a loss, or a :class:`CrossBatchMemory` (not with ``efficient``).
@@ -176,10 +171,8 @@ class DistributedLossWrapper(distributed.DistributedLossWrapper):
 class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
     """Mines among the embeddings of all processes, for a :class:`DistributedLossWrapper` with the same ``efficient``.
 
-    ``pytorch_metric_learning.utils.distributed.DistributedMinerWrapper``, which with ``efficient=True`` drops the pairs
-    (i, i) of embeddings and ``ref_emb``. Here they are mined.
-
-    Called in each process as ``miner(embeddings, labels, ref_emb=None, ref_labels=None)``, with equal batch sizes.
+    Called in each process as ``miner(embeddings, labels, ref_emb=None, ref_labels=None)``, with equal batch sizes. The
+    pairs (i, i) are mined too.
 
     Args:
         miner: a miner of pytorch-metric-learning.
@@ -201,10 +194,8 @@ class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
 
 def check_miner(miner: Callable | None) -> None:
     """Raise ``ValueError`` for a miner that would drop each image's own caption."""
-    is_theirs = isinstance(miner, distributed.DistributedMinerWrapper) and not isinstance(
-        miner, DistributedMinerWrapper
-    )
-    if is_theirs and miner.efficient:
+    theirs, ours = distributed.DistributedMinerWrapper, DistributedMinerWrapper
+    if isinstance(miner, theirs) and not isinstance(miner, ours) and miner.efficient:
         raise ValueError(
             "pytorch-metric-learning's DistributedMinerWrapper(efficient=True) drops each pair (i, i) of ref_emb: use "
             "vl_plugins.losses.wrappers.DistributedMinerWrapper"

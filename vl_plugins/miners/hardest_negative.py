@@ -54,12 +54,10 @@ class HardestNegativeMiner(BaseMiner):
         tensor_or_none("ref_labels", ref_labels)
         return super().forward(embeddings, labels, ref_emb, ref_labels)
 
-    def mine(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def mine(self, embeddings, labels, ref_emb, ref_labels) -> tuple[Tensor, Tensor, Tensor]:
         if ref_labels is None:
             raise ValueError("ref_labels cannot be None when ref_emb is given")
-        same_label = labels[:, None] == ref_labels[None, :]
+        same_label = labels[:, None] == ref_labels
         positive_mask = same_label.clone()
         if ref_emb is embeddings:
             positive_mask.fill_diagonal_(False)

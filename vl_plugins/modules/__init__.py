@@ -2,8 +2,7 @@
 
 from vl_plugins.modules.pooling import POOLINGS, GeneralizedPooling, average_pooling, max_pooling
 from vl_plugins.modules.positions import sinusoidal_positions, sinusoidal_positions_2d
-from vl_plugins.modules.set_head import SetHead, TowerFeatures
-from vl_plugins.modules.set_prediction import SetPrediction, SetPredictionOutput
+from vl_plugins.modules.set_prediction import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 
 __all__ = [
     "POOLINGS",

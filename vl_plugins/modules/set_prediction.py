@@ -1,4 +1,4 @@
-"""Sets of embeddings by slot attention: the set prediction module of DivE."""
+"""Sets of embeddings by slot attention: the set prediction module of DivE, also as a head of a tower."""
 
 import math
 from typing import NamedTuple
@@ -7,9 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.functional.precision import full_precision
+from vl_plugins.modules.positions import sinusoidal_positions_2d
 from vl_plugins.utils.checks import integer
 
-__all__ = ["SetPrediction", "SetPredictionOutput", "slot_attention"]
+__all__ = ["SetHead", "SetPrediction", "SetPredictionOutput", "TowerFeatures", "slot_attention"]
+
+
+class TowerFeatures(NamedTuple):
+    """Features of a tower's inputs.
+
+    Attributes:
+        local: (B, N, W), of the last block: patches, places of a feature map, regions, or tokens.
+        pooled: (B, D), the tower's own embedding, not normalized; None if it has none.
+        padding_mask: (B, N) bool, True for tokens after the end of the text and for missing regions; None if no feature
+            is padding.
+        grid: (height, width) of the N places of an image; None for texts, and if patches are dropped.
+        has_positions: whether the features contain their positions, as those of a transformer do.
+    """
+
+    local: Tensor
+    pooled: Tensor | None
+    padding_mask: Tensor | None
+    grid: tuple[int, int] | None
+    has_positions: bool
 
 
 class SetPredictionOutput(NamedTuple):
@@ -38,7 +58,7 @@ class SetPrediction(nn.Module):
         A_{nk} = \frac{e^{M_{nk}}}{\sum_i e^{M_{ni}}}, \quad \hat A_{nk} = \frac{A_{nk}}{\sum_i A_{ik}} \\
         \bar E &= \hat A^\top (\mathrm{LN}(x) W_v) W_o + E, \quad E \leftarrow \mathrm{MLP}(\bar E) + \bar E
 
-    The global feature is added to each slot (Eq. 5): S = LN(E) + LN(global).
+    Then the global feature is added to each slot (Eq. 5): S = LN(E) + LN(global).
 
     Linear maps start as Xavier uniform, without a bias except in the MLP, where biases start at 0. Learned slots, and
     the noise of random ones, are drawn from N(0, 1). At first the iterations add nearly the same to every slot, so the
@@ -162,13 +182,10 @@ class SetPrediction(nn.Module):
         if self.slots == "learned":
             return self.initial_slots.expand(batch_size, -1, -1)
         noise = self.noise.expand(batch_size, -1, -1)
-        if self.training:
-            noise = torch.randn_like(noise)
+        noise = torch.randn_like(noise) if self.training else noise
         return self.slots_mean + self.slots_log_scale.exp() * noise
 
-    def _aggregate(
-        self, slots: Tensor, keys: Tensor, values: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _aggregate(self, slots, keys, values, padding_mask) -> tuple[Tensor, Tensor]:
         """Return the slots (B, K, D) and the attention (B, N, K) after one aggregation block."""
         queries = self.to_queries(self.norm_slots(slots))
         attended, attention = slot_attention(queries, keys, values, padding_mask, over=self.attention)
@@ -179,22 +196,16 @@ class SetPrediction(nn.Module):
             slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).to(slots.dtype).view_as(slots)
         return self.mlp(self.norm_mlp(slots)) + slots, attention
 
-    def _check(
-        self,
-        local_features: Tensor,
-        global_feature: Tensor | None,
-        padding_mask: Tensor | None,
-        positions: Tensor | None,
-    ) -> None:
-        if local_features.ndim != 3 or local_features.shape[2] != self.local_dim:
-            expected = f"(B, N, {self.local_dim})"
-            raise ValueError(f"local_features must have the shape {expected}, got {tuple(local_features.shape)}")
+    def _check(self, local_features, global_feature, padding_mask, positions) -> None:
+        shape = tuple(local_features.shape)
+        if len(shape) != 3 or shape[2] != self.local_dim:
+            raise ValueError(f"local_features must have the shape (B, N, {self.local_dim}), got {shape}")
         if self.global_feature is (global_feature is None):
             expected, given = ("a tensor", "None") if self.global_feature else ("None", "a tensor")
             raise ValueError(
                 f"global_feature must be {expected} for a module with global_feature={self.global_feature}, got {given}"
             )
-        batch_size, length, width = local_features.shape
+        batch_size, length, width = shape
         for name, tensor, *shapes in (
             ("global_feature", global_feature, (batch_size, self.dim)),
             ("padding_mask", padding_mask, (batch_size, length)),
@@ -203,6 +214,28 @@ class SetPrediction(nn.Module):
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 expected = " or ".join(map(str, shapes))
                 raise ValueError(f"{name} must have the shape {expected}, got {tuple(tensor.shape)}")
+
+
+class SetHead(nn.Module):
+    """A set prediction module on a tower's local features and its embedding."""
+
+    def __init__(self, prediction: SetPrediction):
+        super().__init__()
+        self.prediction = prediction
+
+    def predict(self, features: TowerFeatures) -> SetPredictionOutput:
+        """Return sets, slots and attention; sinusoidal positions are added to features without positions."""
+        local, pooled, padding_mask, grid, has_positions = features
+        positions = None if has_positions else sinusoidal_positions_2d(*grid, local.shape[-1]).to(local.device)
+        if self.prediction.global_feature:
+            return self.prediction(local, pooled, padding_mask=padding_mask, positions=positions)
+        output = self.prediction(local, padding_mask=padding_mask, positions=positions)
+        # DistributedDataParallel fails if a parameter of the tower has no gradient.
+        return output._replace(embeddings=output.embeddings + 0 * pooled.sum())
+
+    def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
+        output = self.predict(features)
+        return {"features": output.embeddings, "slots": output.slots}
 
 
 def slot_attention(

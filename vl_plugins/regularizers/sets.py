@@ -4,7 +4,7 @@ import torch
 from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 
-from vl_plugins.distances.base import SetDistance, elements_present
+from vl_plugins.distances.sets import SetDistance, elements_present
 from vl_plugins.functional import diversity_loss, mmd_loss, uniformity_loss
 from vl_plugins.functional.precision import full_precision, unit_vectors
 from vl_plugins.utils.checks import integer, positive

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.distances.base import SetDistance
+from vl_plugins.distances.sets import SetDistance
 from vl_plugins.integrations.open_clip.launcher import _checked_loss
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError

@@ -1,15 +1,28 @@
-"""What distances of embedding sets have in common."""
+"""The similarities of :mod:`vl_plugins.functional.set_similarity` as pytorch-metric-learning distances.
+
+All have the arguments of :class:`SetDistance`, and raise its errors.
+"""
 
 import math
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
-from torch import Tensor
+from torch import Tensor, nn
 
+from vl_plugins import functional
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.utils.checks import integer
+from vl_plugins.kernels import BACKENDS, pairwise_smooth_chamfer
+from vl_plugins.utils.checks import finite, integer, positive
+from vl_plugins.utils.errors import check_name
 
-__all__ = ["SetDistance", "elements_present"]
+__all__ = [
+    "ChamferSimilarity",
+    "MILSimilarity",
+    "MatchProbability",
+    "SetDistance",
+    "SmoothChamferSimilarity",
+    "elements_present",
+]
 
 
 class SetDistance(BaseDistance):
@@ -31,7 +44,7 @@ class SetDistance(BaseDistance):
             ``collect_stats``.
 
     Raises:
-        ValueError: ``set_size`` out of its range.
+        ValueError: a hyper-parameter out of its range.
     """
 
     def __init__(self, set_size: int = 1, **kwargs):
@@ -62,13 +75,18 @@ class SetDistance(BaseDistance):
         similarities = self.compute_mat(*sides)
         return similarities if self.power == 1 else similarities**self.power
 
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor, paired: bool = False) -> Tensor:
         """Return the similarities, (A, C), of embeddings that are normalized already or not."""
-        return self._similarity(query_emb, ref_emb, paired=False)
+        sides = self.unpack(query_emb, ref_emb)
+        normalize = self.normalize_embeddings
+        if normalize and self.p != 2:
+            sides, normalize = [self.normalize(side) for side in sides], False
+        mask, ref_mask = map(elements_present, sides)
+        return self.similarity(*sides, mask=mask, ref_mask=ref_mask, normalize=normalize, paired=paired)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Return the similarity of each set and the one at its place, (A,); normalized already or not."""
-        return self._similarity(query_emb, ref_emb, paired=True)
+        """Return the similarity of each set and the one at its place, (A,)."""
+        return self.compute_mat(query_emb, ref_emb, paired=True)
 
     def unpack(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[Tensor, Tensor]:
         """Return both sides as (A, K1, D) and (C, K2, D), or raise ``ValueError`` if that is not possible."""
@@ -96,13 +114,83 @@ class SetDistance(BaseDistance):
         """Return the norms of all elements, (B, K)."""
         return super().get_norm(self.unpack(embeddings, embeddings)[0], dim=-1, **kwargs)
 
-    def _similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool) -> Tensor:
-        sides = self.unpack(query_emb, ref_emb)
-        normalize = self.normalize_embeddings
-        if normalize and self.p != 2:
-            sides, normalize = [self.normalize(side) for side in sides], False
-        mask, ref_mask = map(elements_present, sides)
-        return self.similarity(*sides, mask=mask, ref_mask=ref_mask, normalize=normalize, paired=paired)
+
+class SmoothChamferSimilarity(SetDistance):
+    """Smooth-Chamfer similarity of sets, see :func:`vl_plugins.functional.smooth_chamfer_similarity`.
+
+    Args:
+        alpha: inverse temperature, > 0.
+        backend: see :func:`vl_plugins.kernels.pairwise_smooth_chamfer`.
+
+    Reference:
+        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
+
+    >>> images, texts = torch.eye(2).expand(3, 2, 2), torch.ones(5, 1, 2)
+    >>> SmoothChamferSimilarity(alpha=8)(images, texts).shape
+    torch.Size([3, 5])
+    """
+
+    def __init__(self, alpha: float = 16.0, set_size: int = 1, backend: str | None = None, **kwargs):
+        super().__init__(set_size, **kwargs)
+        self.alpha = positive("alpha", alpha)
+        self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
+        self.add_to_recordable_attributes(name="alpha", is_stat=False)
+
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, *, paired: bool = False, **options) -> Tensor:
+        if paired:
+            return functional.smooth_chamfer_similarity(query_emb, ref_emb, self.alpha, paired=True, **options)
+        return pairwise_smooth_chamfer(query_emb, ref_emb, self.alpha, backend=self.backend, **options)
+
+
+class ChamferSimilarity(SetDistance):
+    """Chamfer similarity of sets, see :func:`vl_plugins.functional.chamfer_similarity`.
+
+    Reference:
+        Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, section 3.3.
+
+    >>> ChamferSimilarity(set_size=2)(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[0.7500]])
+    """
+
+    similarity = staticmethod(functional.chamfer_similarity)
+
+
+class MILSimilarity(SetDistance):
+    """Similarity of the closest pair of elements, see :func:`vl_plugins.functional.mil_similarity`.
+
+    Reference:
+        Song and Soleymani 2019, Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval (PVSE).
+
+    >>> MILSimilarity(set_size=2)(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[1.]])
+    """
+
+    similarity = staticmethod(functional.mil_similarity)
+
+
+class MatchProbability(SetDistance):
+    """Mean probability that two elements match, see :func:`vl_plugins.functional.match_probability`.
+
+    Args:
+        scale: by which cosines are multiplied; to start with, if it is learnable.
+        shift: what is added, likewise.
+        learnable: ``scale`` and ``shift`` are parameters: give those of the loss to the optimizer.
+
+    Reference:
+        Chun et al. 2021, Probabilistic Embeddings for Cross-Modal Retrieval (PCME).
+
+    >>> MatchProbability(scale=2.0, learnable=False)(torch.ones(1, 3), torch.ones(1, 3))
+    tensor([[0.8808]])
+    """
+
+    def __init__(self, scale: float = 1.0, shift: float = 0.0, learnable: bool = True, set_size: int = 1, **kwargs):
+        super().__init__(set_size, **kwargs)
+        self.learnable = learnable
+        for name, value in (("scale", finite("scale", scale)), ("shift", finite("shift", shift))):
+            setattr(self, name, nn.Parameter(torch.tensor(value)) if learnable else value)
+
+    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
+        return functional.match_probability(query_emb, ref_emb, self.scale, self.shift, **options)
 
 
 def elements_present(sets: Tensor) -> Tensor | None:

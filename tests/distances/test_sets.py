@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from tests.helpers.sets import normal, random_mask, value_and_gradients
 from tests.reference import sets as reference
 from vl_plugins import create_loss, distances
-from vl_plugins.distances.base import elements_present
+from vl_plugins.distances.sets import elements_present
 
 # By class name: its options, and the loops.
 SIMILARITIES = {
