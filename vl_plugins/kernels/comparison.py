@@ -219,9 +219,11 @@ class EmbeddingPair:
 
 def add_normalization_gradient(gradient: Tensor, vectors: Tensor, factors: Tensor) -> None:
     """Turn the gradient by vectors of constant norm, (N, D), in place into that by vectors with these inverse norms."""
-    # The part along a vector itself only changes its norm.
-    radial = (gradient * vectors).sum(1).mul_(factors).mul_(factors)
-    gradient.addcmul_(vectors.to(gradient), radial[:, None], value=-1)
+    # The part along a vector itself only changes its norm; computed for some vectors at a time, for little memory.
+    for part in row_blocks(len(vectors), 4 * vectors.shape[1], vectors.device):
+        some, some_vectors = gradient[part], vectors[part].to(gradient)
+        radial = (some * some_vectors).sum(1).mul_(factors[part]).mul_(factors[part])
+        some.addcmul_(some_vectors, radial[:, None], value=-1)
 
 
 def differentiable_gradients(

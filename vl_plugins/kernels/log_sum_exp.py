@@ -16,6 +16,7 @@ from vl_plugins.kernels.comparison import (
     check_embeddings,
     choose_backend,
     differentiable_gradients,
+    row_blocks,
 )
 from vl_plugins.utils.eager import eager
 
@@ -87,10 +88,10 @@ class _UnifiedLosses(torch.autograd.Function):
             else:
                 keep_matrix = backend == "dense" and any(ctx.needs_input_grad)
                 sums = _log_sum_exps(pair, numbers[1], labels, symmetric=symmetric, keep_matrix=keep_matrix)
-        negative_lse = sums.row_lse[labels.rows][None]
+        negative_lse = [sums.row_lse[labels.rows]]
         if symmetric:
-            negative_lse = torch.cat([negative_lse, sums.column_lse[labels.columns][None]])
-        losses = unified_pair_losses(negative_lse, sums.positive_similarities, *numbers)  # (1 or 2, M)
+            negative_lse.append(sums.column_lse[labels.columns])
+        losses = unified_pair_losses(torch.stack(negative_lse), sums.positive_similarities, *numbers)  # (1 or 2, M)
         if any(shift is None for _, shift in sums.blocks):  # a block with a shift is known to be finite
             losses = losses + pair.zero_or_nan
         ctx.save_for_backward(embeddings, ref_emb, *(v if isinstance(v, Tensor) else None for v in (margin, scale)))
@@ -213,6 +214,7 @@ def _gradients(
             torch.mm(weights, pair.ref_emb, out=grad[block.rows])
         if ref_grad is not None:
             ref_grad.addmm_(weights.T, pair.embeddings[block.rows])
+        del weights  # before the next block is computed
     pair.add_gradients_of_pairs(labels.rows, labels.columns, positive_grad, grad, ref_grad)
     return grad, ref_grad
 
@@ -269,7 +271,8 @@ def _weigh(
     right = torch.stack([torch.ones_like(right), right])
     if pair.inverse_norms is not None:
         left, right = left * pair.inverse_norms[block, None], right * pair.ref_inverse_norms
-    exponentials.mul_(left @ right)
+    for rows in row_blocks(len(left), 8 * right.shape[1], left.device):  # for little memory
+        exponentials[rows].mul_(left[rows] @ right)
 
 
 def _plain_losses(
