@@ -1,6 +1,6 @@
 """Losses as pure functions of a similarity matrix and its positive and negative pairs."""
 
-from vl_plugins.functional.goal import goal_loss, goal_triplet_loss
+from vl_plugins.functional.goal import Objective, goal_loss, goal_triplet_loss
 from vl_plugins.functional.margins import soft_margin
 from vl_plugins.functional.polynomial import Polynomial
 from vl_plugins.functional.regularizers import circular_variance, diversity_loss, mmd_loss, uniformity_loss
@@ -14,6 +14,7 @@ from vl_plugins.functional.triplet import triplet_hn_loss, triplet_margin, tripl
 from vl_plugins.functional.unified import unified_loss, vlc_loss
 
 __all__ = [
+    "Objective",
     "Polynomial",
     "chamfer_similarity",
     "circular_variance",

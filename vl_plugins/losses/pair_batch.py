@@ -55,9 +55,9 @@ class PairBatch:
         same_set = ref_emb is None
         if same_set:
             ref_emb, ref_labels = embeddings, labels
+        labels, ref_labels = (None if side is None else side.to(embeddings.device) for side in (labels, ref_labels))
         negative_pairs = None
         if indices_tuple is None:
-            labels, ref_labels = labels.to(embeddings.device), ref_labels.to(embeddings.device)
             pairs = equal_label_pairs(labels, ref_labels, same_set=same_set)
         else:
             anchors, positives, *negatives = indices_tuple

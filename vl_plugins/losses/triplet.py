@@ -37,11 +37,11 @@ class HardestNegativeLoss(PairLoss):
         raise NotImplementedError
 
     def pair_losses(self, batch: PairBatch) -> Tensor:
-        is_warm = False
+        is_warming_up = False
         if self.warmup_steps and self.training and torch.is_grad_enabled():
             self.training_calls += 1
-            is_warm = self.training_calls <= self.warmup_steps
-        return self.mined_losses(batch, "all" if is_warm else "hardest")
+            is_warming_up = self.training_calls <= self.warmup_steps
+        return self.mined_losses(batch, "all" if is_warming_up else "hardest")
 
     def kernel_problem(self) -> str | None:
         return distance_problem(self.distance)
@@ -105,6 +105,7 @@ class TripletHNLoss(HardestNegativeLoss, TripletSHLoss):
 
     equation = "Eq. 1-2"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
+    independent_pairs = True
 
     def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
         if mining == "all":
