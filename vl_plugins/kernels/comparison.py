@@ -283,8 +283,7 @@ class LogSumExps(NamedTuple):
     matrix: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PairLabels:
+class PairLabels(NamedTuple):
     """The labels of both sides, and the rows and columns of the pairs of equal ones."""
 
     labels: Tensor
