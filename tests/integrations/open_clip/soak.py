@@ -28,7 +28,9 @@ def look():
 
 
 def resident(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Return the memory without files: how much of torch's libraries is in memory depends on the machine."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":
