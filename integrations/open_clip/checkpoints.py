@@ -1,7 +1,9 @@
 """Saved models, with or without heads, for use outside of the launcher."""
 
+import contextlib
+import logging
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vl_plugins.integrations.key_values import literal
-from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, get_tokenizer
 from vl_plugins.integrations.open_clip.names import has_schema
@@ -130,7 +131,7 @@ def load_model(
     name = _model_name(checkpoint, model, recorded if head is None else head)
     options = _recorded_options(name, recorded) if head is None else _head_options(checkpoint, head)
     try:
-        with host.warnings_unsaid():  # open_clip warns of random weights, which the file replaces
+        with suppress_warnings():  # open_clip warns of random weights, which the file replaces
             loaded, _, preprocess = open_clip.create_model_and_transforms(
                 name, load_weights=False, pretrained_text=False, precision=precision, device=device, **options
             )
@@ -147,6 +148,17 @@ def load_model(
     except (AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} does not fit model {name}: {first_line(error)}") from error
     return loaded.eval(), preprocess, get_tokenizer(name, options.get("force_context_length"))
+
+
+@contextlib.contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Log errors only."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _load_published(

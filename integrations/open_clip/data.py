@@ -4,14 +4,14 @@ import logging
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence, Set
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from open_clip_train.data import DataInfo, get_dataset_size
-from open_clip_train.distributed import is_master, world_info_from_env
+from open_clip_train.distributed import world_info_from_env
 
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.reader import (
@@ -23,11 +23,10 @@ from vl_plugins.data.reader import (
     training_pipeline,
 )
 from vl_plugins.data.shard_files import expand_shards, opened_by_fsspec
-from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
+from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.integrations.open_clip.resuming import compare_settings, drop_later_results
-from vl_plugins.integrations.open_clip.training import RememberingLoader, Training
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data", "is_first_process"]
@@ -186,81 +185,67 @@ def get_data(
     epoch: int = 0,
     tokenizer: Callable | None = None,
     *,
-    reader: Reader,
-    training: Training,
+    host: OpenCLIP3,
     host_get_data: Callable,
-    **of_version: Any,
+    reader: Reader,
+    record: BatchRecord | None,
+    **version_options: Any,
 ) -> dict[str, Any]:
-    """Stand in for ``open_clip_train.data.get_data``.
+    """Return the data of the trainer, in place of ``open_clip_train.data.get_data``.
 
     Args:
         args, preprocess_fns, epoch, tokenizer: as open_clip gives them.
-        reader: which splits are read by ours.
-        training: is told where it stands, and who its images are.
+        host: the installed version.
         host_get_data: open_clip's own.
-        of_version: what other versions of open_clip give besides; it is passed on.
+        reader: which splits are read by ours.
+        record: of the training batches; None for training exactly as open_clip does.
+        version_options: what other versions of open_clip give besides; passed on.
     """
     preprocess_train, preprocess_val = preprocess_fns
-    if training.repeats:
-        compare_settings(training, args)
-    if training.continues and is_master(args):
-        drop_later_results(args.checkpoint_path, epoch)
-    of_host = copy(args)
+    host_args = copy(args)
     if reader.captions_per_image is not None:
-        of_host.train_data = None
+        host_args.train_data = None
     if reader.validation:
-        of_host.val_data = None
-    data = host_get_data(of_host, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **of_version)
+        host_args.val_data = None
+    data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **version_options)
+
+    def split_host_batch(batch):
+        return batch, None, None
+
+    def split_batch(batch):
+        images, texts, labels, keys = batch
+        return host.batch(images, texts), labels, keys
+
+    split = split_host_batch
     if reader.captions_per_image is not None:
         data["train"] = _training_data(args, reader, preprocess_train, tokenizer, epoch)
-        training.loader = data["train"].dataloader
+        split = split_batch
         logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
     if "train" in data:
-        steps_per_epoch = data["train"].dataloader.num_batches // args.accum_freq
-        _warn_of_long_warmup(args, steps_per_epoch * args.epochs)
-        training.steps_before = epoch * steps_per_epoch
-        if training.looks_at_epochs:
-            data["train"].dataloader = WatchedLoader(data["train"].dataloader, training)
-        if training.repeats:
-            data["train"] = SeededEpochs(**vars(data["train"]), seed=args.seed, rank=args.rank, training=training)
+        _warn_of_long_warmup(args, data["train"].dataloader.num_batches // args.accum_freq * args.epochs)
+        if record is not None:
+            train = data["train"]
+            loader = RecordedLoader(train.dataloader, record, split)
+            data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
     return data
 
 
-class WatchedLoader:
-    """A loader of the trainer; when an epoch's last step is done, ``training.after_epoch`` is given its last batch."""
-
-    def __init__(self, loader: Any, training: Training):
-        self.loader = loader
-        self.training = training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        batch = None
-        for batch in self.loader:
-            yield batch
-        if batch is not None and self.training.after_epoch is not None:
-            self.training.after_epoch(batch)
-
-
 @dataclass
-class SeededEpochs(DataInfo):
-    """Training data at whose beginning in each epoch all random numbers of the process begin anew.
+class RecordedData(DataInfo):
+    """Training data that begin each epoch with new seeds of all random numbers, and tell the record about it.
 
-    So an epoch is the same whether the training has come to it or has been resumed there. After a validation that
-    failed none begins: it is the first that the trainer calls once the checkpoint is written.
+    So an epoch is the same whether the training has come to it or has been resumed there.
     """
 
     seed: int = 0
     rank: int = 0
-    training: Training = field(default_factory=Training)
 
     def set_epoch(self, epoch: int) -> None:
-        self.training.check_validation()
         super().set_epoch(epoch)
+        record = self.dataloader.record
+        record.first_step = epoch * (self.dataloader.num_batches // record.batches_per_step)
         seed_everything(derived_seed(self.seed, self.rank, epoch))
 
 
@@ -287,9 +272,9 @@ def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, 
 
 def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
     batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
-    num_samples = len(batches) * args.batch_size * args.world_size
     loader = batch_loader(batches, args.workers)
-    loader = RememberingLoader(loader, len(batches), num_samples, args.accum_freq, host.adapter().as_batch)
+    loader.num_batches = len(batches)
+    loader.num_samples = len(batches) * args.batch_size * args.world_size
     return DataInfo(loader, shared_epoch=batches.epoch)
 
 
@@ -335,11 +320,10 @@ def _check_for_host_reader(args: Namespace) -> None:
         )
 
 
-def _check_flags_of_host_reader(args: Namespace, split: str, names: Collection[str]) -> None:
-    parser = host.parser()
-    for name in sorted(names):
-        default = parser.get_default(name)
-        if getattr(args, name, default) != default:
+def _check_flags_of_host_reader(args: Namespace, split: str, names: Set[str]) -> None:
+    defaults = default_options()
+    for name in sorted(names & vars(args).keys()):
+        if getattr(args, name) != defaults[name]:
             raise UserError(
                 f"--{name.replace('_', '-')} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
                 f"{REFUSED[name]}; leave the flag out"

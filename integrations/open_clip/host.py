@@ -1,143 +1,192 @@
-"""open_clip's trainer, whichever version is installed: what it offers and how it is replaced.
+"""open_clip's trainer: what the launcher uses of it, and how it replaces its functions.
 
-``open_clip_train.main`` has no plugin point. It imports the functions it calls by name, so replacing those names in
-that module for the length of one call of ``main(argv)`` is enough; :func:`patched` does so and puts them back. Whatever
-is replaced is first compared with the signature it is known with: training with another loss than the one asked for
-would be worse than not starting.
-
-What differs between the versions is in :mod:`vl_plugins.integrations.open_clip.host_3` and ``host_4``, two modules of
-the same functions; :func:`adapter` returns the one that the installed trainer needs.
+``open_clip_train.main`` has no plugin point. It imports the functions that it calls by name, so replacing these names
+in that module for the length of one ``main(argv)`` is enough. Their parameters are checked first: training with another
+loss than the one asked for would be worse than not starting.
 """
 
-import argparse
 import contextlib
 import importlib
 import inspect
-import logging
+import io
 import re
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
-from unittest import mock
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, ClassVar
 
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["adapter", "data_parallel_on_cpu", "parser", "patched", "trainer", "warnings_unsaid"]
+__all__ = [
+    "OpenCLIP3",
+    "OpenCLIP4",
+    "check_version",
+    "data_parallel_on_cpu",
+    "default_options",
+    "installed_host",
+    "parse_args",
+    "parser_help",
+    "replaced",
+    "trainer",
+]
 
 OLDEST, TOO_NEW = (3, 3), (5, 0)
 TO_INSTALL = "install open_clip_torch 3.3, a later 3.x or 4.x: pip install 'open_clip_torch[training]>=3.3,<5'"
 
-# By what the trainer of each version has and that of the other has not.
-ADAPTERS = {"create_loss": "host_3", "create_task": "host_4"}
+
+class OpenCLIP3:
+    """open_clip 3.x: the loss is a function of features, and a batch is a pair."""
+
+    main_functions: ClassVar[dict[str, tuple[str, ...]]] = {
+        "create_model_and_transforms": ("model_name",),
+        "parse_args": ("args",),
+        "create_loss": ("args",),
+        "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
+        "evaluate": ("model", "data", "epoch", "args", "tb_writer", "tokenizer"),
+        "get_latest_checkpoint": ("path", "remote"),
+    }
+    """Functions of ``open_clip_train.main`` that the launcher replaces, with the parameters that it relies on."""
+
+    not_with_heads: tuple[str, ...] = ("distill_model", "torchscript", "trace", "use_bnb_linear")
+    """Options of open_clip that a model with heads does not support."""
+
+    def with_loss(self, make_loss: Callable[[Namespace], Any]) -> dict[str, Callable]:
+        """Return the replacement, by name in ``open_clip_train.main``, that trains with what ``make_loss`` returns."""
+        return {"create_loss": make_loss}
+
+    def batch(self, images: Any, texts: Any) -> Any:
+        """Return a batch as the trainer takes it."""
+        return images, texts
+
+    def evaluated_model(self, model: Any) -> Any:
+        """Return the model in what the trainer evaluates."""
+        return getattr(model, "module", model)
+
+    def evaluates_together(self, args: Namespace) -> bool:
+        """Return whether the model runs only in all processes at once."""
+        return False
+
+    def other_data(self, options: Namespace) -> str | None:
+        """Return the option or model that trains on something else than images and captions, or None."""
+        return None
 
 
-def trainer() -> ModuleType:
-    """Return ``open_clip_train.main`` after checking that it is a version we know.
+class OpenCLIP4(OpenCLIP3):
+    """open_clip 4.x: model and loss are one task, made before the data, and a batch is a mapping."""
 
-    Raises:
-        MissingExtraError: open_clip or its training dependencies are not installed.
-        UserError: the installed version is older or newer, or has other functions than the launcher replaces.
-    """
-    require("open_clip", extra="open-clip")
-    check_version()
-    require("webdataset", extra="open-clip")
-    for module, functions in adapter().CHECKED.items():
-        for name, expected in functions.items():
-            _check_signature(module, name, expected)
-    return importlib.import_module("open_clip_train.main")
+    main_functions: ClassVar[dict[str, tuple[str, ...]]] = {
+        **{name: parameters for name, parameters in OpenCLIP3.main_functions.items() if name != "create_loss"},
+        "create_task": ("args", "model", "dist_model", "naflex_data_config"),
+        "evaluate": ("task", "data", "epoch", "args", "tb_writer", "tokenizer"),
+    }
+
+    # A full checkpoint under FSDP takes every entry of the state for a tensor, but heads describe themselves in theirs;
+    # and the loss would find the parameters of a learned similarity sharded.
+    not_with_heads = ("distill_model", "use_bnb_linear", "fsdp")
+
+    # Entries in the configurations of models that train on something else.
+    other_models = ("audio_cfg", "audio_naflex_cfg", "genlap_cfg", "genlip_cfg", "multimodal_cfg")
+
+    def with_loss(self, make_loss: Callable[[Namespace], Any]) -> dict[str, Callable]:
+        def create_task(args: Namespace, model: Any, **options: Any) -> Any:
+            import torch
+
+            loss = make_loss(args)
+            if args.fsdp:
+                loss.register_forward_pre_hook(_check_scale_is_whole, with_kwargs=True)
+            if args.torchcompile:
+                # Compiled with the task, it would be compiled again at each step, whose number it reads.
+                loss.forward = torch.compiler.disable(loss.forward)
+            return importlib.import_module("open_clip.task").CLIPTask(model, loss=loss)
+
+        return {"create_task": create_task}
+
+    def batch(self, images: Any, texts: Any) -> Any:
+        return {"image": images, "text": texts}
+
+    def evaluated_model(self, model: Any) -> Any:
+        return model.get_trainable_module()
+
+    def evaluates_together(self, args: Namespace) -> bool:
+        return args.fsdp and args.distributed
+
+    def other_data(self, options: Namespace) -> str | None:
+        if options.use_naflex:
+            return "--use-naflex"
+        if options.dataset_type.endswith("-audio"):
+            return f"--dataset-type {options.dataset_type}"
+        if ":" in options.model:  # its configuration is not here
+            return None
+        config = importlib.import_module("open_clip").get_model_config(options.model) or {}
+        return f"--model {options.model}" if any(entry in config for entry in self.other_models) else None
+
+
+def _check_scale_is_whole(loss: Any, args: tuple, outputs: dict[str, Any]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(outputs["logit_scale"], DTensor):
+        raise UserError(
+            "--fsdp: the model's logit scale reaches the loss sharded, which open_clip's losses do not support either: "
+            "add --fsdp-no-reshard-after-forward"
+        )
 
 
 def check_version() -> None:
     """Check the installed version, without importing it.
 
     Raises:
-        UserError: it is older or newer than those that are known.
+        MissingExtraError: open_clip is not installed.
+        UserError: the version is older or newer than those that were tried.
     """
-    installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
+    try:
+        installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
+    except PackageNotFoundError:
+        require("open_clip", extra="open-clip")  # from its sources, or not at all
+        return
     if not OLDEST <= installed < TOO_NEW:
         raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
 
 
-def adapter() -> ModuleType:
-    """Return what is particular to the installed version, by what its trainer offers.
+def installed_host() -> OpenCLIP3:
+    """Return what is particular to the installed version.
 
     Raises:
-        UserError: it is neither that of 3.x nor that of 4.x.
+        MissingExtraError: open_clip or its training dependencies are not installed.
+        UserError: the functions to replace have other parameters.
     """
-    main = importlib.import_module("open_clip_train.main")
-    offered = [name for name in ADAPTERS if hasattr(main, name)]
-    if len(offered) != 1:
-        raise _unsupported(
-            f"open_clip_train.main has {'both' if offered else 'neither'} create_loss, as that of 3.x, "
-            f"{'and' if offered else 'nor'} create_task, as that of 4.x"
-        )
-    return importlib.import_module(f"{__package__}.{ADAPTERS[offered[0]]}")
+    require("open_clip", extra="open-clip")
+    require("webdataset", extra="open-clip")
+    main = trainer()
+    host = OpenCLIP4() if hasattr(main, "create_task") else OpenCLIP3()
+    for name, expected in host.main_functions.items():
+        function = getattr(main, name, None)
+        found = () if function is None else tuple(inspect.signature(function).parameters)
+        if found[: len(expected)] != expected:
+            what = "does not exist" if function is None else f"takes ({', '.join(found)})"
+            raise _unsupported(f"open_clip_train.main.{name} {what}, expected ({', '.join(expected)})")
+    return host
 
 
-def _check_signature(module: str, name: str, expected: tuple) -> None:
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        function = None
-    found = tuple(inspect.signature(function).parameters) if callable(function) else None
-    known = expected[:-1] if expected[-1] is ... else expected
-    if found is None or found[: len(known)] != known or (known == expected and len(found) != len(known)):
-        what = "does not exist" if found is None else f"takes {_written(found)}"
-        raise _unsupported(f"{module}.{name} {what}, expected {_written(expected)}")
+def trainer() -> ModuleType:
+    """Return ``open_clip_train.main``."""
+    return importlib.import_module("open_clip_train.main")
 
 
 def _unsupported(difference: str) -> UserError:
     return UserError(f"open_clip_torch {version('open_clip_torch')} is not supported: {difference}; {TO_INSTALL}")
 
 
-def _written(parameters: tuple) -> str:
-    return f"({', '.join('...' if parameter is ... else parameter for parameter in parameters)})"
-
-
 @contextlib.contextmanager
-def patched(replacements: Mapping[str, Callable]) -> Iterator[ModuleType]:
-    """Replace functions of open_clip's trainer by name, where it looks them up; on leaving, put back what was there.
-
-    Args:
-        replacements: name -> function; every name is one that :func:`trainer` checks.
-
-    Raises:
-        RuntimeError: the trainer is patched already (a launcher inside a launcher).
-    """
-    main = trainer()
-    if getattr(main, "_vl_plugins_patched", False):
-        raise RuntimeError("open_clip_train.main is already patched by vl_plugins")
-    modules = {name: module for module, functions in adapter().CHECKED.items() for name in functions}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(main, "_vl_plugins_patched", True, create=True))
-        for name, function in replacements.items():
-            module = importlib.import_module(modules[name])
-            stack.enter_context(mock.patch.object(module, name, function))
-        yield main
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser that open_clip's ``parse_args`` builds and keeps to itself."""
-    params = require("open_clip_train.params", extra="open-clip")
-
-    class Captured(Exception):
-        pass
-
-    class CapturingParser(argparse.ArgumentParser):
-        def parse_args(self, args=None, namespace=None):
-            raise Captured(self)
-
-    with mock.patch.object(params, "argparse", SimpleNamespace(ArgumentParser=CapturingParser)):
-        try:
-            params.parse_args([])
-        except Captured as captured:
-            built = captured.args[0]
-    # From here on it parses like any other parser.
-    built.__class__ = argparse.ArgumentParser
-    return built
+def replaced(module: ModuleType, **functions: Any) -> Iterator[None]:
+    """Replace functions of a module by name; on leaving, put back what was there."""
+    originals = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(originals)
 
 
 @contextlib.contextmanager
@@ -151,16 +200,39 @@ def data_parallel_on_cpu() -> Iterator[None]:
                 device_ids = None
             super().__init__(module, device_ids=device_ids, **options)
 
-    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", DistributedDataParallel):
+    with replaced(torch.nn.parallel, DistributedDataParallel=DistributedDataParallel):
         yield
 
 
-@contextlib.contextmanager
-def warnings_unsaid() -> Iterator[None]:
-    """Let nothing below an error be logged by anyone."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options of open_clip on a command line.
+
+    Raises:
+        UserError: a flag or value that open_clip's parser rejects.
+    """
+    params = require("open_clip_train.params", extra="open-clip")
+    stderr = io.StringIO()
     try:
-        yield
-    finally:
-        logging.disable(before)
+        with contextlib.redirect_stderr(stderr):
+            return params.parse_args(list(argv))
+    except SystemExit as error:
+        # argparse writes its usage, and last "PROGRAM: error: MESSAGE".
+        raise UserError(stderr.getvalue().splitlines()[-1].partition(": error: ")[2]) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def default_options() -> dict[str, Any]:
+    """Return the options of open_clip with their defaults."""
+    return vars(parse_args([]))
+
+
+def parser_help() -> str:
+    """Return open_clip's help without its usage line and ``--help``."""
+    params = require("open_clip_train.params", extra="open-clip")
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.suppress(SystemExit):
+        params.parse_args(["--help"])
+    _, _, options = stdout.getvalue().partition("\noptions:\n")
+    _, _, options = options.partition("\n")
+    return options

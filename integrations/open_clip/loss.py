@@ -1,8 +1,6 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
 import inspect
-import logging
-from collections.abc import Callable
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -10,11 +8,13 @@ from torch import Tensor, nn
 
 from vl_plugins.distances.sets import SetDistance
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
-from vl_plugins.functional import circular_variance
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.integrations.cross_modal import cross_modal_loss, without_regularization
+from vl_plugins.integrations.open_clip.batch_record import BatchRecord
+from vl_plugins.integrations.open_clip.non_finite import check_finite
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.registry import (
     REQUIRED,
     constructor_options,
@@ -49,12 +49,7 @@ class TwoTowerLoss(nn.Module):
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
         learned_scale: pass the model's logit scale to the loss as ``scale``.
         local_loss, gather_with_grad, rank, world_size: as in ``open_clip.ClipLoss``.
-        batches_per_step: number of batches in a training step, each of which is a call of this loss.
-        log_every: log the circular variance of embedding sets at every so many calls; 0 for never.
-        image_ids: returns the ``image_ids`` of a call that is given none, or None.
-
-    Attributes:
-        pair_calls_per_step: how often ``loss`` is called in a training step, which is what its warm-up counts.
+        record: of the training's batches: the step, by which ``warmup_steps`` count, and the image ids.
     """
 
     def __init__(
@@ -67,9 +62,7 @@ class TwoTowerLoss(nn.Module):
         gather_with_grad: bool = False,
         rank: int = 0,
         world_size: int = 1,
-        batches_per_step: int = 1,
-        log_every: int = 0,
-        image_ids: Callable[[], Tensor | None] = lambda: None,
+        record: BatchRecord | None = None,
     ):
         super().__init__()
         self.name = name
@@ -83,16 +76,15 @@ class TwoTowerLoss(nn.Module):
         self.compares_own_rows = (
             is_split and isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
         )
-        one_call = hasattr(self.pair_loss, "symmetric") and miner is None and not self.compares_own_rows
-        self.pair_calls_per_step = batches_per_step * (1 if one_call or not self.symmetric else 2)
-        self.log_every = log_every
-        self.image_ids = image_ids
-        self.calls = 0
+        self.record = record
+        if record is not None:
+            for module in loss.modules():
+                if isinstance(module, HardestNegativeLoss):
+                    module.register_forward_pre_hook(self._set_training_calls)
 
-    def continue_after(self, steps: int) -> None:
-        """Go on with the loss's warm-up as after so many training steps."""
-        if hasattr(self.pair_loss, "training_calls"):
-            self.pair_loss.training_calls.fill_(steps * self.pair_calls_per_step)
+    def _set_training_calls(self, loss: HardestNegativeLoss, args: tuple) -> None:
+        # It counts calls, of which a step may have several, and which start at 0 when a training is resumed.
+        loss.training_calls.fill_(self.record.step)
 
     def forward(
         self,
@@ -115,24 +107,25 @@ class TwoTowerLoss(nn.Module):
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
             image_ids: (B,), integers on the CPU, equal for the same image in any process: its texts are positives there
-                too. Without them all images are different.
+                too. Those of the record by default; without one all images are different.
 
         Raises:
             ValueError: tensors that do not fit each other, or those of another process.
+            NonFiniteLossError: the loss is NaN or infinite.
         """
         batch = eager()(self._global_batch, image_features, text_features, image_ids)
         with torch.autocast(image_features.device.type, enabled=False):
             terms = self._terms(image_features, text_features, logit_scale, image_slots, text_slots, batch)
+        eager()(check_finite, terms, image_features, text_features, self.record)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
                 terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
-        if image_features.ndim == 3:
-            self._log_variance(image_features, text_features)
         return terms if output_dict else sum(terms.values())
 
     def _global_batch(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> GlobalBatch:
-        image_ids = self.image_ids() if image_ids is None else image_ids
+        if image_ids is None and self.record is not None:
+            image_ids = self.record.image_ids
         return self.gatherer.global_batch(len(images), len(texts), image_ids, device=images.device)
 
     def _terms(self, images, texts, logit_scale, image_slots, text_slots, batch: GlobalBatch) -> dict[str, Tensor]:
@@ -165,22 +158,14 @@ class TwoTowerLoss(nn.Module):
             loss = loss + self.pair_loss(texts, own_labels, None, all_images, batch.image_labels, **options)
         return loss * batch.pair_weight
 
-    @torch.no_grad()
-    def _log_variance(self, images: Tensor, texts: Tensor) -> None:
-        if self.log_every and self.calls % self.log_every == 0:
-            image_variance, text_variance = (circular_variance(sets).mean().item() for sets in (images, texts))
-            logging.info(f"Circular variance of the sets: images {image_variance:.4g}, texts {text_variance:.4g}")
-        self.calls += 1
 
-
-def create_pair_loss(options: PluginOptions, calls_per_step: int = 1) -> BaseMetricLossFunction:
+def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
     """Return the pytorch-metric-learning loss that the launcher's flags ask for.
 
     Sets are compared by smooth-Chamfer similarity unless the flags name another one.
 
     Args:
-        options: the launcher's flags; ``warmup_steps`` are training steps there.
-        calls_per_step: number of calls of the loss in a training step.
+        options: the launcher's flags.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
@@ -191,8 +176,6 @@ def create_pair_loss(options: PluginOptions, calls_per_step: int = 1) -> BaseMet
         del kwargs["scale"]
         if "scale" not in loss_options(options.loss, **kwargs):
             raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
-    if calls_per_step > 1 and "warmup_steps" in kwargs:
-        kwargs["warmup_steps"] *= calls_per_step
     for kind in ("reducer", "distance"):
         name = getattr(options, kind)
         if name is not None:
@@ -222,21 +205,18 @@ def create_pair_loss(options: PluginOptions, calls_per_step: int = 1) -> BaseMet
     return loss
 
 
-def build_loss(options: PluginOptions, loss: BaseMetricLossFunction | None = None, **training) -> TwoTowerLoss:
+def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
     """Build the loss that the launcher's flags ask for.
 
     Args:
         options: the launcher's flags.
-        loss: the ``loss`` of an earlier result for the same ``training``; created if left out.
         training: other arguments of :class:`TwoTowerLoss`, such as ``world_size``.
 
     Raises:
         UserError: an unknown name or option, or a loss that has parameters of its own.
         ValueError: a hyper-parameter out of its range.
     """
-    if loss is None:  # how often a training step calls it depends on the loss
-        calls_per_step = build_loss(options, create_pair_loss(options), **training).pair_calls_per_step
-        loss = create_pair_loss(options, calls_per_step)
+    loss = create_pair_loss(options)
     miner = None
     if options.miner is not None:
         miner_distance = {"distance": loss.distance} if options.head == "set" else {}

@@ -28,7 +28,7 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
         check_name("loss", options.loss, list_losses())
     for flag in ("train_data", "val_data"):
         path = getattr(host_options, flag)
-        if path and not options.dry_run:
+        if path:
             _check_data(f"--{flag.replace('_', '-')}", path, host_options.dataset_type)
     for flag in ("pretrained", "resume"):
         check_file(f"--{flag}", getattr(host_options, flag))

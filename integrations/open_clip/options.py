@@ -11,7 +11,7 @@ from vl_plugins.data.batching import SAME_GROUP
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
-from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
 from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["PluginOptions", "format_help", "parse_arguments"]
@@ -19,8 +19,6 @@ __all__ = ["PluginOptions", "format_help", "parse_arguments"]
 DESCRIPTION = """\
 open_clip's trainer with the losses of vl_plugins. Every flag of open_clip keeps its meaning; without --loss it trains
 exactly as open_clip does."""
-
-NON_FINITE_ACTIONS = ("stop", "skip")
 
 EPILOG = """\
 example:
@@ -48,8 +46,6 @@ class PluginOptions:
     allow_duplicate_captions: bool = False
     same_group: str = "apart"
     on_read_error: str = "skip"
-    on_nan: str | None = None
-    dry_run: bool = False
 
 
 def _captions_per_image(text: str) -> str | int:
@@ -147,28 +143,12 @@ def _plugin_parser() -> Parser:
         help="what to do with a training sample or shard that cannot be read: leave it out with a warning, or stop "
         "(default: skip)",
     )
-    group.add_argument(
-        "--on-nan",
-        choices=NON_FINITE_ACTIONS,
-        help="what to do when the loss is NaN or infinite in any process: say of which step and images and stop, or "
-        "leave the step out (default with --loss: stop); an epoch that ends with such weights is not saved",
-    )
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only try it out: one training step of the model, with random weights, on made-up data; no shards are "
-        "read, and nothing is kept",
-    )
     return parser
 
 
 def format_help() -> str:
     """Return the help text: our flags, then open_clip's."""
-    ours = _plugin_parser()
-    theirs = host.parser()
-    theirs.usage = argparse.SUPPRESS
-    _flags(theirs)["--help"].help = argparse.SUPPRESS
-    return f"{ours.format_help()}\nopen_clip {theirs.format_help().lstrip()}\n{EPILOG}\n"
+    return f"{_plugin_parser().format_help()}\nopen_clip options:\n{parser_help()}\n{EPILOG}\n"
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namespace, list[str]]:
@@ -184,76 +164,75 @@ def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namesp
         UserError: an unknown flag or configuration key, a value that does not fit, a file that cannot be read.
     """
     config_file = _config_file(argv)
-    theirs = host.parser()
     if config_file is not None:
-        argv = [*_config_arguments(config_file, argv, theirs), *argv]
-    namespace, rest = _plugin_parser().parse_known_args(argv)
-    _refuse_abbreviations_of_ours(rest, theirs)
-    theirs.__class__ = Parser
-    host_namespace = theirs.parse_args(rest)
+        argv = [*_config_arguments(config_file, argv), *argv]
+    namespace, host_argv = _plugin_parser().parse_known_args(argv)
+    _check_abbreviations(host_argv)
     options = {name: value for name, value in vars(namespace).items() if name not in ("config", "help")}
-    return PluginOptions(**options), host_namespace, rest
+    return PluginOptions(**options), parse_args(host_argv), host_argv
 
 
-def _refuse_abbreviations_of_ours(rest: Sequence[str], theirs: argparse.ArgumentParser) -> None:
+def _check_abbreviations(host_argv: Sequence[str]) -> None:
     """open_clip's parser accepts unique prefixes: it would read ``--los unified`` as its own ``--loss-dist-impl``."""
-    ours = _flags(_plugin_parser())
-    for token in rest:
+    host_flags = {_flag(name) for name in default_options()}
+    for token in host_argv:
         flag = token.partition("=")[0]
-        if not flag.startswith("--") or len(flag) == 2 or flag in _flags(theirs):
-            continue
-        meant = [known for known in ours if known.startswith(flag)]
-        if meant:
+        meant = [known for known in _plugin_actions() if known.startswith(flag)]
+        if flag.startswith("--") and len(flag) > 2 and flag not in host_flags and meant:
             raise UserError(f"unknown option {flag}; did you mean {' or '.join(meant)}?")
 
 
-def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plugin_actions() -> dict[str, argparse.Action]:
+    actions = {_flag(action.dest): action for action in _plugin_parser()._actions}
+    del actions["--help"], actions["--config"]
+    return actions
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
     finder = Parser(allow_abbrev=False, add_help=False)
     finder.add_argument("--config")
     name = finder.parse_known_args(argv)[0].config
-    if name is None:
-        return None
-    return find_config(name, "open_clip")
+    return None if name is None else find_config(name, "open_clip")
 
 
-def _config_arguments(path: Path, argv: Sequence[str], theirs: argparse.ArgumentParser) -> list[str]:
+def _config_arguments(path: Path, argv: Sequence[str]) -> list[str]:
     """Return the command-line form of a configuration file, to be put before the command line ``argv``."""
     config = read_yaml(path, extra="open-clip")
     if not isinstance(config, Mapping):
         raise UserError(f"{path}: expected a mapping of flag names to values, got {type(config).__name__}")
-    flags = {**_flags(theirs), **_flags(_plugin_parser())}
-    for excluded in ("--help", "--config"):
-        del flags[excluded]
+    actions = _plugin_actions()
+    defaults = {_flag(name): value for name, value in default_options().items()}
+    defaults |= {flag: action.default for flag, action in actions.items()}
     on_command_line = _plugin_parser().parse_known_args(argv)[0]
 
     arguments: list[str] = []
     for key, value in config.items():
-        flag = "--" + str(key).replace("_", "-")
-        if flag not in flags:
-            raise unknown_name(f"key in {path}", key, [known[2:] for known in flags])
-        action = flags[flag]
-        if isinstance(action, KeyValues):
+        flag = _flag(str(key))
+        if flag not in defaults:
+            raise unknown_name(f"key in {path}", key, [known[2:] for known in defaults])
+        if isinstance(actions.get(flag), KeyValues):
             if not isinstance(value, Mapping):
                 raise UserError(f"{path}: {key} must be a mapping such as {{margin: 0.2}}, got {value!r}")
-            owner = action.dest.removesuffix("_kwargs")
+            owner = actions[flag].dest.removesuffix("_kwargs")
             chosen = getattr(on_command_line, owner)
             if chosen is not None and chosen != config.get(owner):
                 continue  # the command line names another loss, miner or reducer: these are not its options
-        arguments += _as_arguments(path, key, flag, action, value)
+        if value is not None and isinstance(defaults[flag], bool) != isinstance(value, bool):
+            expected = "true or false" if isinstance(defaults[flag], bool) else "a value"
+            raise UserError(f"{path}: {key} must be {expected}, got {value!r}")
+        arguments += _as_arguments(flag, value)
     return arguments
 
 
-def _as_arguments(path: Path, key: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
-    if value is None:
+def _as_arguments(flag: str, value: Any) -> list[str]:
+    if value is None or value is False:
         return []
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise UserError(f"{path}: {key} must be true or false, got {value!r}")
-        return [flag] if value else []
+    if value is True:
+        return [flag]
     if isinstance(value, Mapping):
         return [flag, *(f"{name}={item}" for name, item in value.items())]
     if isinstance(value, list):

@@ -15,9 +15,8 @@ from open_clip_train.precision import get_autocast
 
 from vl_plugins.data.storage import error_text
 from vl_plugins.integrations.command_lines import message
-from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.data import AllCaptions
-from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.integrations.open_clip.host import OpenCLIP3
 from vl_plugins.retrieval import encoding, format_metrics_table
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
@@ -53,16 +52,16 @@ def evaluate(
     tb_writer=None,
     tokenizer=None,
     *,
-    training: Training,
+    host: OpenCLIP3,
     host_evaluate: Callable,
+    errors: list[UserError],
 ) -> dict[str, float]:
-    """Stand in for ``open_clip_train.train.evaluate``, with retrieval over all captions where our reader reads ``val``.
+    """Evaluate in place of open_clip's ``evaluate``: retrieval over all captions where our reader reads ``val``.
 
     Metrics go where open_clip's go, in a record of their own under the names of
     :func:`vl_plugins.retrieval.names.percent_names`. The zero-shot ImageNet evaluation stays open_clip's.
 
-    Where the validation data cannot be read any more, the trainer writes the epoch's checkpoint first:
-    ``training.validation_error`` ends it then.
+    A training goes on when its validation data cannot be read any more: the error is logged and added to ``errors``.
 
     Raises:
         UserError: an embedding is not finite; or, without training, the data cannot be read.
@@ -71,24 +70,21 @@ def evaluate(
         return host_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
     rest = {name: split for name, split in data.items() if name != "val"}
     metrics = host_evaluate(model, rest, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
-    adapter = host.adapter()
-    if not (is_master(args) or adapter.evaluates_together(args)) or not args.val_frequency:
+    if not (is_master(args) or host.evaluates_together(args)) or not args.val_frequency:
         return metrics
     if epoch % args.val_frequency and epoch != args.epochs:
         return metrics
     model.eval()
     try:
-        found = validation_metrics(adapter.plain_model(model), data["val"].dataloader, args.device, args.precision)
+        found = validation_metrics(host.evaluated_model(model), data["val"].dataloader, args.device, args.precision)
         if is_master(args):
             _log(found, epoch)
             _report({**percent_names(found), "epoch": epoch}, data, epoch, args, tb_writer)
     except UserError as error:
         if "train" not in data:
             raise
-        training.validation_error = error
-        logging.error(f"Eval Epoch: {epoch} {message(error)}; the training ends when the checkpoint is written")
-        if not args.save_most_recent:
-            args.save_frequency = 1  # whatever it was, this epoch is saved
+        errors.append(error)
+        logging.error(f"Eval Epoch: {epoch} {message(error)}")
         return metrics
     except ValueError as error:
         raise UserError(f"validation after epoch {epoch}: {error}") from error

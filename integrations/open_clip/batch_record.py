@@ -1,0 +1,75 @@
+"""What open_clip's trainer does not pass to its loss: the step of the training, and the images of its batches."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["BatchRecord", "RecordedLoader"]
+
+
+class BatchRecord:
+    """The current step of a training and its images: written by the data loader, read by the loss.
+
+    Args:
+        batches_per_step: open_clip's ``--accum-freq``.
+
+    Attributes:
+        step: number of the current step, from 0, counted over all epochs.
+        first_step: number of the first step of the epoch.
+    """
+
+    def __init__(self, batches_per_step: int = 1):
+        self.batches_per_step = batches_per_step
+        self.step = self.first_step = 0
+        self._batches: deque[tuple[Tensor | None, list[str] | None]] = deque(maxlen=batches_per_step)
+
+    def add(self, batch_index: int, image_ids: Tensor | None, keys: list[str] | None) -> None:
+        """Note a batch.
+
+        Args:
+            batch_index: in the epoch, from 0.
+            image_ids: (B,), equal for the same image; None where open_clip's reader does not tell them.
+            keys: of the B samples, or None.
+        """
+        if batch_index == 0:
+            self._batches.clear()
+        self._batches.append((image_ids, keys))
+        self.step = self.first_step + batch_index // self.batches_per_step
+
+    @property
+    def image_ids(self) -> Tensor | None:
+        """The ids of the images of the step, (B,), in the order of its batches."""
+        ids = [ids for ids, _ in self._batches if ids is not None]
+        return torch.cat(ids) if ids else None
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the images of the step; none where open_clip's reader does not tell them."""
+        return [key for _, keys in self._batches for key in keys or ()]
+
+
+class RecordedLoader:
+    """A loader for the trainer that notes its batches in a record.
+
+    Args:
+        loader: with ``num_batches`` and ``num_samples``, as the trainer needs them.
+        record: of its batches.
+        split: returns what the trainer takes of a batch, its image ids, and its keys; None for the last two if unknown.
+    """
+
+    def __init__(self, loader: Any, record: BatchRecord, split: Callable[[Any], tuple[Any, Any, Any]]):
+        self.loader = loader
+        self.record = record
+        self.split = split
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.loader):
+            trainer_batch, image_ids, keys = self.split(batch)
+            self.record.add(index, image_ids, keys)
+            yield trainer_batch
