@@ -29,7 +29,16 @@ from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["FOLLOWED", "REFUSED", "UNRELATED", "AllCaptions", "Reader", "choose_reader", "get_data", "is_first_process"]
+__all__ = [
+    "FOLLOWED",
+    "NOT_SUPPORTED",
+    "UNRELATED",
+    "AllCaptions",
+    "Reader",
+    "choose_reader",
+    "get_data",
+    "is_first_process",
+]
 
 # What our reader does about the flags that open_clip's data modules read, by name.
 
@@ -50,7 +59,7 @@ FOLLOWED = frozenset(
 _CAPTIONS = "takes captions from the list 'captions' in json, or else from txt"
 _PADDING = "pads all captions to the same length"
 
-REFUSED = MappingProxyType(
+NOT_SUPPORTED = MappingProxyType(
     {
         "bucket_chunk": _PADDING,
         "bucket_pool": _PADDING,
@@ -139,7 +148,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         shards = expand_shards(args.val_data)
         asked = options.captions_per_image is not None or options.loss is not None
         if asked and read_shard_info(shards) is not None:
-            _check_flags_of_host_reader(args, "--val-data", REFUSED.keys() - TRAINING_ONLY)
+            _check_flags_of_host_reader(args, "--val-data", NOT_SUPPORTED.keys() - TRAINING_ONLY)
             check_shards(shards)
             return replace(reader, validation=True)
         _check_host_can_open("--val-data", shards)
@@ -155,7 +164,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
         if requested is not None or (
             options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
         ):
-            _check_flags_of_host_reader(args, "--train-data", REFUSED.keys())
+            _check_flags_of_host_reader(args, "--train-data", NOT_SUPPORTED.keys())
             check_first_sample(shards[0])
             reader = Reader(
                 captions_per_image=requested or "random",
@@ -198,7 +207,7 @@ def get_data(
         host: the installed version.
         host_get_data: open_clip's own.
         reader: which splits are read by ours.
-        record: of the training batches; None for training exactly as open_clip does.
+        record: of the training batches; None for training exactly as open_clip does, by its own reader.
         version_options: what other versions of open_clip give besides; passed on.
     """
     preprocess_train, preprocess_val = preprocess_fns
@@ -326,7 +335,7 @@ def _check_flags_of_host_reader(args: Namespace, split: str, names: Set[str]) ->
         if getattr(args, name) != defaults[name]:
             raise UserError(
                 f"--{name.replace('_', '-')} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
-                f"{REFUSED[name]}; leave the flag out"
+                f"{NOT_SUPPORTED[name]}; leave the flag out"
             )
 
 

@@ -95,7 +95,7 @@ class OpenCLIP4(OpenCLIP3):
 
             loss = make_loss(args)
             if args.fsdp:
-                loss.register_forward_pre_hook(_check_scale_is_whole, with_kwargs=True)
+                loss.register_forward_pre_hook(self.check_scale_is_whole, with_kwargs=True)
             if args.torchcompile:
                 # Compiled with the task, it would be compiled again at each step, whose number it reads.
                 loss.forward = torch.compiler.disable(loss.forward)
@@ -122,15 +122,16 @@ class OpenCLIP4(OpenCLIP3):
         config = importlib.import_module("open_clip").get_model_config(options.model) or {}
         return f"--model {options.model}" if any(entry in config for entry in self.other_models) else None
 
+    @staticmethod
+    def check_scale_is_whole(loss: Any, args: tuple, outputs: dict[str, Any]) -> None:
+        """Raise ``UserError`` before a call of a loss with a logit scale that FSDP has sharded."""
+        from torch.distributed.tensor import DTensor
 
-def _check_scale_is_whole(loss: Any, args: tuple, outputs: dict[str, Any]) -> None:
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(outputs["logit_scale"], DTensor):
-        raise UserError(
-            "--fsdp: the model's logit scale reaches the loss sharded, which open_clip's losses do not support either: "
-            "add --fsdp-no-reshard-after-forward"
-        )
+        if isinstance(outputs["logit_scale"], DTensor):
+            raise UserError(
+                "--fsdp: the model's logit scale reaches the loss sharded, which open_clip's losses do not support "
+                "either: add --fsdp-no-reshard-after-forward"
+            )
 
 
 def check_version() -> None:

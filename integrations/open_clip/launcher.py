@@ -63,6 +63,11 @@ def _main(argv: Sequence[str]) -> int:
     record = BatchRecord(host_options.accum_freq)
     loss = None if options.loss is None else _build_loss(options, host_options, record)
     reader = choose_reader(options, host_options)
+    if options.head == "set" and host_options.val_data and not reader.validation:
+        raise UserError(
+            f"--val-data {host_options.val_data}: open_clip's validation compares single vectors; with --head set give "
+            "shards of `vl-plugins shards`"
+        )
     folder = None if host_options.name is None else Path(host_options.logs, host_options.name)
     with contextlib.ExitStack() as stack:
         if folder is not None and is_first_process():

@@ -1,6 +1,7 @@
 """Errors of open_clip's trainer, of torch and of files as one line."""
 
 import contextlib
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
             place = Path(args.logs, args.name or "")
         raise UserError(reason if place is None else f"{place}: {reason}") from error
     except RuntimeError as error:
-        if "PytorchStreamWriter" in str(error):
+        if re.search("PytorchStreamWriter|unexpected pos", str(error)):  # of torch.save
             raise UserError(
                 f"{Path(args.logs, args.name)}: a checkpoint cannot be written; is the disk full?"
             ) from error

@@ -10,9 +10,10 @@ import torch
 
 from tests.reference import losses as reference
 from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.data import (
     FOLLOWED,
-    REFUSED,
+    NOT_SUPPORTED,
     UNRELATED,
     AllCaptions,
     Reader,
@@ -21,7 +22,6 @@ from vl_plugins.integrations.open_clip.data import (
 )
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.utils.errors import UserError
 
 UNIFIED = PluginOptions(loss="unified")
@@ -33,7 +33,7 @@ def args(toy_shards):
     def build(*flags):
         data = ["--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar"]
         data += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
-        arguments = host.parser().parse_args([*data, "--batch-size", "8", "--workers", "0", *flags])
+        arguments = host.parse_args([*data, "--batch-size", "8", "--workers", "0", *flags])
         return Namespace(**vars(arguments), rank=0, world_size=1, distributed=False)
 
     return build
@@ -136,14 +136,17 @@ def options_read_in(source):
                 yield name
 
 
+def data_flags(folder, names):
+    """Return which options the data modules in a folder read."""
+    return {name for module in folder.glob("*data*.py") for name in options_read_in(module.read_text())} & {*names}
+
+
 def test_our_reader_has_a_rule_for_every_data_flag_of_the_installed_version():
     """A flag of a new version that is in none of the three would be ignored without a word."""
-    modules = list(Path(open_clip_train.main.__file__).parent.glob("*data*.py"))
-    read = {name for module in modules for name in options_read_in(module.read_text())}
-    flags = read & {action.dest for action in host.parser()._actions}
+    flags = data_flags(Path(open_clip_train.main.__file__).parent, host.default_options())
     assert {"train_data", "batch_size", "csv_separator", "val_num_samples"} <= flags
-    assert flags - FOLLOWED - REFUSED.keys() - UNRELATED == set()
-    assert len(FOLLOWED | REFUSED.keys() | UNRELATED) == len(FOLLOWED) + len(REFUSED) + len(UNRELATED)
+    assert flags - FOLLOWED - NOT_SUPPORTED.keys() - UNRELATED == set()
+    assert len(FOLLOWED | NOT_SUPPORTED.keys() | UNRELATED) == len(FOLLOWED) + len(NOT_SUPPORTED) + len(UNRELATED)
 
 
 def test_upsampling_needs_the_reader_of_open_clip(args):
@@ -215,14 +218,15 @@ def tokenizer(texts):
     return torch.tensor([[len(text), hash(text)] for text in texts])
 
 
-def read(args, reader, training=None):
+def read(args, reader, record=None):
     return get_data(
         args,
         (identity, identity),
         tokenizer=tokenizer,
-        reader=reader,
-        training=training or Training(),
+        host=host.OpenCLIP3(),
         host_get_data=open_clip_train.main.get_data,
+        reader=reader,
+        record=record or BatchRecord(args.accum_freq),
     )
 
 
@@ -247,26 +251,27 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
     assert [len(batch) for batch in val] == [4] * 3
 
 
-def test_the_images_of_a_step_are_known(args):
-    training = Training()
-    assert training.image_ids() is training.batch_keys() is None
-    train = read(args("--warmup", "1", "--accum-freq", "3"), Reader(2), training)["train"].dataloader
-    labels, keys = [], []
-    for _ in range(2):
-        for number, (images, _) in enumerate(train, 1):
-            recent = min(number, 3)
-            assert len(training.image_ids()) == len(training.batch_keys()) == recent * len(images)
-            labels.append(training.image_ids()[-len(images) :])
-            keys += training.batch_keys()[-len(images) :]
-            assert torch.equal(training.image_ids(), torch.cat(labels[-recent:]))
-            assert training.batch_keys() == keys[-recent * len(images) :]
+def test_the_step_and_its_images_are_recorded(args):
+    record = BatchRecord(batches_per_step=3)
+    assert record.image_ids is None
+    data = read(args("--warmup", "1", "--accum-freq", "3"), Reader(2), record)["train"]
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        labels, keys = [], []
+        for number, (images, _) in enumerate(data.dataloader):
+            assert record.step == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
+            recent = min(number + 1, 3)
+            assert len(record.image_ids) == len(record.keys) == recent * len(images)
+            labels.append(record.image_ids[-len(images) :])
+            keys += record.keys[-len(images) :]
+            assert torch.equal(record.image_ids, torch.cat(labels[-recent:]))
+            assert record.keys == keys[-recent * len(images) :]
         assert sorted(torch.cat(labels).tolist()) == list(range(64))
         assert len(set(keys)) == 64
-        labels, keys = [], []
 
 
 def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
-    data = read(args("--warmup", "1"), Reader("first"), Training(repeats=True))
+    data = read(args("--warmup", "1"), Reader("first"))
     draws = {}
     for epoch in (0, 1, 2, 1, 0):
         data["train"].set_epoch(epoch)
@@ -279,11 +284,8 @@ def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
     assert data["train"].shared_epoch.get_value() == 0
     arguments = args("--warmup", "1")
     arguments.rank, arguments.world_size = 1, 2
-    read(arguments, Reader("first"), Training(repeats=True))["train"].set_epoch(0)
+    read(arguments, Reader("first"))["train"].set_epoch(0)
     assert not torch.equal(torch.rand(3), draws[0]), "another process has others, of dropout for example"
-    torch.manual_seed(4)
-    read(args("--warmup", "1"), Reader("first"))["train"].set_epoch(0)
-    assert torch.initial_seed() == 4, "without a loss of ours it trains as open_clip does"
 
 
 def test_each_process_reads_its_share(args):
@@ -322,16 +324,16 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
     shards, groups = grouped_shards
     assert 1 < len(set(groups)) < 64
     arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "32")
-    training = Training()
+    record = BatchRecord()
     reader = choose_reader(PluginOptions(loss="unified", same_group="positive", captions_per_image=2), arguments)
-    loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 20}), image_ids=training.image_ids)
-    for images, texts in read(arguments, reader, training)["train"].dataloader:
+    loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 20}), record=record)
+    for images, texts in read(arguments, reader, record)["train"].dataloader:
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(len(side), 8, generator=generator, dtype=torch.float64) for side in (images, texts)]
         features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]
         value = loss(*features, torch.tensor(1.0))
 
-        batch = [groups[int(key.rpartition("-")[2])] for key in training.batch_keys()]
+        batch = [groups[int(key.rpartition("-")[2])] for key in record.keys]
         assert len(set(batch)) < len(batch), "images of a group meet"
         pairs = [(row, column) for row in range(len(batch)) for column in range(2 * len(batch))]
         positives = {(row, column) for row, column in pairs if batch[row] == batch[column // 2]}
@@ -358,11 +360,11 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
 def test_images_of_a_group_are_kept_apart_by_default(args, grouped_shards):
     shards, groups = grouped_shards
     arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "4")
-    training = Training()
+    record = BatchRecord()
     reader = choose_reader(PluginOptions(loss="unified"), arguments)
     assert reader.same_group == "apart"
-    for _ in read(arguments, reader, training)["train"].dataloader:
-        assert len({groups[int(key.rpartition("-")[2])] for key in training.batch_keys()}) == 4
+    for _ in read(arguments, reader, record)["train"].dataloader:
+        assert len({groups[int(key.rpartition("-")[2])] for key in record.keys}) == 4
 
 
 def test_more_workers_than_shards(args, toy_shards):
@@ -373,10 +375,25 @@ def test_more_workers_than_shards(args, toy_shards):
 
 
 def test_open_clip_reads_the_rest(args):
-    data = read(args("--warmup", "1"), Reader(None, validation=True))
-    assert type(data["train"]) is not AllCaptions
+    record = BatchRecord()
+    data = read(args("--warmup", "1"), Reader(None, validation=True), record)
     images, texts = next(iter(data["train"].dataloader))
     assert (images.shape, texts.shape) == ((8, 3, 4, 4), (8, 2))
+    assert record.image_ids is None
+    assert record.keys == []
+
+
+def test_more_arguments_of_get_data_are_passed_on():
+    given = {}
+
+    def host_get_data(args, preprocess_fns, **options):
+        given.update(options)
+        return {}
+
+    args = Namespace(train_data=None, val_data=None)
+    ours = {"host": host.OpenCLIP3(), "reader": Reader(), "record": None, "host_get_data": host_get_data}
+    assert get_data(args, (None, None), 3, "t", **ours, naflex_data_config="n") == {}
+    assert given == {"epoch": 3, "tokenizer": "t", "naflex_data_config": "n"}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from tests.integrations.open_clip import distributed_gradients as joined
 from tests.integrations.open_clip.distributed_gradients import Batch
 from vl_plugins import create_loss
 from vl_plugins.integrations.open_clip import launcher
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss
-from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
 from vl_plugins.losses import UnifiedLoss
 from vl_plugins.registry import list_losses
 
@@ -122,5 +121,5 @@ def test_a_local_loss_without_gradients_of_others_is_warned_of(local_loss, gathe
     options = joined.options("unified")
     args = Namespace(local_loss=local_loss, gather_with_grad=gather_with_grad, rank=rank, world_size=2)
     vars(args).update(accum_freq=1, log_every_n_steps=1)
-    launcher._create_loss(args, options=options, loss=create_pair_loss(options), training=Training())
+    launcher._announce_loss(None, options, args)
     assert ("points in another direction than the loss's; add --gather-with-grad" in caplog.text) is warned

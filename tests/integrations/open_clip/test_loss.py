@@ -1,4 +1,3 @@
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,10 @@ from tests.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distances.sets import SetDistance
-from vl_plugins.integrations.open_clip.launcher import _checked_loss
+from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
-from vl_plugins.integrations.open_clip.non_finite import NonFiniteGuard, NonFiniteLossError
+from vl_plugins.integrations.open_clip.non_finite import NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.integrations.open_clip.training import Training
 from vl_plugins.registry import loss_options
 from vl_plugins.utils.errors import UserError
 
@@ -298,47 +296,28 @@ def test_a_loss_with_parameters_is_refused(monkeypatch):
         build_loss(plugin("unified"))
 
 
-@pytest.mark.parametrize("batches_per_step", [1, 3])
-@pytest.mark.parametrize(
-    ("fields", "arguments", "calls"),
-    [
-        ({}, {}, 1),
-        ({"miner": "MultiSimilarityMiner"}, {}, 2),
-        ({}, {"local_loss": True, "gather_with_grad": True, "world_size": 2}, 2),
-    ],
-    ids=["one call", "miner", "local loss"],
-)
-def test_warm_up_counts_training_steps(fields, arguments, calls, batches_per_step):
-    options = PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5}, **fields)
-    two_towers = build_loss(options, batches_per_step=batches_per_step, **arguments)
-    two_towers.continue_after(3)
-    loss, calls = two_towers.loss, calls * batches_per_step
-    assert (loss.warmup_steps, loss.training_calls, two_towers.pair_calls_per_step) == (5 * calls, 3 * calls, calls)
-    one_way = build_loss(PluginOptions(loss="triplet_hn", loss_kwargs={"symmetric": False}, **fields), **arguments)
-    assert one_way.pair_calls_per_step == 1
-    if arguments:
-        return
+@pytest.mark.parametrize("fields", [{}, {"miner": "MultiSimilarityMiner"}], ids=["one call", "miner"])
+def test_warm_up_counts_training_steps(fields):
+    """However often a step calls the loss, and wherever a resumed training begins."""
+    record = BatchRecord(batches_per_step=2)
+    loss = build_loss(PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5}, **fields), record=record)
+    mined = build_loss(PluginOptions(loss="triplet_hn", **fields))
     outputs = Towers()(*batch())
-    values = torch.stack([two_towers(**outputs) for _ in range(3 * batches_per_step)])
-    mined = build_loss(PluginOptions(loss="triplet_hn", **fields))(**outputs)
-    assert values[0] > mined + 0.1
-    assert torch.equal(values, torch.stack([values[0]] * 2 * batches_per_step + [mined] * batches_per_step))
-
-
-def test_the_launcher_multiplies_warm_up_by_calls_per_step(monkeypatch):
-    """Before open_clip joins the processes."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    options = PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5})
-    assert _checked_loss(options, Namespace(local_loss=True, accum_freq=3)).warmup_steps == 5 * 2 * 3
+    for step in (3, 4, 5, 6, 0):
+        record.first_step = step
+        for index, image_ids in enumerate(torch.arange(B).split(B // 2)):
+            record.add(index, image_ids, None)
+        for _ in range(2):
+            is_mined = torch.equal(loss(**outputs), mined(**outputs))
+            assert is_mined == (step >= 5)
 
 
 def test_own_rows_are_not_compared_by_a_loss_of_related_pairs():
     """sig_ms compares a pair with those of the other process: one call, of the whole batch."""
-    options = PluginOptions(
-        loss="goal", loss_kwargs={"warmup_steps": 5, "triplet_weight": "cir", "pair_weight": "sig_ms"}
-    )
-    loss = build_loss(options, local_loss=True, gather_with_grad=True, world_size=2)
-    assert (loss.pair_calls_per_step, loss.loss.warmup_steps) == (1, 5)
+    flags = {"local_loss": True, "gather_with_grad": True, "world_size": 2}
+    for pair_weight, own_rows in (("sig", True), ("sig_ms", False)):
+        options = PluginOptions(loss="goal", loss_kwargs={"triplet_weight": "cir", "pair_weight": pair_weight})
+        assert build_loss(options, **flags).compares_own_rows is own_rows
 
 
 def test_the_loss_keeps_its_attributes():
@@ -439,18 +418,6 @@ def test_gradients_of_sets_accumulate_as_open_clip_accumulates_them():
             torch.testing.assert_close(gradient, expected[1][name])
 
 
-def test_circular_variance_is_logged_now_and_then(caplog):
-    caplog.set_level("INFO")
-    loss = build_loss(SETS["sets"], log_every=6)
-    output = SetTowers(loss.loss.distance)(*batch())
-    for _ in range(8):
-        loss(**output)
-    lines = [record.message for record in caplog.records if "ircular" in record.message]
-    assert len(lines) == 2  # the first call and the seventh
-    of_images, of_texts = (1 - output[f"{tower}_features"].mean(1).norm(dim=1).mean() for tower in ("image", "text"))
-    assert lines[0] == f"Circular variance of the sets: images {of_images:.4g}, texts {of_texts:.4g}"
-
-
 GATHERING = [
     pytest.param(local_loss, gather_with_grad, id=f"local_loss={local_loss}-gather_with_grad={gather_with_grad}")
     for local_loss in (False, True)
@@ -464,7 +431,7 @@ def towers_for(loss):
 
 
 def distributed_steps(rank, loss_options):
-    """Return the gradients of each loss and choice of flags, and what a guard says."""
+    """Return the gradients of each loss and choice of flags, and the errors of a NaN."""
     images, texts = batch()
     share = slice(rank * B // WORLD_SIZE, (rank + 1) * B // WORLD_SIZE)
     results = {}
@@ -482,25 +449,18 @@ def distributed_steps(rank, loss_options):
                 assert all(term.requires_grad for term in losses.values()), "a term trains nothing"
                 sum(losses.values()).backward()
             results[name, local_loss, gather_with_grad] = towers.gradients()
-    return results, what_a_guard_says(rank)
+    return results, [error_of_a_process(rank, local_loss) for local_loss in (False, True)]
 
 
-class NotFiniteInTheSecond(torch.nn.Module):
-    def forward(self, weight, rank):
-        return weight.sum() * (torch.nan if rank == 1 else 1)
-
-
-def what_a_guard_says(rank):
-    """Return what the processes are told when the loss of one of them is NaN in the third step."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    guard = NonFiniteGuard(NotFiniteInTheSecond(), "stop", Training(), world_size=WORLD_SIZE)
-    try:
-        for step in range(5):
-            guard(weight=weight, rank=rank if step == 2 else 0).backward()
-            guard.before_step(optimizer)
-    except NonFiniteLossError as error:
-        return str(error)
+def error_of_a_process(rank, local_loss):
+    """Return the error when an image feature of the second process is NaN."""
+    images, texts = batch(B // WORLD_SIZE)
+    if rank == 1:
+        images[2] = torch.nan
+    loss = build_loss(plugin("vlc"), rank=rank, world_size=WORLD_SIZE, local_loss=local_loss)
+    with pytest.raises(NonFiniteLossError) as raised:
+        loss(images, texts, torch.tensor(14.0))
+    return str(raised.value)
 
 
 LEARNED = PluginOptions(loss="unified", loss_kwargs={"scale": "learned"})
@@ -508,7 +468,7 @@ LEARNED = PluginOptions(loss="unified", loss_kwargs={"scale": "learned"})
 
 @pytest.fixture(scope="module")
 def distributed_gradients():
-    """The losses, and of each process its gradients by loss and gathering flags, and what a guard says there.
+    """The losses, and of each process its gradients by loss and gathering flags, and the errors of a NaN.
 
     More losses are in test_distributed.py.
     """
@@ -541,8 +501,10 @@ def test_two_processes_scale_gradients_as_open_clip_does(distributed_gradients, 
 
 def test_all_processes_stop_when_the_loss_of_one_is_not_finite(distributed_gradients):
     _, ((_, first), (_, second)) = distributed_gradients
-    assert first.startswith("step 2: the loss of another process is not finite")
-    assert second.startswith("step 2: the loss is not finite (loss nan)")
+    assert len(first) == len(second) == 2
+    for of_first, of_second in zip(first, second, strict=True):
+        assert of_first.startswith("the loss is not finite (vlc_loss nan); similarities of finite features from ")
+        assert of_second.startswith("the loss is not finite (vlc_loss nan); 1 of 3 image features are not finite; ")
 
 
 @pytest.mark.parametrize(("local_loss", "gather_with_grad"), GATHERING)

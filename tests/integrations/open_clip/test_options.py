@@ -111,6 +111,7 @@ def test_another_loss_on_the_command_line_drops_the_configured_options(tmp_path)
         ("config: other.yaml\n", "unknown key in {path} 'config'"),
         ("loss-kwargs: 5\n", "{path}: loss-kwargs must be a mapping such as {{margin: 0.2}}, got 5"),
         ("siglip: 1\n", "{path}: siglip must be true or false, got 1"),
+        ("lr: false\n", "{path}: lr must be a value, got False"),
         ("on-read-error: stop\n", "argument --on-read-error: invalid choice: 'stop'"),
         ("allow-duplicate-captions: 1\n", "{path}: allow-duplicate-captions must be true or false, got 1"),
         ("epochs: many\n", "argument --epochs: invalid int value: 'many'"),

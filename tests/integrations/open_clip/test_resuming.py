@@ -1,6 +1,7 @@
 """Interrupted trainings go on as if nothing had happened."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -10,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,11 +19,9 @@ import pytest
 import torch
 
 from tests.integrations.open_clip.test_launcher import MODULE, assert_equal_nested, run
-from vl_plugins import create_loss
 from vl_plugins.integrations.open_clip import resuming
 from vl_plugins.integrations.open_clip.launcher import main
-from vl_plugins.integrations.open_clip.training import Training
-from vl_plugins.losses import TripletHNLoss
+from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
 from vl_plugins.utils.errors import UserError
 
 LAUNCH = [sys.executable, "-m", MODULE]
@@ -52,7 +50,9 @@ def checkpoints(folder):
 
 
 def results(folder):
-    return (checkpoints(folder) / "results.jsonl").read_text()
+    """Return the metrics by epoch; one that was interrupted after its validation is there twice."""
+    rows = [json.loads(line) for line in (checkpoints(folder) / "results.jsonl").read_text().splitlines()]
+    return {row["epoch"]: row for row in rows}
 
 
 def weights(folder, epoch):
@@ -109,7 +109,7 @@ def test_a_killed_training_goes_on_to_the_same_end(folder, shards, monkeypatch):
         monkeypatch.chdir(folder / name)
         assert main([*flags, *more]) == 0
     assert results(folder / "killed") == results(folder / "straight")
-    assert [json.loads(line)["epoch"] for line in results(folder / "killed").splitlines()] == [1, 2, 3, 4]
+    assert [*results(folder / "killed")] == [1, 2, 3, 4]
     assert_equal_nested(weights(folder / "killed", "4"), weights(folder / "straight", "4"))
 
 
@@ -137,7 +137,7 @@ def test_killed_again_and_again(folder, shards, processes, last, more):
     for name, again in (("straight", []), ("killed", ["--resume", "latest"])):
         assert run([*command, *flags, *again], folder / name).returncode == 0
     assert results(folder / "killed") == results(folder / "straight")
-    assert len(results(folder / "killed").splitlines()) == 6
+    assert len(results(folder / "killed")) == 6
     assert_equal_nested(weights(folder / "killed", last), weights(folder / "straight", last))
 
 
@@ -150,7 +150,7 @@ def save(folder, epoch, **more):
     return file
 
 
-def cut(file, size=0.7):
+def truncate(file, size=0.7):
     with file.open("r+b") as stream:
         stream.truncate(int(file.stat().st_size * size))
 
@@ -160,11 +160,11 @@ def latest(folder):
 
 
 @pytest.mark.parametrize("size", [0, 0.1, 0.7, 0.99])
-def test_a_checkpoint_that_is_cut_off_is_named_and_the_one_before_it_is_used(tmp_path, caplog, size):
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, caplog, size):
     files = [save(tmp_path, epoch) for epoch in (1, 2, 9, 10)]
     assert latest(tmp_path) == str(files[3]), "by number, not by letters"
     assert latest(tmp_path) == open_clip_train.main.get_latest_checkpoint(str(tmp_path), False)
-    cut(files[3], size)
+    truncate(files[3], size)
     assert latest(tmp_path) == str(files[2])
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
@@ -172,73 +172,66 @@ def test_a_checkpoint_that_is_cut_off_is_named_and_the_one_before_it_is_used(tmp
     assert warning.message.startswith(f"checkpoint {files[3]}: {reason}")
     assert warning.message.endswith("going on from the one before it, epoch_9.pt")
     for file in files[:3]:
-        cut(file, size)
+        truncate(file, size)
     with pytest.raises(
         UserError, match=r"no checkpoint in .* can be read: epoch_10.pt \(it is (cut off|empty).*delete them"
     ):
         latest(tmp_path)
 
 
-def test_only_complete_checkpoints_count(tmp_path):
+def test_which_files_are_checkpoints(tmp_path):
     assert latest(tmp_path / "nothing") is None
     first = save(tmp_path, 1)
     (tmp_path / "tmp.pt").write_bytes(b"of --save-most-recent, when it was killed")
-    (tmp_path / ".epoch_2.pt.0123abcd.partial").write_bytes(b"when it was killed")
     assert latest(tmp_path) == str(first)
-    in_parts = tmp_path / "epoch_3"
-    in_parts.mkdir()
-    assert resuming.latest_checkpoint(str(tmp_path), False, host_latest=lambda *_: str(in_parts)) == str(in_parts)
+    sharded = tmp_path / "epoch_3"
+    sharded.mkdir()
+    assert resuming.latest_checkpoint(str(tmp_path), False, host_latest=lambda *_: str(sharded)) == str(sharded)
     assert resuming.latest_checkpoint("s3://bucket", True, host_latest=lambda *given: given) == ("s3://bucket", True)
 
 
-def test_a_most_recent_checkpoint_that_is_cut_off_is_replaced_by_the_one_before_it(tmp_path, caplog):
-    recent = save(tmp_path, 3).rename(tmp_path / "epoch_latest.pt")
-    before = recent.read_bytes()
-    resuming.mend_most_recent(tmp_path)
-    assert recent.read_bytes() == before
-    cut(recent)
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be read: epoch_latest.pt"):
-        resuming.mend_most_recent(tmp_path)
-    older = save(tmp_path, 2)
-    resuming.mend_most_recent(tmp_path)
-    assert recent.read_bytes() == older.read_bytes()
-    assert (tmp_path / "epoch_latest.pt.damaged").stat().st_size < older.stat().st_size
-    assert "epoch_latest.pt: it is cut off or damaged" in caplog.text
-    resuming.mend_most_recent(tmp_path / "nothing")
-
-
-def test_a_named_checkpoint_that_is_cut_off_is_an_error(tmp_path):
-    files = [save(tmp_path, epoch) for epoch in (1, 2, 3)]
-    for file in files[1:]:
-        cut(file)
-    with pytest.raises(UserError) as raised:
-        resuming.read_checkpoint(str(files[2]), training=Training())
-    assert str(raised.value).startswith(f"--resume {files[2]}: it is cut off or damaged (")
-    assert str(raised.value).endswith(f"; the one before it is {files[0]}")
-    with pytest.raises(UserError, match=r"--resume nothing.pt: no such file"):
-        resuming.read_checkpoint("nothing.pt", training=Training())
+class Harmful:
+    def __reduce__(self):
+        return print, ("harm",)
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (torch.ones(3), "it holds a Tensor"),
-        ([1, 2], "it holds a list"),
-        ({}, "it holds no weights"),
-        ({"format": "another"}, "it holds no weights"),
-        ({0: torch.ones(2)}, "its weights have no names"),
-        ({"epoch": 1, "optimizer": {}}, "it holds no weights"),
-        ({"epoch": "last", "state_dict": {"weight": torch.ones(2)}}, "its epoch is a str"),
+        (torch.ones(3), "it holds neither a checkpoint of open_clip's trainer nor weights by name"),
+        ([1, 2], "it holds neither"),
+        ({}, "it holds neither"),
+        ({0: torch.ones(2)}, "it holds neither"),
+        ({"epoch": 1, "optimizer": {}}, "it holds neither"),
+        ({"epoch": 2, "state_dict": {"a": torch.ones(2), "b": torch.tensor([1, torch.nan])}}, "1 of its weights are n"),
+        ({"epoch": 2, "state_dict": {"weight": torch.ones(2)}, "more": Harmful()}, "it holds more than tensors and te"),
     ],
 )
-def test_checkpoints_of_others(tmp_path, caplog, content, problem):
+def test_files_that_a_training_cannot_go_on_from(tmp_path, caplog, capsys, content, problem):
     file = tmp_path / "epoch_2.pt"
     torch.save(content, file)
-    with pytest.raises(UserError, match=f"^--resume {file}: {problem}; give a checkpoint of open_clip's trainer"):
-        resuming.read_checkpoint(str(file), training=Training())
-    own = save(tmp_path, 1)
-    assert latest(tmp_path) == str(own)
-    assert f"checkpoint {file}: {problem}; going on from the one before it" in caplog.text
+    with pytest.raises(UserError, match=f"^--resume {file}: {problem}[^;]*$"):
+        resuming.check_resume(str(file), None, save_most_recent=False)
+    before = save(tmp_path, 1)
+    assert latest(tmp_path) == str(before)
+    assert f"checkpoint {file}: {problem}" in caplog.text
+    with pytest.raises(UserError, match=f"^--resume {file}: .*; go on from --resume {before}$"):
+        resuming.check_resume(str(file), None, save_most_recent=False)
+    assert "harm" not in capsys.readouterr().out
+
+
+def test_the_file_of_resume_latest(tmp_path):
+    with pytest.raises(UserError, match="--resume latest goes on with an earlier run: give its --name"):
+        resuming.check_resume("latest", None, save_most_recent=False)
+    folder = tmp_path / "checkpoints"
+    recent = save(folder, 3).rename(folder / "epoch_latest.pt")
+    older = save(folder, 2)
+    resuming.check_resume("latest", tmp_path, save_most_recent=True)
+    truncate(recent)
+    with pytest.raises(UserError, match=f"--resume {recent}: it is cut off or damaged .*; go on from --resume {older}"):
+        resuming.check_resume("latest", tmp_path, save_most_recent=True)
+    resuming.check_resume("latest", tmp_path, save_most_recent=False)
+    resuming.check_resume("s3://bucket/epoch_1.pt", None, save_most_recent=False)
 
 
 @pytest.mark.parametrize(
@@ -260,131 +253,37 @@ def test_checkpoints_that_do_not_fit(folder, shards, capfd, content, message):
     assert line.startswith(f"vl_plugins: error: --resume other.pt: {message}")
 
 
+def test_errors_of_files_are_one_line(tmp_path):
+    args = Namespace(logs=str(tmp_path), name="run", resume=None, model="vl-tiny")
+    with pytest.raises(UserError, match=f"^{tmp_path}/no: No such file or directory$"), one_line_errors(args):
+        (tmp_path / "no").read_text()
+    with pytest.raises(UserError, match=f"^{tmp_path}/run: No space left on device$"), one_line_errors(args):
+        Path("/dev/full").write_text("x")
+    in_a_loader = OSError(f"Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: [Errno {errno.EIO}] a")
+    with pytest.raises(UserError, match=r"^OSError: \[Errno 5\] a$"), one_line_errors(args):
+        raise in_a_loader
+
+
 def test_a_full_disk(tmp_path):
+    args = Namespace(logs=str(tmp_path), name="run", resume=None, model="vl-tiny")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = save(tmp_path, 1)
-    before = file.read_bytes()
-    with resuming.complete_checkpoints(Training()):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-        try:
-            for epoch in (1, 2):
-                with pytest.raises(UserError, match=f"^cannot write {tmp_path}/epoch_{epoch}.pt: File too large$"):
-                    save(tmp_path, epoch, more=torch.zeros(100_000))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch_1.pt"]
-    assert file.read_bytes() == before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(UserError) as raised, one_line_errors(args):
+            torch.save(torch.zeros(100_000), tmp_path / "epoch_1.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(raised.value) == f"{tmp_path}/run: a checkpoint cannot be written; is the disk full?"
 
 
-class Harmful:
-    def __reduce__(self):
-        return print, ("harm",)
-
-
-def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
-    file = save(tmp_path, 1, more=Harmful())
-    with pytest.raises(UserError, match="can run code"):
-        resuming.read_checkpoint(str(file), training=Training())
-    assert "harm" not in capsys.readouterr().out
-
-
-def test_a_checkpoint_is_complete_or_not_there(tmp_path):
-    class Full(Exception):
-        pass
-
-    class Never:
-        def __reduce__(self):
-            raise Full
-
-    training = Training()
-    with resuming.complete_checkpoints(training):
-        file = save(tmp_path, 1)
-        assert torch.load(file, weights_only=True).keys() == {"epoch", "name", "state_dict", "optimizer"}
-        training.beside["more"] = lambda: {"a": 3}
-        before = file.read_bytes()
-        with pytest.raises(Full):
-            save(tmp_path, 1, more=Never())
-        assert file.read_bytes() == before
-        with pytest.raises(Full):
-            save(tmp_path, 2, more=Never())
-        assert [path.name for path in tmp_path.iterdir()] == ["epoch_1.pt"]
-        save(tmp_path, 2)
-        torch.save([1], tmp_path / "other.pt")
-    assert torch.load(tmp_path / "epoch_2.pt", weights_only=True)["vl_plugins"] == {"more": {"a": 3}}
-    resuming.read_checkpoint(str(tmp_path / "epoch_2.pt"), training=training)
-    assert training.saved == {"more": {"a": 3}}
-    assert torch.load(tmp_path / "other.pt", weights_only=True) == [1]
-    assert isinstance(torch.save, types.FunctionType)
-    assert torch.save.__module__ == "torch.serialization"
-
-
-class WithMemory(TripletHNLoss):
-    def get_extra_state(self):
-        return {"memory": {1, 2}}
-
-
-def test_the_state_of_a_loss(caplog):
-    one, other = (create_loss("triplet_hn", warmup_steps=5) for _ in range(2))
-    one.training_calls.fill_(3)
-    saved = resuming.state_of_loss(one, "triplet_hn()")
-    assert not resuming.restore_loss(other, "triplet_hn(margin=1)", saved)
-    assert other.training_calls == 0
-    assert resuming.restore_loss(other, "triplet_hn()", saved)
-    assert other.training_calls == 3
-    assert not resuming.restore_loss(create_loss("vlc"), "triplet_hn()", saved)
-    assert not caplog.records
-    saved = resuming.state_of_loss(WithMemory(), "triplet_hn()")
-    assert saved["state"].keys() == {"training_calls"}
-    assert "leaves out _extra_state of the loss" in caplog.text
-    assert not resuming.restore_loss(WithMemory(), "triplet_hn()", saved)
-
-
-def test_other_settings_are_noticed(caplog):
-    training = Training(continues=True)
-    args = Namespace(seed=1, world_size=2, batch_size=4, workers=1, accum_freq=1, captions_per_image="random")
-    resuming.compare_settings(training, args)
-    training.saved = training.kept_beside()
-    assert training.saved["settings"]["world_size"] == 2
-    resuming.compare_settings(training, args)
-    assert not caplog.records
-    args.workers, args.seed = 2, 3
-    resuming.compare_settings(training, args)
-    assert "other settings than before (seed 1 -> 3, workers 1 -> 2)" in caplog.text
-    caplog.clear()
-    resuming.compare_settings(Training(saved=training.saved), args)
-    assert not caplog.records, "a new run from old weights"
-
-
-def test_results_of_epochs_to_be_repeated_are_dropped(tmp_path):
-    file = tmp_path / "results.jsonl"
-    resuming.drop_later_results(tmp_path, 1)
-    lines = [json.dumps({"epoch": epoch, "rsum_percent": 3.5}) + "\n" for epoch in (1, 2, 3)]
-    file.write_text("".join(lines) + '{"epoch": 4, "rs')
-    resuming.drop_later_results(tmp_path, 2)
-    assert file.read_text() == "".join(lines[:2])
-    file.write_text('{"zeroshot": 1}\n')
-    resuming.drop_later_results(tmp_path, 0)
-    assert file.read_text() == '{"zeroshot": 1}\n'
-
-
-def test_latest_needs_a_name(folder, shards, capfd):
-    flags = flags_for(shards, "--resume", "latest", "--loss", "unified")
-    assert main([flag for flag in flags if flag not in ("--name", "run")]) == 2
-    assert "--resume latest goes on with an earlier run: give its --name" in capfd.readouterr().err
-
-
-def test_a_cut_off_checkpoint_in_a_training(folder, shards, capfd):
-    """The command as its user gives it again, after a disk was full."""
+def test_a_truncated_checkpoint_in_a_training(folder, shards, capfd):
     flags = flags_for(shards, "--loss", "unified", "--epochs", "3")
     assert main(flags) == 0
-    expected = results(folder), weights(folder, "3")
-    cut(checkpoints(folder) / "epoch_3.pt")
+    expected = results(folder), weights(folder, 3)
+    truncate(checkpoints(folder) / "epoch_3.pt")
     assert main([*flags, "--resume", "latest"]) == 0
     output = capfd.readouterr().err
     assert "epoch_3.pt: it is cut off or damaged" in output
     assert "going on from the one before it, epoch_2.pt" in output
     assert results(folder) == expected[0]
-    assert_equal_nested(weights(folder, "3"), expected[1])
-    saved = expected[1]["vl_plugins"]
-    assert saved["settings"]["captions_per_image"] == 2
-    assert saved["loss"]["description"].startswith("unified(margin=0.2, scale=50.0")
+    assert_equal_nested(weights(folder, 3), expected[1])

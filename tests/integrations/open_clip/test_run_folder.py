@@ -1,13 +1,8 @@
-"""One process at a time in a run's folder, and what runs that did not begin leave there."""
-
-import errno
-from argparse import Namespace
-from pathlib import Path
+"""One training at a time in a run's folder; a failed start leaves the name free."""
 
 import pytest
 
-from vl_plugins.integrations.open_clip.run_folder import check_is_free, files_named, occupied
-from vl_plugins.integrations.open_clip.training import Training
+from vl_plugins.integrations.open_clip.run_folder import check_is_free, occupied
 from vl_plugins.utils.errors import UserError
 
 STARTED = "2026-01-01 | INFO | Model:\n"
@@ -37,44 +32,23 @@ def test_a_failed_start_does_not_occupy_a_name(tmp_path, files, is_free):
         write(folder / name, text)
     if is_free:
         check_is_free(folder)
-        with occupied(folder, continues=False):
+        with occupied(folder, resumes=False):
             assert not (folder / "out.log").exists(), "the trainer would not start"
         return
-    for check in (check_is_free, occupied(folder, continues=False).__enter__):
+    for check in (check_is_free, occupied(folder, resumes=False).__enter__):
         with pytest.raises(UserError, match=r"^--name run: .* holds an earlier run; give another name, or --resume"):
             check(*([folder] if check is check_is_free else []))
-    with occupied(folder, continues=True):
+    with occupied(folder, resumes=True):
         assert all((folder / name).read_text() == text for name, text in files.items())
 
 
-@pytest.mark.parametrize("continues", [False, True])
-def test_one_process_at_a_time(tmp_path, continues):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_one_process_at_a_time(tmp_path, resumes):
     folder = tmp_path / "run"
-    with occupied(folder, continues=False):
+    with occupied(folder, resumes=False):
         write(folder / "out.log", STARTED)
         with pytest.raises(UserError, match=f"^another process is writing to {folder}"):
-            occupied(folder, continues=continues).__enter__()
+            occupied(folder, resumes=resumes).__enter__()
         assert (folder / "out.log").exists()
-    with occupied(folder, continues=True):
+    with occupied(folder, resumes=True):
         pass
-
-
-def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path):
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for name in (".epoch_2.pt.0123abcd.partial", ".tmp.pt.01234567.partial", "epoch_1.pt"):
-        write(checkpoints / name)
-    with occupied(tmp_path / "run", continues=True):
-        assert [file.name for file in checkpoints.iterdir()] == ["epoch_1.pt"]
-
-
-def test_errors_of_files_are_one_line(tmp_path):
-    training = Training(args=Namespace(logs=str(tmp_path), name="run"))
-    with pytest.raises(UserError, match=f"^{tmp_path}/no: No such file or directory$"), files_named(training):
-        (tmp_path / "no").read_text()
-    with pytest.raises(UserError, match=f"^{tmp_path}/run: No space left on device$"), files_named(training):
-        Path("/dev/full").write_text("x")
-    in_a_loader = OSError(
-        f"Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: [Errno {errno.EIO}] a.jpg"
-    )
-    with pytest.raises(UserError, match=r"^OSError: \[Errno 5\] a.jpg$"), files_named(training):
-        raise in_a_loader
