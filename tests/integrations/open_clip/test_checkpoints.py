@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
-from vl_plugins.integrations.open_clip import load_model
-from vl_plugins.integrations.open_clip.checkpoints import add_heads
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import add_model_config, register_models
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT
 from vl_plugins.utils.errors import UserError
@@ -27,7 +27,7 @@ def make(head="set", head_kwargs=SMALL, similarity=None, **created_with):
     clip, _, preprocess = open_clip.create_model_and_transforms("vl-tiny", output_dict=True, **created_with)
     if head == "set" and similarity is None:
         similarity = SmoothChamferSimilarity(alpha=9.0)
-    return add_heads(clip, "vl-tiny", created_with, head, head_kwargs, similarity).eval(), preprocess
+    return CLIPWithHeads(clip, "vl-tiny", created_with, head, head_kwargs, similarity).eval(), preprocess
 
 
 def save(path, model, prefix=""):

@@ -18,9 +18,10 @@ from vl_plugins.commands import evaluate
 from vl_plugins.data.collection import read_collection
 from vl_plugins.distances import MatchProbability
 from vl_plugins.functional import match_probability
-from vl_plugins.integrations.open_clip import host, load_model
-from vl_plugins.integrations.open_clip.checkpoints import add_heads
-from vl_plugins.integrations.open_clip.evaluation import encode_shards
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.encoding import encode_shards
+from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.features import load_features
@@ -57,7 +58,9 @@ def head_checkpoint(checkpoint):
     clip = open_clip.create_model("vl-tiny")
     similarity = MatchProbability(scale=3.0, shift=-0.5)
     path = checkpoint.with_name("sets.pt")
-    torch.save({"state_dict": add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3}, similarity).state_dict()}, path)
+    torch.save(
+        {"state_dict": CLIPWithHeads(clip, "vl-tiny", {}, "set", {"num_slots": 3}, similarity).state_dict()}, path
+    )
     return path
 
 
