@@ -47,8 +47,8 @@ def load_model(
         precision: as open_clip's ``--precision``.
 
     Returns:
-        The model in evaluation mode, with ``encode_image`` and ``encode_text``; the transform from an image, or an array
-        of features, to a tensor; and the tokenizer, from n texts to token ids (n, L).
+        The model in evaluation mode, with ``encode_image`` and ``encode_text``; the transform of images for evaluation,
+        or of arrays of features; and the tokenizer, from n texts to token ids (n, L).
 
     Raises:
         UserError: an unknown model or tag, a file that is missing, cannot be read or does not fit the model, or weights

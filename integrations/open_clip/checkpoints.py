@@ -144,7 +144,7 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def _weights(checkpoint: Path, content: Any) -> dict[str, Any]:
-    """Return the weights of a file by the model's names for them; none of big_vision's arrays, which open_clip converts."""
+    """Return a file's weights by the names in the model; nothing for big_vision's arrays, which open_clip converts."""
     if checkpoint.suffix in (".npz", ".npy"):
         return {}
     if checkpoint.suffix == ".safetensors":
