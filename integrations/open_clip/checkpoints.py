@@ -72,7 +72,7 @@ def load_open_clip(
             loaded.load_state_dict(weights)
         _check_weights(loaded, weights)
     # open_clip asserts that the widths of position embeddings agree, and looks into whatever a file holds.
-    except (AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} does not fit model {name}: {first_line(error)}") from error
     return loaded.eval(), preprocess, get_tokenizer(name, options.get("force_context_length"))
 
