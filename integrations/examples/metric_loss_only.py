@@ -6,11 +6,10 @@
 """
 
 import torch
-from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.trainers import MetricLossOnly
 
+from vl_plugins import create_loss
 from vl_plugins.integrations.examples import scenes
-from vl_plugins.losses import UnifiedLoss
 from vl_plugins.miners import HardestNegativeMiner
 
 __all__ = ["main", "precision_at_1", "train"]
@@ -18,15 +17,14 @@ __all__ = ["main", "precision_at_1", "train"]
 TRAIN, TEST, EPOCHS = 512, 512, 4
 
 
-def train(trunk, dataset, labels, epochs):
+def train(trunk, dataset, epochs):
     trainer = MetricLossOnly(
         models={"trunk": trunk},
         optimizers={"trunk_optimizer": torch.optim.Adam(trunk.parameters(), lr=1e-3)},
         batch_size=64,
-        loss_funcs={"metric_loss": UnifiedLoss(margin=0.2)},
-        mining_funcs={"tuple_miner": HardestNegativeMiner(k=8)},  # or {}: all pairs
+        loss_funcs={"metric_loss": create_loss("unified", margin=0.2)},
+        mining_funcs={"tuple_miner": HardestNegativeMiner(k=8)},  # or none: all pairs
         dataset=dataset,  # items are (image, label)
-        sampler=MPerClassSampler(labels, m=4, batch_size=64, length_before_new_iter=len(labels)),
     )
     trainer.train(num_epochs=epochs)
 
@@ -43,14 +41,13 @@ def main():
     """Train pictures to be near if they show the same thing top left; print and return precision@1."""
     torch.manual_seed(0)
     training, test = scenes.make_scenes(TRAIN, TEST)
-    labels, test_labels = training.things[:, 0], test.things[:, 0]
     size = training.pictures[0].numel()
     trunk = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
     )
-    precisions = {"before": precision_at_1(trunk, test.pictures, test_labels)}
-    train(trunk, torch.utils.data.TensorDataset(training.pictures, labels), labels, EPOCHS)
-    precisions["after"] = precision_at_1(trunk, test.pictures, test_labels)
+    precisions = {"before": precision_at_1(trunk, test.pictures, test.things[:, 0])}
+    train(trunk, torch.utils.data.TensorDataset(training.pictures, training.things[:, 0]), EPOCHS)
+    precisions["after"] = precision_at_1(trunk, test.pictures, test.things[:, 0])
     print("precision@1 on test pictures:", precisions)
     return precisions
 

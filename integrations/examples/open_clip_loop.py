@@ -38,10 +38,10 @@ def make_model():
     return model
 
 
-def make_loader(training):
+def make_loader(training, batch_size=BATCH_SIZE):
     return torch.utils.data.DataLoader(
         list(zip(training.pictures, training.captions, range(len(training.pictures)), strict=True)),
-        batch_size=BATCH_SIZE,
+        batch_size=batch_size,
         shuffle=True,
         drop_last=True,
         collate_fn=collate,

@@ -1,7 +1,7 @@
 """Hugging Face's CLIPModel and Trainer with several captions per image, in any number of processes.
 
-:class:`RetrievalTrainer` and :func:`collate` are all that matters; the model is tiny, and the data are made up. It needs
-``pip install 'vl_plugins[transformers]'`` and takes some seconds::
+:class:`RetrievalTrainer` and :func:`collate` are all that matters; the model is tiny, and the data are made up. With
+``pip install 'vl_plugins[transformers]'`` it takes some seconds::
 
     python -m vl_plugins.integrations.examples.transformers_trainer
     torchrun --nproc_per_node 2 -m vl_plugins.integrations.examples.transformers_trainer
@@ -57,8 +57,10 @@ def make_model():
 
 
 def make_dataset(training):
-    columns = zip(training.pictures, training.captions, range(len(training.pictures)), strict=True)
-    return [dict(zip(("pixel_values", "input_ids", "image_id"), values, strict=True)) for values in columns]
+    return [
+        {"pixel_values": picture, "input_ids": captions, "image_id": image_id}
+        for image_id, (picture, captions) in enumerate(zip(training.pictures, training.captions, strict=True))
+    ]
 
 
 @torch.inference_mode()
@@ -80,6 +82,7 @@ def main():
             num_train_epochs=EPOCHS,
             learning_rate=LEARNING_RATE,
             remove_unused_columns=False,  # the Trainer would drop image_ids, which is no input of the model
+            label_names=["image_ids"],  # for an eval_loss
             dataloader_drop_last=True,
             save_strategy="no",
             report_to="none",
