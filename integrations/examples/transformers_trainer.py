@@ -34,8 +34,8 @@ class RetrievalTrainer(Trainer):
         images, texts = outputs.image_embeds, outputs.text_embeds
         batch = self.gatherer.global_batch(len(images), len(texts), image_ids)
         images, texts = self.gatherer.features(images, texts, batch)  # of all processes
-        labels = {"labels": batch.image_labels, "ref_labels": batch.text_labels}
-        loss = self.pair_loss(images, ref_emb=texts, scale=self.model.logit_scale.exp(), **labels)
+        scale = self.model.logit_scale.exp()
+        loss = self.pair_loss(images, batch.image_labels, ref_emb=texts, ref_labels=batch.text_labels, scale=scale)
         return (loss, outputs) if return_outputs else loss
 
 

@@ -36,24 +36,32 @@ def test_five_captions_are_positives_for_both_towers():
 
 
 def train_in_process(rank):
-    """Return the weights at the end, and what torch says where the scale is left out of the loop."""
+    """Return what torch says where the scale is left out, and the weights without it frozen and with it learned."""
     training = scenes.make_scenes(16, 16)[rank]
-    torch.manual_seed(0)
-    model = DistributedDataParallel(open_clip_loop.make_model())
-    arguments = open_clip_loop.make_loader(training, batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1), 1
-    open_clip_loop.train(model, *arguments)
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    loader = open_clip_loop.make_loader(training, batch_size=8)
     variables = {"create_loss": create_loss}
     exec(inspect.getsource(open_clip_loop.train).replace(", scale=scale", ""), variables)
+    torch.manual_seed(0)
+    model = open_clip_loop.make_model()
+
+    def weights_after(train):
+        train(DistributedDataParallel(model), loader, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    message = ""
     try:
-        variables["train"](model, *arguments)
+        weights_after(variables["train"])
     except RuntimeError as error:
-        return weights, str(error)
+        message = str(error)
+    model.logit_scale.requires_grad_(False)
+    frozen = weights_after(variables["train"])
+    model.logit_scale.requires_grad_(True)
+    return message, frozen, weights_after(open_clip_loop.train)
 
 
-def test_distributed_data_parallel_needs_a_gradient_of_the_scale():
+def test_distributed_data_parallel_needs_the_scale_or_a_frozen_one():
     """As the README says. The processes have different data, and equal weights in the end."""
-    (weights, message), (same_weights, same_message) = in_processes(train_in_process, 2)
-    assert torch.equal(weights, same_weights)
+    (message, *weights), (same_message, *same_weights) = in_processes(train_in_process, 2)
     for text in (message, same_message):
         assert text.startswith("Expected to have finished reduction in the prior iteration")
+    assert [*map(torch.equal, weights, same_weights)] == [True, True]
