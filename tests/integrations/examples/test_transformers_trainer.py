@@ -31,8 +31,8 @@ def make_model_and_dataset():
     (training,) = scenes.make_scenes(IMAGES)
     dataset = example.make_dataset(training)
     for item, image_id in zip(dataset, IMAGE_IDS, strict=True):
-        item |= {"image_id": image_id, "pixel_values": item["pixel_values"].double()}
-    return example.make_model().double(), dataset
+        item["image_id"] = image_id
+    return example.make_model(), dataset
 
 
 def train_in_process(rank, world_size):
@@ -82,4 +82,4 @@ def test_steps_are_those_of_the_plain_formula():
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert not torch.equal(weight, initial[name]), f"{name} has no gradient"
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6, msg=name)
