@@ -94,7 +94,7 @@ LOOPS = [("open_clip_loop", "train"), ("transformers_trainer", "RetrievalTrainer
 def test_training_loops_are_those_of_the_examples(snippet, module, name):
     """Which their own tests run."""
     module = importlib.import_module(f"vl_plugins.integrations.examples.{module}")
-    imports, core = snippet.split("\n\n", maxsplit=1)
+    imports, core = snippet.split("\n\n\n")
     assert core == inspect.getsource(getattr(module, name))
     variables = {}
     exec(imports, variables)
