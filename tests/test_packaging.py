@@ -27,6 +27,7 @@ EXTRAS += (
     "siglip_kernel",
     "triton",
     "transformers",
+    "accelerate",
     "tensorboard",
 )
 

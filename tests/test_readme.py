@@ -4,6 +4,7 @@ import contextlib
 import csv
 import functools
 import importlib
+import inspect
 import io
 import json
 import os
@@ -23,7 +24,6 @@ import pytest
 import torch
 from torchvision.transforms import PILToTensor
 
-from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
 from vl_plugins.integrations.open_clip.data import FOLLOWED, REFUSED
@@ -68,8 +68,9 @@ SNIPPETS = blocks("python")
 (OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
 (OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
 (OF_TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
-(OF_LOOP,) = (snippet for snippet in SNIPPETS if "DistributedDataParallel" in snippet)
-OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in (OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, OF_LOOP)]
+OF_LOOPS = [snippet for snippet in SNIPPETS if re.search("^(def|class) ", snippet, flags=re.MULTILINE)]
+OTHERS = [OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, *OF_LOOPS]
+OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
 
 
 @pytest.mark.parametrize(
@@ -84,34 +85,21 @@ def test_python_snippets(snippet):
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
-def training_loop(rank, snippet):
-    """Return CLIP's scale before and after, and what torch says where the loop fails."""
-    register_models()
-    generator = torch.Generator().manual_seed(rank)
-    config = open_clip.get_model_config("vl-tiny")
-    size, length = config["vision_cfg"]["image_size"], config["text_cfg"]["context_length"]
-    loader = [
-        (torch.randn(4, 3, size, size, generator=generator), torch.randint(1, 99, (4, length)), torch.arange(4))
-        for _ in range(3)
-    ]
-    variables = {"loader": loader}
-    message = ""
-    try:
-        exec(compile(snippet.replace("ViT-B-32", "vl-tiny"), "README.md", "exec"), variables)
-    except RuntimeError as error:
-        message = str(error)
-    return variables["model"].module.logit_scale.item(), message
+LOOPS = [("open_clip_loop", "train"), ("transformers_trainer", "RetrievalTrainer"), ("metric_loss_only", "train")]
 
 
-def test_training_loop_snippet():
-    initial = pytest.approx(np.log(1 / 0.07), abs=1e-7)
-    (scale, message), other = in_processes(training_loop, 2, OF_LOOP)
-    assert (scale, message) == other
-    assert scale != initial
-    assert message == ""
-    for scale, message in in_processes(training_loop, 2, OF_LOOP.replace(", scale=scale", "")):
-        assert scale == initial
-        assert message.startswith("Expected to have finished reduction in the prior iteration")
+@pytest.mark.parametrize(
+    ("snippet", "module", "name"), [(snippet, *loop) for snippet, loop in zip(OF_LOOPS, LOOPS, strict=True)]
+)
+def test_training_loops_are_those_of_the_examples(snippet, module, name):
+    """Which their own tests run."""
+    module = importlib.import_module(f"vl_plugins.integrations.examples.{module}")
+    imports, core = snippet.split("\n\n\n")
+    assert core == inspect.getsource(getattr(module, name))
+    variables = {}
+    exec(imports, variables)
+    for imported in variables.keys() - {"__builtins__"}:
+        assert variables[imported] is getattr(module, imported)
 
 
 def test_ranks_snippet(capsys):
@@ -260,13 +248,15 @@ def small_stages():
 
 
 def test_example_commands(capsys):
-    """With fewer steps; that they learn is tested beside them."""
-    commands = host_commands("vl_plugins.integrations.examples")
-    lines = [line for block in blocks("bash") for line in block.splitlines() if ".examples." in line]
-    assert len(commands) == len(lines) == 2
-    for line, arguments in zip(lines, commands, strict=True):
-        module = importlib.import_module(line.split()[2])
-        assert module.main([*arguments, "--steps", "2"]).keys() == {"before", "after"}
+    """With fewer steps, where that is an option; that they learn is tested beside them."""
+    commands = re.findall(r"^python -m (vl_plugins\.integrations\.examples\.\w+)([^#\n]*)", README, re.MULTILINE)
+    assert len(commands) == 5
+    for name, arguments in commands:
+        main = importlib.import_module(name).main
+        if arguments.strip():
+            assert main([*shlex.split(arguments), "--steps", "2"]).keys() == {"before", "after"}
+        else:
+            assert not inspect.signature(main).parameters
     assert capsys.readouterr().out.count("R@1") >= 2
 
 

@@ -1,4 +1,6 @@
-"""Small models that any loss of :mod:`vl_plugins.functional` trains, given nothing but their similarity matrix.
+"""Training loops to copy from, each with a small model and made-up data; they run in seconds.
 
-They run in seconds, on made-up data: ``python -m vl_plugins.integrations.examples.cross_attention``, ``.video_text``.
+``open_clip_loop``, ``transformers_trainer`` and ``metric_loss_only`` use the loss classes in a loop or trainer of your
+own. ``cross_attention`` and ``video_text`` train models without embeddings by their similarity matrix. Each is run by
+``python -m vl_plugins.integrations.examples.NAME``.
 """

@@ -67,8 +67,8 @@ class ExpertMixture(nn.Module):
         super().__init__()
         self.words = nn.GRU(dim, dim, batch_first=True)
         self.word_vectors = nn.Embedding(vocabulary_size, dim)
-        self.of_videos = nn.ModuleDict({expert: GatedEmbedding(width, dim) for expert, width in widths.items()})
-        self.of_captions = nn.ModuleDict({expert: GatedEmbedding(dim, dim) for expert in widths})
+        self.video_gates = nn.ModuleDict({expert: GatedEmbedding(width, dim) for expert, width in widths.items()})
+        self.caption_gates = nn.ModuleDict({expert: GatedEmbedding(dim, dim) for expert in widths})
         self.weights = nn.Linear(dim, len(widths))
 
     def forward(self, experts: Mapping[str, Tensor], words: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class ExpertMixture(nn.Module):
         cosines, is_there = [], []
         for expert, features in experts.items():
             is_there.append((features != 0).any(dim=2).any(dim=1))
-            videos = self.of_videos[expert](features.mean(dim=1))
-            cosines.append(videos @ self.of_captions[expert](captions).T)
+            videos = self.video_gates[expert](features.mean(dim=1))
+            cosines.append(videos @ self.caption_gates[expert](captions).T)
         # The weight of an expert that is not there goes to the others.
         missing = ~torch.stack(is_there, dim=1)[:, None, :]
         weights = self.weights(captions)[None, :, :].masked_fill(missing, -torch.inf).softmax(dim=2)

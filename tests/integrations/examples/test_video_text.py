@@ -26,7 +26,7 @@ def similarity_by_loops(model, experts, words):
         if not frames.any():
             continue
         sides = []
-        for module, features in ((model.of_videos, sum(frames) / len(frames)), (model.of_captions, caption)):
+        for module, features in ((model.video_gates, sum(frames) / len(frames)), (model.caption_gates, caption)):
             projected = module[expert].projection(features)
             sides.append(projected / (1 + torch.exp(-module[expert].gate(projected))))
         cosine = sides[0] @ sides[1] / (sides[0].norm() * sides[1].norm())
@@ -45,7 +45,7 @@ def test_similarity_is_that_of_plain_loops():
         similarities = model(experts, words)
         expected = [
             [
-                similarity_by_loops(model, {name: of[video] for name, of in experts.items()}, caption)
+                similarity_by_loops(model, {name: features[video] for name, features in experts.items()}, caption)
                 for caption in words
             ]
             for video in range(3)
