@@ -4,32 +4,25 @@ import copy
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
-from open_clip_train.precision import get_autocast
 
 from vl_plugins.data.storage import error_text
 from vl_plugins.integrations.command_lines import message
+from vl_plugins.integrations.encoding import encode_batches
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
-from vl_plugins.retrieval import encoding, format_metrics_table
+from vl_plugins.retrieval import format_metrics_table
+from vl_plugins.retrieval.encoding import join
+from vl_plugins.retrieval.encoding import validation_metrics as retrieval_metrics
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["encode_batches", "evaluate", "validation_metrics"]
-
-
-def encode_batches(
-    model: torch.nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
-) -> Iterator[encoding.Encoded]:
-    """Encode as :func:`vl_plugins.retrieval.encoding.encode_batches` does, with open_clip's ``--precision``."""
-    autocast = get_autocast(precision, device_type=torch.device(device).type)
-    return encoding.encode_batches(model, batches, device, get_input_dtype(precision), autocast)
+__all__ = ["evaluate", "validation_metrics"]
 
 
 def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
@@ -41,7 +34,7 @@ def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precis
     if similarity is not None:
         similarity = copy.deepcopy(similarity).cpu().compute_mat
     # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
-    return encoding.validation_metrics(encoding.join(encode_batches(model, batches, device, precision)), similarity)
+    return retrieval_metrics(join(encode_batches(model, batches, device, precision)), similarity)
 
 
 def evaluate(

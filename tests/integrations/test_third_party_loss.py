@@ -80,9 +80,12 @@ def run(python, *arguments):
 def test_both_hosts_find_it(environment, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings()))
-    loss = ["--loss", "euclidean_pull", "--loss-kwargs", "strength=0.25", "--dry-run"]
+    loss = ["--loss", "euclidean_pull", "--loss-kwargs", "strength=0.25"]
     host = "vl_plugins.integrations.pytorch_metric_learning"
-    assert "called with strength 0.25" in run(environment, "-m", host, "--config", config, *loss)
-    open_clip = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32"]
-    output = run(environment, "-m", "vl_plugins.integrations.open_clip", *open_clip, *loss)
+    assert "called with strength 0.25" in run(environment, "-m", host, "--config", config, *loss, "--dry-run")
+    flags = (
+        "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic --train-num-samples 2 --batch-size 2"
+    )
+    flags += " --workers 0 --epochs 1 --logs"
+    output = run(environment, "-m", "vl_plugins.integrations.open_clip", *loss, *flags.split(), tmp_path)
     assert "called with strength 0.25" in output
