@@ -4,10 +4,9 @@ import logging
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from open_clip_train.data import DataInfo, get_dataset_size
@@ -30,9 +29,7 @@ from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.utils.errors import UserError
 
 __all__ = [
-    "FOLLOWED",
-    "NOT_SUPPORTED",
-    "UNRELATED",
+    "TRAINING_READER",
     "AllCaptions",
     "Reader",
     "choose_reader",
@@ -40,67 +37,17 @@ __all__ = [
     "is_first_process",
 ]
 
-# What our reader does about the flags that open_clip's data modules read, by name.
-
-FOLLOWED = frozenset(
-    {
-        "batch_size",
-        "dataset_resampled",  # by open_clip's reader
-        "dataset_type",
-        "max_image_pixels",  # in training; validation needs every image of the split
-        "seed",
-        "train_data",
-        "train_num_samples",
-        "val_data",
-        "workers",
-    }
-)
-
 _CAPTIONS = "takes captions from the list 'captions' in json, or else from txt"
 _PADDING = "pads all captions to the same length"
+_ORDER = "reads every image once in an epoch"
 
-NOT_SUPPORTED = MappingProxyType(
-    {
-        "bucket_chunk": _PADDING,
-        "bucket_pool": _PADDING,
-        "bucket_prefetch_pools": _PADDING,
-        "image_key": "takes images from jpg, jpeg, png or webp",
-        "json_text_key": _CAPTIONS,
-        "json_text_key_probs": _CAPTIONS,
-        "length_bucketing": _PADDING,
-        "text_key": _CAPTIONS,
-        "text_pad_multiple": _PADDING,
-        "train_data_upsampling_factors": "reads every image once in an epoch",
-    }
+VALIDATION_READER = dict.fromkeys(("json_text_key", "json_text_key_probs", "text_key"), _CAPTIONS)
+VALIDATION_READER |= {"image_key": "takes images from jpg, jpeg, png or webp", "text_pad_multiple": _PADDING}
+TRAINING_READER = VALIDATION_READER | dict.fromkeys(
+    ("bucket_chunk", "bucket_pool", "bucket_prefetch_pools", "length_bucketing"), _PADDING
 )
-"""What our reader does instead; another value than the default raises an error."""
-
-TRAINING_ONLY = frozenset(
-    {"bucket_chunk", "bucket_pool", "bucket_prefetch_pools", "length_bucketing", "train_data_upsampling_factors"}
-)
-
-# Of other data, or of no consequence for what is read.
-UNRELATED = frozenset(
-    {
-        "audio_ext",
-        "audio_multiprocessing_context",
-        "csv_caption_key",
-        "csv_img_key",
-        "csv_separator",
-        "imagenet_v2",
-        "imagenet_val",
-        "naflex_batch_divisor",
-        "naflex_max_tokens_per_batch",
-        "naflex_num_train_image_tokens",
-        "naflex_pad_multiple",
-        "naflex_patch_size_probs",
-        "naflex_patch_sizes",
-        "naflex_seq_len_probs",
-        "naflex_seq_lens",
-        "use_naflex",  # a flag of ours with it raises an error
-        "val_num_samples",
-    }
-)
+TRAINING_READER |= {"train_data_upsampling_factors": _ORDER}
+"""Options of open_clip's readers that ours do not support, with what they do instead."""
 
 
 class AllCaptions(DataInfo):
@@ -148,7 +95,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         shards = expand_shards(args.val_data)
         asked = options.captions_per_image is not None or options.loss is not None
         if asked and read_shard_info(shards) is not None:
-            _check_flags_of_host_reader(args, "--val-data", NOT_SUPPORTED.keys() - TRAINING_ONLY)
+            _check_reader_options(args, "--val-data", VALIDATION_READER)
             check_shards(shards)
             return replace(reader, validation=True)
         _check_host_can_open("--val-data", shards)
@@ -164,7 +111,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
         if requested is not None or (
             options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
         ):
-            _check_flags_of_host_reader(args, "--train-data", NOT_SUPPORTED.keys())
+            _check_reader_options(args, "--train-data", TRAINING_READER)
             check_first_sample(shards[0])
             reader = Reader(
                 captions_per_image=requested or "random",
@@ -329,13 +276,13 @@ def _check_for_host_reader(args: Namespace) -> None:
         )
 
 
-def _check_flags_of_host_reader(args: Namespace, split: str, names: Set[str]) -> None:
+def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
     defaults = default_options()
-    for name in sorted(names & vars(args).keys()):
-        if getattr(args, name) != defaults[name]:
+    for name, instead in sorted(not_supported.items()):
+        if getattr(args, name, None) != defaults.get(name):
             raise UserError(
                 f"--{name.replace('_', '-')} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
-                f"{NOT_SUPPORTED[name]}; leave the flag out"
+                f"{instead}; leave the flag out"
             )
 
 

@@ -28,15 +28,7 @@ from vl_plugins.utils.errors import UserError
 __all__ = ["main"]
 
 # Options that mean nothing to open_clip's own loss.
-LOSS_OPTIONS = (
-    "loss_kwargs",
-    "miner",
-    "miner_kwargs",
-    "reducer",
-    "reducer_kwargs",
-    "distance",
-    "distance_kwargs",
-)
+LOSS_OPTIONS = ("loss_kwargs", "miner", "miner_kwargs", "reducer", "reducer_kwargs", "distance", "distance_kwargs")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -223,10 +215,7 @@ def _announce_loss(loss, options: PluginOptions, args: Namespace):
 
 def _create_model(model: str, *args, host_create: Callable, options: PluginOptions, loss, **kwargs):
     """Put the heads on the model, if any; everything else that is made with it is open_clip's."""
-    from vl_plugins.integrations.open_clip.models import downloads_named
-
-    with downloads_named(model):
-        clip, *transforms = host_create(model, *args, **kwargs)
+    clip, *transforms = host_create(model, *args, **kwargs)
     if options.head is not None:
         clip = _add_heads(clip, model, kwargs, options, loss)
     return clip, *transforms

@@ -1,7 +1,6 @@
 """Models of open_clip: its own, those of ``configs/models``, and those of ``--model-config``."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from vl_plugins.data.annotations import read_json
 from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
-from vl_plugins.utils.errors import UserError, did_you_mean, first_line
+from vl_plugins.utils.errors import UserError, did_you_mean
 
 __all__ = [
     "add_model_config",
     "check_model",
     "check_pretrained",
-    "downloads_named",
     "get_tokenizer",
     "register_models",
 ]
@@ -68,21 +66,6 @@ def check_pretrained(model: str, pretrained: str | None, flag: str = "--pretrain
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
         raise UserError(f"{flag} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
-
-
-@contextlib.contextmanager
-def downloads_named(model: str) -> Iterator[None]:
-    """Name the model whose weights or configuration open_clip cannot download.
-
-    Raises:
-        UserError: open_clip's ``create_model`` found no file or network.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("Failed "):  # as open_clip's begin
-            raise
-        raise UserError(f"--model {model}: {first_line(error)}") from error
 
 
 def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[list[str]], Tensor]:

@@ -89,24 +89,23 @@ def _plugin_parser() -> Parser:
         help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale; "
         "goal fine-tunes best with pair_weight=con, its default",
     )
-    group.add_argument(
-        "--miner",
-        metavar="CLASS",
-        help="a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner of vl_plugins; it "
-        "mines images for texts and texts for images",
-    )
-    group.add_argument("--miner-kwargs", **kwargs, help="options of the miner, such as epsilon=0.1")
-    group.add_argument(
-        "--reducer", metavar="CLASS", help="a pytorch-metric-learning reducer, such as AvgNonZeroReducer"
-    )
-    group.add_argument("--reducer-kwargs", **kwargs, help="options of the reducer, such as low=0.05")
-    group.add_argument(
-        "--distance",
-        metavar="NAME",
-        help="by what the loss compares embeddings: a distance of pytorch-metric-learning, or for sets smooth_chamfer "
-        "(the default with --head set), chamfer, mil or match_probability",
-    )
-    group.add_argument("--distance-kwargs", **kwargs, help="options of the distance, such as alpha=16")
+    for kind, example, text in (
+        (
+            "miner",
+            "epsilon=0.1",
+            "a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner of vl_plugins; it "
+            "mines images for texts and texts for images",
+        ),
+        ("reducer", "low=0.05", "a reducer of pytorch-metric-learning, such as AvgNonZeroReducer"),
+        (
+            "distance",
+            "alpha=16",
+            "what the loss compares embeddings by: a distance of pytorch-metric-learning, or for sets smooth_chamfer "
+            "(the default with --head set), chamfer, mil or match_probability",
+        ),
+    ):
+        group.add_argument(f"--{kind}", metavar="CLASS", help=text)
+        group.add_argument(f"--{kind}-kwargs", **kwargs, help=f"options of the {kind}, such as {example}")
     group.add_argument(
         "--head",
         choices=("set", "linear"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import open_clip
 
-from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["one_line_errors"]
 
@@ -23,7 +23,7 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
         args: options of the training; the trainer replaces ``--resume latest`` in it by the file.
 
     Raises:
-        UserError: a file, disk or network failed, or the checkpoint of ``--resume`` fits neither model nor optimizer.
+        UserError: a file, disk or download failed, or the checkpoint of ``--resume`` fits neither model nor optimizer.
     """
     try:
         yield
@@ -39,6 +39,8 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
             raise UserError(
                 f"{Path(args.logs, args.name)}: a checkpoint cannot be written; is the disk full?"
             ) from error
+        if str(error).startswith("Failed to download"):
+            raise UserError(f"--model {args.model}: {first_line(error)}") from error
         if not args.resume or not str(error).startswith("Error(s) in loading state_dict"):
             raise
         _, first, *more = str(error).splitlines()
