@@ -58,7 +58,8 @@ def train(tmp_path, sources, data):
         command = [sys.executable, "-m"]
         if processes > 1:
             command += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
-        return run([*command, MODULE, *SHORT, *data, "--name", version, *flags], tmp_path, PYTHONPATH=path)
+        # Without weight decay, from which the versions exempt different parameters.
+        return run([*command, MODULE, *SHORT, *data, "--wd", "0", "--name", version, *flags], tmp_path, PYTHONPATH=path)
 
     return train
 
@@ -68,14 +69,15 @@ def results(folder, name):
     return [json.loads(line) for line in lines]
 
 
-def assert_same_weights(actual, expected, tolerance=1e-6):
+def assert_same_weights(actual, expected):
+    """Compare up to a hundredth of a step on average: Adam makes whole steps of the rounding errors of zeros."""
     assert actual.keys() == expected.keys()
     assert len(expected) > 50
     for name, tensor in expected.items():
         if name == "_extra_state":
             assert actual[name] == tensor
         else:
-            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
+            assert (actual[name] - tensor).square().mean().sqrt() <= tolerance, name
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_resumed_training_is_that_of_3(tmp_path, train):
 def test_a_compiled_task(tmp_path, train):
     assert train("3", "--loss", "unified").returncode == 0
     assert train("4", "--loss", "unified", "--torchcompile", "--torchcompile-backend", "eager").returncode == 0
-    assert_same_weights(*(checkpoint(tmp_path, version)["state_dict"] for version in ("4", "3")), tolerance=1e-5)
+    assert_same_weights(*(checkpoint(tmp_path, version)["state_dict"] for version in ("4", "3")))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,8 @@ def test_two_processes(tmp_path, train):
     assert train("4", *flags, *sharded, processes=2).returncode == 0
     expected = {name.removeprefix("module."): t for name, t in checkpoint(tmp_path, "3")["state_dict"].items()}
     copied, sharded = (checkpoint(tmp_path, name)["state_dict"] for name in ("4", "sharded"))
-    assert_same_weights(copied, expected, tolerance=1e-5)
-    assert_same_weights(sharded, copied, tolerance=1e-5)
+    assert_same_weights(copied, expected)
+    assert_same_weights(sharded, copied)
     assert results(tmp_path, "4") == results(tmp_path, "3")
     (row,), (expected,) = results(tmp_path, "sharded"), results(tmp_path, "4")
     assert row == pytest.approx(expected, abs=1e-6)
