@@ -77,7 +77,7 @@ def assert_same_weights(actual, expected):
         if name == "_extra_state":
             assert actual[name] == tensor
         else:
-            assert (actual[name] - tensor).square().mean().sqrt() <= tolerance, name
+            assert (actual[name] - tensor).square().mean().sqrt() <= 1e-5, name
 
 
 @pytest.mark.parametrize(
