@@ -2,14 +2,13 @@
 
 import logging
 import math
-import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from open_clip_train.data import DataInfo, get_dataset_size
+from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
 from vl_plugins.data.randomness import derived_seed, seed_everything
@@ -21,7 +20,7 @@ from vl_plugins.data.reader import (
     read_shard_info,
     training_pipeline,
 )
-from vl_plugins.data.shard_files import expand_shards, opened_by_fsspec
+from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards
@@ -86,8 +85,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         args: open_clip's flags, as its parser returns them.
 
     Raises:
-        UserError: a shard does not exist, the number of samples is not known, there are too few shards for open_clip's
-            reader or it cannot open them, a flag of ours is given where it cannot be followed, or a flag of open_clip's
+        UserError: a shard does not exist, a flag of ours is given where it cannot be followed, or a flag of open_clip's
             reader where ours reads.
     """
     reader = _choose_training_reader(options, args)
@@ -98,7 +96,6 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
             _check_reader_options(args, "--val-data", VALIDATION_READER)
             check_shards(shards)
             return replace(reader, validation=True)
-        _check_host_can_open("--val-data", shards)
     return reader
 
 
@@ -120,10 +117,8 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
                 on_read_error=options.on_read_error,
             )
             # Made once for its checks; nothing is read before it is iterated.
-            _training_batches(args, reader, rank=0, world_size=_processes())
+            _training_batches(args, reader, rank=0, world_size=world_info_from_env()[2])
             return reader
-        _check_host_can_open("--train-data", shards)
-        _check_for_host_reader(args)
     elif requested is not None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
     for flag, default in (("allow_duplicate_captions", False), ("same_group", "apart"), ("on_read_error", "skip")):
@@ -241,39 +236,9 @@ def _validation_data(args, transform, tokenizer) -> AllCaptions:
     return AllCaptions(dataloader)
 
 
-def _processes() -> int:
-    """Return the number of processes before they are joined; open_clip reads it from the environment likewise."""
-    return world_info_from_env()[2]
-
-
 def is_first_process() -> bool:
-    """Return whether this is the process that writes the run's files, likewise before they are joined."""
-    return int(os.environ.get("HOROVOD_RANK", world_info_from_env()[1])) == 0
-
-
-def _check_host_can_open(flag: str, shards: Sequence[str]) -> None:
-    url = next((shard for shard in shards if opened_by_fsspec(shard)), None)
-    if url is not None:
-        raise UserError(
-            f"{flag} {url}: open_clip's reader, which reads these shards, cannot open such URLs; that of vl_plugins "
-            "can: give --loss or --captions-per-image and shards of `vl-plugins shards`, or a pipe: URL"
-        )
-
-
-def _check_for_host_reader(args: Namespace) -> None:
-    """Say in advance, and with a remedy, what open_clip's reader would stop at with an assertion or a RuntimeError."""
-    size, num_shards = get_dataset_size(args.train_data)
-    if args.train_num_samples is None and not size:
-        raise UserError(
-            f"the number of samples in {args.train_data} is not known: give --train-num-samples, or put a sizes.json "
-            "beside the shards"
-        )
-    processes = _processes()
-    if not args.dataset_resampled and num_shards < args.workers * processes:
-        raise UserError(
-            f"{num_shards} shards are too few for --workers {args.workers} in {processes} processes: "
-            f"give --workers {num_shards // processes} or --dataset-resampled, or write more and smaller shards"
-        )
+    """Return whether this is the process that writes the run's files, before the processes have joined."""
+    return world_info_from_env()[1] == 0
 
 
 def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:

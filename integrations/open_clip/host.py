@@ -12,7 +12,7 @@ import io
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -22,7 +22,6 @@ from vl_plugins.utils.optional import require
 __all__ = [
     "OpenCLIP3",
     "OpenCLIP4",
-    "check_version",
     "data_parallel_on_cpu",
     "default_options",
     "installed_host",
@@ -134,31 +133,18 @@ class OpenCLIP4(OpenCLIP3):
             )
 
 
-def check_version() -> None:
-    """Check the installed version, without importing it.
-
-    Raises:
-        MissingExtraError: open_clip is not installed.
-        UserError: the version is older or newer than those that were tried.
-    """
-    try:
-        installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
-    except PackageNotFoundError:
-        require("open_clip", extra="open-clip")  # from its sources, or not at all
-        return
-    if not OLDEST <= installed < TOO_NEW:
-        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
-
-
 def installed_host() -> OpenCLIP3:
     """Return what is particular to the installed version.
 
     Raises:
         MissingExtraError: open_clip or its training dependencies are not installed.
-        UserError: the functions to replace have other parameters.
+        UserError: the version is older or newer than those that were tried, or its functions have other parameters.
     """
     require("open_clip", extra="open-clip")
     require("webdataset", extra="open-clip")
+    installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
+    if not OLDEST <= installed < TOO_NEW:
+        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
     main = trainer()
     host = OpenCLIP4() if hasattr(main, "create_task") else OpenCLIP3()
     for name, expected in host.main_functions.items():

@@ -13,7 +13,6 @@ from typing import Any
 from vl_plugins.integrations.command_lines import exit_status
 from vl_plugins.integrations.open_clip.host import (
     OpenCLIP3,
-    check_version,
     data_parallel_on_cpu,
     installed_host,
     replaced,
@@ -43,7 +42,6 @@ def _main(argv: Sequence[str]) -> int:
     # open_clip's trainer would load checkpoints with torch's default, which runs their code before torch 2.6.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     options, host_options, host_argv = parse_arguments(argv)
-    check_version()
     check_command_line(options, host_options)
     host = installed_host()
     # After the checks of names, because these import torch, which takes seconds.

@@ -208,17 +208,6 @@ def test_shards_in_a_bucket(args, in_a_bucket, toy_shards):
             assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
 
 
-def test_shards_in_a_bucket_that_open_clip_would_have_to_read(args, in_a_bucket):
-    with pytest.raises(UserError, match=r"--train-data memory://bucket/toy-train-000000\.tar: open_clip's reader"):
-        choose_reader(PluginOptions(), args(*in_a_bucket))
-    arguments = args(*in_a_bucket[2:])
-    with pytest.raises(UserError, match=r"--val-data memory://bucket/toy-val-000000\.tar: .* cannot open such URLs"):
-        choose_reader(PluginOptions(), arguments)
-    assert choose_reader(UNIFIED, arguments) == Reader("random", validation=True)
-    with pytest.raises(UserError, match=r"1 of 1 shards do not exist: memory://bucket/none\.tar"):
-        choose_reader(UNIFIED, args(*in_a_bucket, "--train-data", "memory://bucket/none.tar"))
-
-
 def identity(image):
     return torch.full((3, 4, 4), float(image.width))
 
@@ -297,17 +286,6 @@ def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
     assert not torch.equal(torch.rand(3), draws[0]), "another process has others, of dropout for example"
 
 
-def test_each_process_reads_its_share(args):
-    texts = []
-    for rank in range(2):
-        arguments = args("--warmup", "1")
-        arguments.rank, arguments.world_size = rank, 2
-        train = read(arguments, Reader("first"))["train"].dataloader
-        assert (train.num_batches, train.num_samples) == (4, 64)
-        texts += [tuple(text) for _, batch in train for text in batch.tolist()]
-    assert len(texts) == 64
-
-
 def test_what_the_flags_ask_for_reaches_the_reader(args, toy_shards, tmp_path):
     for file in toy_shards.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -366,23 +344,6 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
         torch.testing.assert_close(gradients, torch.autograd.grad(similarities, features, expected))
 
 
-def test_images_of_a_group_are_kept_apart_by_default(args, grouped_shards):
-    shards, groups = grouped_shards
-    arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "4")
-    record = BatchRecord()
-    reader = choose_reader(PluginOptions(loss="unified"), arguments)
-    assert reader.same_group == "apart"
-    for _ in read(arguments, reader, record)["train"].dataloader:
-        assert len({groups[int(key.rpartition("-")[2])] for key in record.keys}) == 4
-
-
-def test_more_workers_than_shards(args, toy_shards):
-    """open_clip's reader, which is not asked, would stop with an assertion."""
-    arguments = args("--warmup", "1", "--workers", "2", "--train-data", f"{toy_shards}/toy-train-000000.tar")
-    ((images, texts),) = read(arguments, Reader("first"))["train"].dataloader
-    assert len(images) == len(texts) == 8
-
-
 def test_open_clip_reads_the_rest(args):
     record = BatchRecord()
     data = read(args("--warmup", "1"), Reader(None, validation=True), record)
@@ -420,11 +381,3 @@ def test_a_warmup_longer_than_the_training_is_said(args, flags, warned, caplog):
     with caplog.at_level(logging.WARNING):
         read(args(*flags), Reader("first"))
     assert ("is not shorter than the whole training" in caplog.text) is warned
-
-
-def test_the_remedy_for_too_few_shards(args, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="8 shards are too few for --workers 5 in 2 processes: give --workers 4"):
-        choose_reader(PluginOptions(), args("--workers", "5"))
-    assert choose_reader(PluginOptions(), args("--workers", "4")) == Reader()
-    assert choose_reader(PluginOptions(), args("--workers", "5", "--dataset-resampled")) == Reader()
