@@ -22,6 +22,7 @@ are the four patches of made-up pictures. It takes some seconds::
     python -m vl_plugins.integrations.examples.cross_attention --loss unified --steps 100
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -29,14 +30,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vl_plugins.functional import goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
 from vl_plugins.integrations.examples import scenes
-from vl_plugins.integrations.examples.options import LOSSES, parse_arguments
 from vl_plugins.retrieval import format_metrics_table
 
 __all__ = ["CrossAttention", "main"]
 
 PADDING = 0  # the id of no word
 TRAIN, TEST, BATCH_SIZE, STEPS = 512, 64, 32, 100
+LOSSES = {
+    "goal": goal_loss,
+    "triplet_hn": triplet_hn_loss,
+    "triplet_sh": triplet_sh_loss,
+    "unified": unified_loss,
+    "vlc": vlc_loss,
+}
 
 
 class CrossAttention(nn.Module):
@@ -96,7 +104,11 @@ def evaluate(model: nn.Module, split: scenes.Scenes) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> dict[str, dict[str, float]]:
     """Train and print the recalls on test pictures; return the metrics ``"before"`` and ``"after"``."""
-    arguments = parse_arguments(argv, __doc__, STEPS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loss", choices=LOSSES, default="unified", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of data and weights (default: %(default)s)")
+    arguments = parser.parse_args(argv)
     torch.manual_seed(arguments.seed)
     training, test = scenes.make_scenes(TRAIN, TEST, seed=arguments.seed)
     model = CrossAttention(3 * scenes.PATCH_SIZE**2, vocabulary_size=scenes.VOCABULARY_SIZE)

@@ -70,14 +70,14 @@ def results(folder, name):
 
 
 def assert_same_weights(actual, expected):
-    """Compare up to a hundredth of a step on average: Adam makes whole steps of the rounding errors of zeros."""
+    """Compare by the median: Adam makes a whole step of the rounding error of a gradient that is 0, as of key biases."""
     assert actual.keys() == expected.keys()
     assert len(expected) > 50
     for name, tensor in expected.items():
         if name == "_extra_state":
             assert actual[name] == tensor
         else:
-            assert (actual[name] - tensor).square().mean().sqrt() <= 1e-5, name
+            assert (actual[name] - tensor).abs().median() <= 1e-6, name
 
 
 @pytest.mark.parametrize(
