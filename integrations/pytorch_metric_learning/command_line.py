@@ -26,24 +26,15 @@ examples:
   python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
       --loss goal --loss-kwargs triplet_weight=cir pair_weight=sig_ms --out runs/goal
 
-  any value of the file by its path, and only a try:
+  any value of the file by its path:
   python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
-      --set data.batch_size=64 stages.0.epochs=10 --dry-run"""
+      --set data.batch_size=64 stages.0.epochs=10
+
+  on eight GPUs, with data.batch_size images on each:
+  torchrun --nproc_per_node 8 -m vl_plugins.integrations.pytorch_metric_learning -- \\
+      --config vsepp_flickr30k.yaml --precision bf16"""
 
 KINDS = ("loss", "miner", "reducer", "distance")
-
-
-class _Settings(argparse.Action):
-    """``key.path=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        settings = dict(getattr(namespace, self.dest))
-        for token in values:
-            path, separator, value = token.partition("=")
-            if not separator or not all(part.replace("_", "").isalnum() for part in path.split(".")):
-                raise UserError(f"{option_string}: expected key.path=value, got {token!r}")
-            settings[path] = literal(value)
-        setattr(namespace, self.dest, settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,8 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--set",
         nargs="+",
-        action=_Settings,
-        default={},
+        action="extend",
+        default=[],
         metavar="KEY.PATH=VALUE",
         help="any other value of the file, such as data.batch_size=64 or stages.0.optimizer.lr=1e-4",
     )
@@ -99,12 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"
     )
     how.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only try it out: build the model with random weights and do a step of each stage on made-up inputs; "
-        "nothing is read, downloaded or written",
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the models; losses are computed in single precision (default: that of accelerate launch, or fp32)",
     )
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; one GPU per process)")
     return parser
 
 
@@ -116,52 +106,46 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     require("yaml", extra="pml")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "pytorch-metric-learning's trainers run in one process: start it without torchrun, or train with "
-            "python -m vl_plugins.integrations.open_clip, which takes several"
-        )
+    if os.environ.get("RANK", "0") != "0":
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough
     from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 
     config = read_config(arguments.config, lambda content: changed(content, arguments))
     # Before torch is imported, which takes seconds.
     for shards in (config.data.train, config.data.val):
-        if shards is not None and not arguments.dry_run:
+        if shards is not None:
             expand_shards(shards)
     import torch
 
+    from vl_plugins.integrations.pytorch_metric_learning.processes import start_processes
+    from vl_plugins.integrations.pytorch_metric_learning.runs import Run
     from vl_plugins.integrations.torch_files import check_device
 
     device = check_device("--device", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _log_to_standard_error()
-    from vl_plugins.integrations.pytorch_metric_learning.runs import Run, dry_run
-
-    if arguments.dry_run:
-        dry_run(config, device)
-        print(
-            f"dry run of {arguments.config}: a step of {len(config.stages)} stage(s) with random weights and made-up "
-            "inputs; nothing was read or written"
-        )
-        return 0
+    processes = start_processes(arguments.precision, cpu=device == "cpu")
+    if processes.count > 1:
+        device = processes.device
+    _log_to_standard_error(processes.is_first)
     out = arguments.out or Path("runs") / Path(arguments.config).stem
-    Run(config, out, device=device, resume=arguments.resume).train()
+    Run(config, out, device=device, resume=arguments.resume, processes=processes).train()
+    processes.stop()
     return 0
 
 
-def _log_to_standard_error() -> None:
-    # Not the root: other packages have things to say that concern nobody here.
+def _log_to_standard_error(is_first: bool) -> None:
+    # Not the root: the messages of other packages concern nobody here.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
     ours, host = logging.getLogger("vl_plugins"), logging.getLogger("PML")
-    ours.setLevel(logging.INFO)
+    ours.setLevel(logging.INFO if is_first else logging.WARNING)
     host.setLevel(logging.WARNING)  # it announces each epoch, which the progress bar does too
     for logger in (ours, host):
         logger.handlers = [handler]
 
 
 def changed(content: Any, arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Return what the command line says in place of the file."""
+    """Return the values of the command line that replace those of the file, by their path."""
     changes: dict[str, Any] = {}
     for path, value in (("data.train", arguments.train_data), ("data.val", arguments.val_data)):
         if value is not None:
@@ -174,4 +158,9 @@ def changed(content: Any, arguments: argparse.Namespace) -> Mapping[str, Any]:
         elif options and not in_file:
             raise UserError(f"--{kind}-kwargs needs --{kind}, since the file names none")
         changes |= {f"{kind}.{option}": value for option, value in options.items()}
-    return changes | arguments.set
+    for token in arguments.set:
+        path, separator, value = token.partition("=")
+        if not separator or not path:
+            raise UserError(f"--set: expected key.path=value, got {token!r}")
+        changes[path] = literal(value)
+    return changes

@@ -13,15 +13,15 @@ from vl_plugins.integrations.pytorch_metric_learning.builders import (
 from vl_plugins.integrations.pytorch_metric_learning.config import Config
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["build_loss_of", "build_miner_of"]
+__all__ = ["loss_from_config", "miner_from_config"]
 
 
-def build_loss_of(config: Config) -> nn.Module:
-    """Return the loss of a configuration, with its reducer and distance; of sets by smooth-Chamfer unless it says else.
+def loss_from_config(config: Config) -> nn.Module:
+    """Return the loss of a configuration with its reducer and distance. Sets are compared by smooth-Chamfer by default.
 
     Raises:
-        UserError: an unknown name or option, an option out of its range, a distance that does not compare sets where
-            the model makes them, or a loss for embeddings of another width.
+        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
+            the model makes them.
     """
     options = {}
     for kind in ("reducer", "distance"):
@@ -31,7 +31,6 @@ def build_loss_of(config: Config) -> nn.Module:
     with naming("loss"):
         loss = build_loss(config.loss, **options)
         if config.head is None:
-            _check_width(config)
             return loss
         named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
         if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
@@ -44,21 +43,14 @@ def build_loss_of(config: Config) -> nn.Module:
     return loss
 
 
-def build_miner_of(config: Config, loss: nn.Module) -> nn.Module | None:
-    """Return the miner of a configuration, or None; it compares sets as the loss does unless it says else."""
+def miner_from_config(config: Config, loss: nn.Module) -> nn.Module | None:
+    """Return the miner of a configuration, or None. By default it compares sets as the loss does."""
     if config.miner is None:
         return None
     _, own = split_specification("miner", config.miner)
-    of_loss = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
+    distance = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
     with naming("miner"):
-        return build_component("miner", config.miner, **of_loss)
-
-
-def _check_width(config: Config) -> None:
-    _, own = split_specification("loss", config.loss)
-    for option in ("embedding_size", "descriptors_dim"):
-        if own.get(option, config.dim) != config.dim:
-            raise UserError(f"loss: {option} is {own[option]!r}, but dim is {config.dim}: give the same")
+        return build_component("miner", config.miner, **distance)
 
 
 def _compares_sets(loss: nn.Module) -> bool:
