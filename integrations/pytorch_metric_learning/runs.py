@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, set_random_states
-from vl_plugins.data.reader import (
-    TrainingPipeline,
-    check_first_sample,
-    evaluation_pipeline,
-    training_pipeline,
-)
+from vl_plugins.data.reader import TrainingPipeline, check_first_sample, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
@@ -33,9 +28,13 @@ from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.evaluation import ACCURACY, evaluate_towers
-from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import loss_from_config, miner_from_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers, needs_vocabulary
-from vl_plugins.integrations.pytorch_metric_learning.optimization import build_optimizers, build_schedulers
+from vl_plugins.integrations.pytorch_metric_learning.parts import (
+    build_optimizers,
+    build_schedulers,
+    loss_from_config,
+    miner_from_config,
+)
 from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
 from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     CrossModalTrainer,
@@ -54,9 +53,6 @@ __all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary"]
 logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
-
-# What may be another value when a run goes on, since it does not change what is computed.
-MAY_CHANGE = ("log_every", "data.on_read_error")
 
 # Samples; those of features are some times as large as encoded pictures.
 SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
@@ -132,14 +128,11 @@ def build_trainer(
     if config.trainer in ONE_MODEL:
         trainer = ONE_MODEL[config.trainer]
         models = {"trunk": towers}
-        if settings.freeze or settings.lr_scale:
-            raise UserError(
-                f"trainer {config.trainer} trains one model, so it has no parts to freeze or to give another learning "
-                "rate: CrossModalTrainer has"
-            )
     for part in settings.freeze:
         if part not in models:
-            raise UserError(f"freeze has {part}, which the model does not have; its parts: {', '.join(models)}")
+            raise UserError(
+                f"freeze has {part}, which trainer {config.trainer} does not have; its parts: {', '.join(models)}"
+            )
     optimizers = build_optimizers(settings, {**models, **loss_funcs})
     given = {
         "models": models,
@@ -150,9 +143,7 @@ def build_trainer(
         "dataset": dataset,
         "data_device": torch.device(device),
         "lr_schedulers": build_schedulers(settings, optimizers),
-        "gradient_clippers": None
-        if settings.clip_grad_norm is None
-        else model_clipper(models, settings.clip_grad_norm),
+        "gradient_clippers": model_clipper(models, settings.clip_grad_norm) if settings.clip_grad_norm else None,
         "freeze_these": tuple(settings.freeze),
         "freeze_trunk_batchnorm": settings.freeze_batchnorm,
         "dataloader_num_workers": config.data.workers,
@@ -346,16 +337,12 @@ class Run:
 
     def _read_latest(self) -> dict[str, Any]:
         saved = read_checkpoint(self.folder / LATEST)
-        before, now = (_flat(asdict(config)) for config in (saved["config"], self.config))
+        before, now = asdict(saved["config"]), asdict(self.config)
         before |= {"precision": saved.get("precision", "fp32"), "number of processes": saved.get("num_processes", 1)}
         now |= {"precision": self.processes.precision, "number of processes": self.processes.count}
-        changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE]
-        if changed:
-            key = changed[0]
-            raise UserError(
-                f"--resume: {key} is {now.get(key)!r}, but was {before.get(key)!r} in {self.folder}; "
-                "a changed training is another one"
-            )
+        for key, value in before.items():
+            if value != now[key]:
+                raise UserError(f"--resume: {key} is {now[key]!r}, but was {value!r} in {self.folder}; use a new --out")
         return saved
 
     def _go_on_from(self, saved: Mapping[str, Any]) -> None:
@@ -393,11 +380,3 @@ def _training_data(config: Config, towers: TwoTowers, processes: Processes) -> T
         rank=processes.rank,
         world_size=processes.count,
     )
-
-
-def _flat(content: Any, path: Sequence[str] = ()) -> dict[str, Any]:
-    """Return plain data by dotted path."""
-    if isinstance(content, (Mapping, list)) and content:
-        items = content.items() if isinstance(content, Mapping) else enumerate(content)
-        return {key: value for name, item in items for key, value in _flat(item, (*path, str(name))).items()}
-    return {".".join(path): content}

