@@ -15,7 +15,7 @@ OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.kernels.triton_", 
 # Whose functions may import anything, so that `--help` and errors in a command line take no seconds.
 COMMAND_LINES = ("vl_plugins/commands/", "vl_plugins/benchmarks/", "integrations/pytorch_metric_learning/__init__.py")
 COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")
-COMMAND_LINES += ("integrations/pytorch_metric_learning/command_line.py",)
+COMMAND_LINES += ("integrations/pytorch_metric_learning/command_line.py", "integrations/checkpoints.py")
 
 FILES = [str(path.relative_to(ROOT)) for part in ("vl_plugins", "integrations") for path in (ROOT / part).rglob("*.py")]
 NAMES = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}

@@ -18,7 +18,29 @@ from vl_plugins.retrieval.features import describe_similarity
 from vl_plugins.utils.checks import integer
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["HEADS", "CLIPWithHeads", "LinearHead", "head_settings"]
+__all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHead", "head_settings"]
+
+# Options of open_clip's create_model_and_transforms that its checkpoints do not hold: what changes the meaning of the
+# weights, and the transform of images.
+ARCHITECTURE = (
+    "force_quick_gelu",
+    "force_custom_text",
+    "force_image_size",
+    "force_context_length",
+    "init_logit_bias",
+)
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
+
+
+class LinearHead(nn.Linear):
+    """A linear layer on the tower's embedding that keeps cosines as they are at first, where ``dim`` allows it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
+        return {"features": super().forward(features.pooled.to(self.weight.dtype))}
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,7 @@ class LinearSettings:
     dim: int = 768
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
-        integer("dim", self.dim, least=1)
-        head = LinearHead(image.pooled.shape[-1], self.dim)
+        head = LinearHead(image.pooled.shape[-1], integer("dim", self.dim, least=1))
         # The same for both, so that images and texts which a pretrained model brought together stay together.
         return head, copy.deepcopy(head)
 
@@ -51,16 +72,9 @@ class SetSettings:
     global_feature: bool = True
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
-        return tuple(
-            SetHead(SetPrediction(features.pooled.shape[-1], features.local.shape[-1], **asdict(self)))
-            for features in (image, text)
-        )
+        widths = ((features.pooled.shape[-1], features.local.shape[-1]) for features in (image, text))
+        return tuple(SetHead(SetPrediction(*width, **asdict(self))) for width in widths)
 
-
-# A Hugging Face tower names the most it could take, which may be too much for a try.
-MOST_TOKENS = 77
-
-NO_SIMILARITY = MappingProxyType({"similarity": None, "similarity_kwargs": {}})
 
 HEADS = MappingProxyType({"linear": LinearSettings, "set": SetSettings})
 
@@ -80,57 +94,49 @@ def head_settings(name: str, options: Mapping[str, Any]) -> LinearSettings | Set
     return settings
 
 
-class LinearHead(nn.Linear):
-    """A linear layer on the tower's embedding that keeps cosines as they are at first, where ``dim`` allows it."""
-
-    def reset_parameters(self) -> None:
-        nn.init.orthogonal_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
-        pooled = features.pooled.to(self.weight.dtype)
-        return {"features": super().forward(pooled)}
-
-
 class CLIPWithHeads(nn.Module):
-    """An open_clip model whose embeddings go through a head: ``encode_image`` and ``encode_text`` give what it makes.
+    """An open_clip model with a head on each tower: ``encode_image`` and ``encode_text`` return what the heads make.
 
     Everything else, such as locking of towers, gradient checkpointing or the logit scale, is that of the model inside.
     The heads compute in float32, or what autocast says, whatever the precision of the model. ``state_dict`` holds a
-    description of it all in ``_extra_state``, from which
-    :func:`vl_plugins.integrations.open_clip.checkpoints.load_model` builds the model again.
+    description of it all in ``_extra_state``, from which :func:`vl_plugins.integrations.checkpoints.load_model` builds
+    the model again.
 
     Args:
-        clip: ``CLIP`` or ``CustomTextCLIP``.
+        clip: what open_clip's ``create_model_and_transforms`` returned: ``CLIP`` or ``CustomTextCLIP``.
+        model: its name.
+        created_with: the options it was created with.
         head: a name of ``HEADS``.
-        settings: its options.
-        similarity: by which sets are compared; its parameters are trained with the model. None for single vectors.
-        description: what :func:`load_model` needs to build ``clip`` again; plain numbers, strings and containers.
+        head_kwargs: options of the head.
+        similarity: compares sets; its parameters are trained with the model. None for single vectors.
 
     Attributes:
         grid: (height, width) of the image tower's local features, None for a head that uses none.
+
+    Raises:
+        UserError: as :func:`head_settings`.
     """
 
     def __init__(
         self,
         clip: nn.Module,
+        model: str,
+        created_with: Mapping[str, Any],
         head: str,
-        settings: LinearSettings | SetSettings,
+        head_kwargs: Mapping[str, Any],
         similarity: BaseDistance | None = None,
-        description: Mapping[str, Any] = MappingProxyType({}),
     ):
         super().__init__()
         self.clip = clip
         self.head = head
-        self.settings = settings
-        self.description = dict(description)
+        self.settings = head_settings(head, head_kwargs)
+        self.description = {"model": model, **{name: created_with.get(name) for name in ARCHITECTURE}}
+        self.description |= {f"image_{name}": clip.visual.preprocess_cfg[name] for name in PREPROCESSING}
         image, text = self._example_features()
         self.grid = image.grid
-        image_head, text_head = settings.build(image, text)
-        device = image.pooled.device
-        self.image_head = image_head.to(device)
-        self.text_head = text_head.to(device)
-        self.similarity = similarity.to(device) if similarity is not None else None
+        heads = [module.to(image.pooled.device) for module in self.settings.build(image, text)]
+        self.image_head, self.text_head = heads
+        self.similarity = None if similarity is None else similarity.to(image.pooled.device)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -140,7 +146,7 @@ class CLIPWithHeads(nn.Module):
                 raise
             return getattr(self.clip, name)
 
-    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor] | tuple:
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
         """Return what open_clip's train step takes, and for sets ``image_slots`` and ``text_slots`` (B, K, D) besides.
 
         Args:
@@ -149,23 +155,23 @@ class CLIPWithHeads(nn.Module):
         """
         output = {}
         for tower, inputs in (("image", image), ("text", text)):
-            made = {"features": None} if inputs is None else self._normalized(tower, inputs)
-            output |= {f"{tower}_{name}": tensor for name, tensor in made.items()}
-        output["logit_scale"] = self._connected(self.clip.logit_scale.exp())
+            embedded = {"features": None} if inputs is None else self._embed(tower, inputs, normalize=True)
+            output |= {f"{tower}_{name}": tensor for name, tensor in embedded.items()}
+        output["logit_scale"] = self.clip.logit_scale.exp()
+        if self.similarity is not None:
+            # Data parallelism needs the similarity's parameters here, though the loss uses them outside.
+            output["logit_scale"] = output["logit_scale"] + sum(0 * p.sum() for p in self.similarity.parameters())
         if self.clip.logit_bias is not None:
             output["logit_bias"] = self.clip.logit_bias
-        if self.clip.output_dict:
-            return output
-        as_tuple = ("image_features", "text_features", "logit_scale", "logit_bias")
-        return tuple(output[name] for name in as_tuple if name in output)
+        return output
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
         """Return the embeddings of images (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
-        return self._encode("image", image, normalize)
+        return self._embed("image", image, normalize)["features"]
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """Return the embeddings of texts (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
-        return self._encode("text", text, normalize)
+        return self._embed("text", text, normalize)["features"]
 
     def predict_image_sets(self, image: Tensor) -> SetPredictionOutput:
         """Return the sets of images with slots and attention maps over the ``grid`` of local features.
@@ -173,27 +179,21 @@ class CLIPWithHeads(nn.Module):
         Raises:
             UserError: the head makes no sets.
         """
-        if not isinstance(self.image_head, SetHead):
+        if self.head != "set":
             raise UserError(f"the model has a {self.head} head, which makes no sets")
         return self.image_head.predict(self._features("image", image))
 
     def get_extra_state(self) -> dict[str, Any]:
-        similarity = NO_SIMILARITY
+        similarity = {"similarity": None, "similarity_kwargs": {}}
         if self.similarity is not None:
-            # Its parameters stand in the state dict, and may be sharded.
+            # Its parameters are in the state dict, and may be sharded.
             similarity = describe_similarity(self.similarity, parameters=False)
         return {**self.description, "head": self.head, "head_kwargs": asdict(self.settings), **similarity}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        found, expected = (
-            f"{head}({format_options(options)})"
-            for head, options in (
-                (state["head"], state["head_kwargs"]),
-                (self.head, asdict(self.settings)),
-            )
-        )
-        if found != expected:
-            raise UserError(f"the checkpoint has the head {found}, but the model was made with {expected}")
+        saved, own = (f"{s['head']}({format_options(s['head_kwargs'])})" for s in (state, self.get_extra_state()))
+        if saved != own:
+            raise UserError(f"the checkpoint has the head {saved}, but the model was made with {own}")
 
     def get_logits(self, image: Tensor, text: Tensor):
         raise UserError("a model with heads has no get_logits: compare encode_image and encode_text by its similarity")
@@ -201,45 +201,28 @@ class CLIPWithHeads(nn.Module):
     def forward_intermediates(self, *args, **kwargs):
         raise UserError("a model with heads has no forward_intermediates: call that of the model inside, model.clip")
 
-    def _encode(self, tower: str, inputs: Tensor, normalize: bool) -> Tensor:
+    def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:
+        output = getattr(self, f"{tower}_head")(self._features(tower, inputs))
         if normalize:
-            return self._normalized(tower, inputs)["features"]
-        return self._heads(tower)(self._features(tower, inputs))["features"]
-
-    def _normalized(self, tower: str, inputs: Tensor) -> dict[str, Tensor]:
-        output = self._heads(tower)(self._features(tower, inputs))
-        return {**output, "features": functional.normalize(output["features"].float(), dim=-1)}
-
-    def _heads(self, tower: str) -> nn.Module:
-        return {"image": self.image_head, "text": self.text_head}[tower]
+            output["features"] = functional.normalize(output["features"].float(), dim=-1)
+        return output
 
     def _features(self, tower: str, inputs: Tensor) -> TowerFeatures:
         if self.head == "set":
-            features = {"image": image_features, "text": text_features}[tower]
-            return features(self.clip, inputs)
-        encode = {"image": self.clip.encode_image, "text": self.clip.encode_text}[tower]
-        return TowerFeatures(None, encode(inputs), None, None, has_positions=True)
-
-    def _connected(self, logit_scale: Tensor) -> Tensor:
-        """Connect the similarity's parameters, which the loss uses outside of ``forward``, for data parallelism."""
-        if self.similarity is None:
-            return logit_scale
-        return logit_scale + sum(0 * parameter.sum() for parameter in self.similarity.parameters())
+            return {"image": image_features, "text": text_features}[tower](self.clip, inputs)
+        pooled = getattr(self.clip, f"encode_{tower}")(inputs)
+        return TowerFeatures(None, pooled, None, None, has_positions=True)
 
     @torch.no_grad()
     def _example_features(self) -> tuple[TowerFeatures, TowerFeatures]:
-        """Run both towers once on nothing in particular: only they know how wide their features are."""
+        """Run both towers on a zero image and a short text: only they know how wide their features are."""
         weight = next(module.weight for module in self.clip.visual.modules() if isinstance(module, nn.Conv2d))
-        images = weight.new_zeros(1, 3, *_pair(self.clip.visual.image_size))
-        texts = torch.ones(1, min(self.clip.context_length, MOST_TOKENS), dtype=torch.long, device=weight.device)
-        modes = {module: module.training for module in self.clip.modules()}
+        size = self.clip.visual.image_size
+        images = weight.new_zeros(1, 3, *((size, size) if isinstance(size, int) else size))
+        length = min(self.clip.context_length, 77)  # Hugging Face towers take 512 tokens or more
+        texts = torch.ones(1, length, dtype=torch.long, device=weight.device)
+        training = self.clip.training
         self.clip.eval()  # batch statistics stay as they are
-        try:
-            return self._features("image", images), self._features("text", texts)
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
-
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+        features = self._features("image", images), self._features("text", texts)
+        self.clip.train(training)
+        return features

@@ -249,10 +249,10 @@ def _create_model(model: str, *args, options: PluginOptions, loss, training, hos
 
 
 def _add_heads(clip, model: str, created_with: Mapping[str, Any], options: PluginOptions, loss):
-    from vl_plugins.integrations.open_clip.checkpoints import add_heads
+    from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 
     similarity = loss.distance if options.head == "set" else None
-    with_heads = add_heads(clip, model, created_with, options.head, options.head_kwargs, similarity)
+    with_heads = CLIPWithHeads(clip, model, created_with, options.head, options.head_kwargs, similarity)
     state = with_heads.get_extra_state()
     compared = ""
     if similarity is not None:

@@ -1,4 +1,4 @@
-"""Model names: open_clip's own, those of ``configs/models``, and those of ``--model-config``."""
+"""Models of open_clip: its own, those of ``configs/models``, and those of ``--model-config``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import open_clip
 from torch import Tensor
 
 from vl_plugins.data.annotations import read_json
-from vl_plugins.integrations.open_clip.names import has_schema
-from vl_plugins.utils.errors import UserError, did_you_mean, first_line, unknown_name
+from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
+from vl_plugins.utils.errors import UserError, did_you_mean, first_line
 
 __all__ = [
     "add_model_config",
@@ -22,7 +22,7 @@ __all__ = [
     "register_models",
 ]
 
-# What open_clip expects of a model's configuration; it silently skips other JSON files.
+# What open_clip expects in a model configuration; it silently skips other JSON files.
 ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
 
 
@@ -34,25 +34,29 @@ def register_models() -> None:
 
 
 def add_model_config(path: str | Path) -> None:
-    """Make a model configuration known to open_clip under its file name; of a folder, every one in it.
+    """Make the model configuration in a file, or those in a folder, known to open_clip under their file names.
 
     Raises:
-        UserError: there is no such file, it is not a model configuration, or it allows code of a tokenizer to run.
+        UserError: there is no such file, it is not a model configuration, or its tokenizer could run code.
     """
     path = Path(path)
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"--model-config {path}: the folder has no .json files")
     for file in files:
-        _check_config(file)
+        if file.suffix != ".json":
+            raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
+        config = read_json(file)
+        if not isinstance(config, dict) or not config.keys() >= ENTRIES:
+            raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
+        _check_tokenizer(f"--model-config {file}", config)
     open_clip.add_model_config(path)
 
 
 def check_model(name: str) -> None:
-    """Raise ``UserError`` with the nearest match where no such model exists; names with a schema, as hf-hub:, pass."""
+    """Register ``configs/models`` and raise ``UserError`` for an unknown model; names with a schema pass."""
     register_models()
-    if not has_schema(name) and name not in open_clip.list_models():
-        raise unknown_name("model", name, open_clip.list_models())
+    check_model_name(name)
 
 
 def check_pretrained(model: str, pretrained: str | None) -> None:
@@ -60,7 +64,7 @@ def check_pretrained(model: str, pretrained: str | None) -> None:
     if not pretrained:
         return
     if has_schema(model):
-        raise UserError(f"--pretrained {pretrained}: {model} brings its own weights, which open_clip loads; drop one")
+        raise UserError(f"--pretrained {pretrained}: {model} has weights of its own, which open_clip loads; drop one")
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
         raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
@@ -76,7 +80,7 @@ def downloads_named(model: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("Failed "):  # open_clip's way to say so
+        if isinstance(error, RuntimeError) and not str(error).startswith("Failed "):  # as open_clip's begin
             raise
         raise UserError(f"--model {model}: {first_line(error)}") from error
 
@@ -89,15 +93,6 @@ def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[li
     """
     _check_tokenizer(model, open_clip.get_model_config(model))
     return open_clip.get_tokenizer(model, context_length=context_length)
-
-
-def _check_config(file: Path) -> None:
-    if file.suffix != ".json":
-        raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
-    config = read_json(file)
-    if not isinstance(config, dict) or not config.keys() >= ENTRIES:
-        raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
-    _check_tokenizer(f"--model-config {file}", config)
 
 
 def _check_tokenizer(name: str, config: Any) -> None:

@@ -1,27 +1,30 @@
-"""Misspelled names and missing files of a command line, found before open_clip and torch are imported."""
+"""Misspelled names and missing files on a command line, found before open_clip and torch are imported."""
 
 import importlib.util
 import sys
 from argparse import Namespace
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.integrations.open_clip.run_folder import check_is_free
 from vl_plugins.registry import list_losses
-from vl_plugins.utils.errors import UserError, check_name, unknown_name
+from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
+
+if TYPE_CHECKING:
+    from vl_plugins.integrations.open_clip.options import PluginOptions
 
 __all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
 
 
-def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
-    """Check what the launcher is given.
+def check_command_line(options: "PluginOptions", host_options: Namespace) -> None:
+    """Check the command line of the launcher.
 
     Raises:
-        UserError: an unknown model or loss, a file that does not exist or is of no known kind, or a name that an
-            earlier run has.
+        UserError: an unknown model or loss, a file that does not exist or has an unknown suffix, or the name of an
+            earlier run.
     """
     check_model_name(host_options.model, options.model_config)
     if options.loss is not None:
@@ -36,34 +39,26 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
         check_is_free(Path(host_options.logs, host_options.name))
 
 
-def _check_data(flag: str, path: str, dataset_type: str) -> None:
-    if is_shards(path, dataset_type):
-        expand_shards(path)
-    elif dataset_type == "auto" and not path.endswith((".csv", ".tsv")):
-        what = "it is a folder" if Path(path).is_dir() else "its kind is not known"
-        raise UserError(
-            f"{flag} {path}: {what}; give shards, such as 'FOLDER/NAME-{{000000..000007}}.tar', a .csv or .tsv file, "
-            "or --dataset-type"
-        )
-
-
 def check_model_name(name: str, model_config: str | None = None) -> None:
-    """Raise ``UserError`` where no configuration file has that name; names with a schema pass."""
-    open_clip = importlib.util.find_spec("open_clip")
-    if open_clip is None:
-        require("open_clip", extra="open-clip")
-    if "open_clip" in sys.modules:  # it is asked later, and may know more
+    """Raise ``UserError`` unless a configuration file has that name; names with a schema pass.
+
+    Args:
+        name: of a model of open_clip, ``configs/models`` or ``model_config``.
+        model_config: a file or folder of ``--model-config``.
+    """
+    if has_schema(name):
         return
-    folders = [
-        Path(str(resources.files("vl_plugins.configs"))) / "models",
-        Path(open_clip.origin).parent / "model_configs",
-    ]
+    spec = importlib.util.find_spec("open_clip")
+    if spec is None:
+        require("open_clip", extra="open-clip")
+    folders = [Path(str(resources.files("vl_plugins.configs")), "models"), Path(spec.origin).parent / "model_configs"]
+    known = {file.stem for folder in folders for file in folder.glob("*.json")}
     if model_config is not None:
         path = Path(model_config)
-        folders.append(path if path.is_dir() else path.parent)
-    known = {file.stem for folder in folders for file in folder.glob("*.json")}
-    if not has_schema(name) and name not in known:
-        raise unknown_name("model", name, known)
+        known |= {file.stem for file in (path.glob("*.json") if path.is_dir() else [path])}
+    if "open_clip" in sys.modules:  # it knows those that were added, too
+        known |= set(sys.modules["open_clip"].list_models())
+    check_name("model", name, known)
 
 
 def check_file(flag: str, value: str | None) -> None:
@@ -79,5 +74,16 @@ def has_schema(model: str) -> bool:
 
 
 def is_shards(path: str | None, dataset_type: str) -> bool:
-    """Return whether open_clip takes its ``--train-data`` or ``--val-data`` for shards."""
+    """Return whether open_clip reads its ``--train-data`` or ``--val-data`` as shards."""
     return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
+
+
+def _check_data(flag: str, path: str, dataset_type: str) -> None:
+    if is_shards(path, dataset_type):
+        expand_shards(path)
+    elif dataset_type == "auto" and not path.endswith((".csv", ".tsv")):
+        what = "it is a folder" if Path(path).is_dir() else "unknown suffix"
+        raise UserError(
+            f"{flag} {path}: {what}; give shards, such as 'FOLDER/NAME-{{000000..000007}}.tar', a .csv or .tsv file, "
+            "or --dataset-type"
+        )

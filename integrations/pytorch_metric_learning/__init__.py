@@ -1,7 +1,7 @@
 """Two-tower training by pytorch-metric-learning: ``python -m vl_plugins.integrations.pytorch_metric_learning``.
 
 As a library: :func:`build_loss`, :func:`build_miner`, :func:`build_reducer` and :func:`build_trainer` make the parts
-from plain dicts; :class:`CrossModalTrainer` trains models and data of your own; :func:`load_model` loads a checkpoint.
+from plain dicts; :class:`CrossModalTrainer` trains models and data of your own.
 """
 
 import importlib
@@ -13,7 +13,6 @@ __all__ = [
     "build_miner",
     "build_reducer",
     "build_trainer",
-    "load_model",
     "main",
     "read_config",
 ]
@@ -25,7 +24,6 @@ MODULES = {
     "build_miner": "builders",
     "build_reducer": "builders",
     "build_trainer": "runs",
-    "load_model": "checkpoints",
     "read_config": "config",
 }
 

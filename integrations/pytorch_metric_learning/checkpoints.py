@@ -19,9 +19,8 @@ from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_
 from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = [
-    "is_checkpoint",
-    "load_model",
     "load_states",
+    "load_towers",
     "read_checkpoint",
     "states_of",
     "write_checkpoint",
@@ -67,42 +66,28 @@ def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
         content = read_torch_file(file)
     except UnreadableFileError as error:
         raise UserError(f"checkpoint {file}: {error}") from error
-    if not is_checkpoint(content):
-        raise UserError(f"{file} is no checkpoint of {FORMAT}")
-    if content.get("version") != VERSION:
-        raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
-    try:
-        content["config"] = parse_config(content["config"])
-        if content["vocabulary"] is not None:
-            content["vocabulary"] = Vocabulary(tuple(content["vocabulary"]))
-    except (AttributeError, KeyError, TypeError, UserError) as error:
-        raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
-    return content
+    return _parsed(file, content)
 
 
-def is_checkpoint(content: Any) -> bool:
-    """Return whether what ``torch.load`` gave is of :func:`write_checkpoint`."""
-    return isinstance(content, dict) and content.get("format") == FORMAT
-
-
-def load_model(
-    checkpoint: str | os.PathLike, model: str | None = None, *, device: str | torch.device = "cpu"
+def load_towers(
+    checkpoint: str | os.PathLike, content: Mapping[str, Any], model: str | None, device: str | torch.device
 ) -> tuple[TwoTowers, Callable, Callable]:
-    """Load a model that was trained from a configuration.
+    """Load a model that was trained from a configuration, in float32.
 
     Args:
         checkpoint: ``best.pt`` or ``latest.pt`` of a run.
+        content: of the file.
         model: the model of the text trunk, only where that is one of the hub or a folder, such as ``hf-hub:ORG/NAME``.
-            A file must not choose it: tokenizers in there can run code.
+            A file must not choose it: its tokenizer can run code.
         device: where to put the model.
 
     Returns:
         The model in evaluation mode, the transform of images, or of features, for evaluation, and the tokenizer.
 
     Raises:
-        UserError: a file that is not there, cannot be read, or does not fit what its configuration builds.
+        UserError: the content is damaged, or does not fit what its configuration builds.
     """
-    content = read_checkpoint(checkpoint)
+    content = _parsed(checkpoint, content)
     _check_model_name(checkpoint, model, content["config"])
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
     loss = loss_from_config(content["config"])
@@ -114,6 +99,19 @@ def load_model(
     if content["config"].head is not None:
         towers.compare_sets_by(loss.distance)
     return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer
+
+
+def _parsed(file: str | os.PathLike, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{file} is no checkpoint of {FORMAT}")
+    if content.get("version") != VERSION:
+        raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
+    try:
+        config, vocabulary = parse_config(content["config"]), content["vocabulary"]
+        vocabulary = None if vocabulary is None else Vocabulary(tuple(vocabulary))
+    except (AttributeError, KeyError, TypeError, UserError) as error:
+        raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
+    return {**content, "config": config, "vocabulary": vocabulary}
 
 
 def _check_model_name(checkpoint: str | os.PathLike, asked: str | None, config: Config) -> None:

@@ -6,15 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.modules import TowerFeatures
 from vl_plugins.utils.optional import require
 
 __all__ = ["OpenCLIPTextTrunk"]
-
-EXTRA = "open-clip"
-
-# A Hugging Face tower names the most it could take, which may be too much for a try.
-MOST_TOKENS = 77
 
 
 class OpenCLIPTextTrunk(nn.Module):
@@ -36,8 +32,7 @@ class OpenCLIPTextTrunk(nn.Module):
 
     def __init__(self, model: str, pretrained: str | Path | None = None):
         super().__init__()
-        open_clip = require("open_clip", extra=EXTRA)
-        from vl_plugins.integrations.open_clip.checkpoints import load_model
+        open_clip = require("open_clip", extra="open-clip")
         from vl_plugins.integrations.open_clip.models import check_model
 
         check_model(model)
@@ -46,7 +41,7 @@ class OpenCLIPTextTrunk(nn.Module):
             self.model, _, _ = load_model(pretrained, model)
         else:
             self.model = open_clip.create_model(model, load_weights=False, pretrained_text=False)
-        # Of no use for texts; nothing would train them.
+        # Not used for texts; nothing would train them.
         self.model.visual = self.model.logit_scale = self.model.logit_bias = None
         with torch.no_grad():
             features = self.eval()(self.example_inputs(1))
@@ -67,6 +62,6 @@ class OpenCLIPTextTrunk(nn.Module):
         return get_tokenizer(self.name)
 
     def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return made-up token ids (batch_size, L)."""
-        size = (batch_size, min(self.model.context_length, MOST_TOKENS))
+        """Return random token ids (batch_size, L)."""
+        size = (batch_size, min(self.model.context_length, 77))  # Hugging Face towers take 512 tokens or more
         return torch.randint(1, self.model.vocab_size, size, generator=generator)

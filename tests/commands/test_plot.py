@@ -269,7 +269,7 @@ def test_usage_errors(argv, capsys, run_command):
 def checkpoints(tmp_path_factory):
     """Folder with ``set.pt``, ``linear.pt`` and ``plain.pt``: small models with a set head, a linear one and none."""
     open_clip = pytest.importorskip("open_clip")
-    from vl_plugins.integrations.open_clip.checkpoints import add_heads
+    from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
     from vl_plugins.integrations.open_clip.models import register_models
 
     register_models()
@@ -277,8 +277,8 @@ def checkpoints(tmp_path_factory):
     torch.manual_seed(0)
     clip = open_clip.create_model("vl-tiny", output_dict=True)
     models = {
-        "set": add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32}),
-        "linear": add_heads(clip, "vl-tiny", {}, "linear", {"dim": 16}),
+        "set": CLIPWithHeads(clip, "vl-tiny", {}, "set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32}),
+        "linear": CLIPWithHeads(clip, "vl-tiny", {}, "linear", {"dim": 16}),
         "plain": clip,
     }
     for name, model in models.items():
@@ -318,7 +318,7 @@ def test_options_of_attention_reach_the_picture(attention_arguments, monkeypatch
     (default, default_out), (chosen, chosen_out) = drawn
     assert (default_out, chosen_out) == ("attention.png", "picture.pdf")
 
-    from vl_plugins.integrations.open_clip import load_model
+    from vl_plugins.integrations.checkpoints import load_model
 
     loaded, shards = load_model(checkpoints / "set.pt"), attention_arguments[3]
     expected = attention.attended_images(*loaded, shards, images=3)
@@ -359,7 +359,7 @@ def test_wrong_attention_is_one_line(argv, message, attention_arguments, checkpo
 
 
 def test_what_is_wrong_is_said_before_the_model_is_loaded(attention_arguments, monkeypatch, run_command):
-    from vl_plugins.integrations.open_clip import checkpoints
+    from vl_plugins.integrations import checkpoints
 
     monkeypatch.setattr(checkpoints, "load_model", None)
     for argv, message in (

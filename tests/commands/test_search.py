@@ -21,9 +21,10 @@ from vl_plugins.data import contact_sheet
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.shards import write_shards
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.integrations.open_clip import checkpoints as checkpoints_module
-from vl_plugins.integrations.open_clip import evaluation, load_model
-from vl_plugins.integrations.open_clip.checkpoints import add_heads
+from vl_plugins.integrations import checkpoints as checkpoints_module
+from vl_plugins.integrations import encoding
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval.features import load_features, save_features
 from vl_plugins.retrieval.search import FaissIndex
@@ -41,7 +42,7 @@ def checkpoints(tmp_path_factory):
         torch.save({"state_dict": open_clip.create_model("vl-tiny").state_dict()}, folder / f"{name}.pt")
     clip, _, _ = open_clip.create_model_and_transforms("vl-tiny", output_dict=True)
     options = {"num_slots": 2, "num_iters": 2, "hidden_dim": 16}
-    model = add_heads(clip, "vl-tiny", {}, "set", options, SmoothChamferSimilarity(alpha=9.0))
+    model = CLIPWithHeads(clip, "vl-tiny", {}, "set", options, SmoothChamferSimilarity(alpha=9.0))
     torch.save({"state_dict": model.state_dict()}, folder / "sets.pt")
     return folder
 
@@ -140,7 +141,7 @@ def index(made_index, tmp_path):
 
 @pytest.fixture
 def no_encoding(monkeypatch):
-    monkeypatch.setattr(evaluation, "encode_shards", None)
+    monkeypatch.setattr(encoding, "encode_shards", None)
 
 
 def results(output):
@@ -283,9 +284,9 @@ def test_table_and_sheet(search, scenes, encoded, index, tmp_path):
 def test_an_index_is_made_once(search, index, monkeypatch, tmp_path):
     """The second query encodes no shard and answers the same."""
     calls = []
-    original = evaluation.encode_shards
+    original = encoding.encode_shards
     monkeypatch.setattr(
-        evaluation, "encode_shards", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+        encoding, "encode_shards", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
     )
     first = search("--index", "new/own.npz", "--no-sheet", "--json")
     assert "kept the embeddings of 24 images and 120 captions in new/own.npz" in first[2]

@@ -213,13 +213,13 @@ def loaded():
     open_clip = pytest.importorskip("open_clip")
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    from vl_plugins.integrations.open_clip.checkpoints import add_heads
+    from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
     from vl_plugins.integrations.open_clip.models import register_models
 
     register_models()
     torch.manual_seed(0)
     clip = open_clip.create_model("vl-tiny", output_dict=True)
-    model = add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32})
+    model = CLIPWithHeads(clip, "vl-tiny", {}, "set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32})
     preprocess = image_transform_v2(PreprocessCfg(size=64), is_train=False)
     return model.eval(), preprocess, open_clip.get_tokenizer("vl-tiny")
 

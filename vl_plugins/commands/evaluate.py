@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is read."""
+    """Raise an error for what cannot work before anything is read."""
     from vl_plugins.utils.errors import UserError
 
     checkpoints, features = arguments.checkpoint or [], arguments.features or []
@@ -255,9 +255,6 @@ def _processes(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
             )
         yield 0, 1
         return
-    from vl_plugins.utils.optional import require
-
-    require("open_clip", extra="open-clip")
     from vl_plugins.commands.torchrun import start_processes, stop_processes
 
     processes = start_processes()
@@ -318,12 +315,9 @@ def _encode(
     """Encode the shards with each checkpoint; without a result in all processes but the first."""
     if not arguments.checkpoint:
         return {}
-    from vl_plugins.integrations.open_clip import load_model
-    from vl_plugins.integrations.open_clip.evaluation import (
-        checkpoint_digest,
-        encode_shards,
-        process_device,
-    )
+    from vl_plugins.commands.torchrun import process_device
+    from vl_plugins.integrations.checkpoints import load_model
+    from vl_plugins.integrations.encoding import checkpoint_digest, encode_shards
 
     models = arguments.model or [None]
     models = models if len(models) == len(arguments.checkpoint) else models * len(arguments.checkpoint)
@@ -343,8 +337,7 @@ def _encode(
             device=device,
             processes=processes,
             precision=arguments.precision,
-            progress=progress,
-            description="encoding" if len(arguments.checkpoint) == 1 else f"encoding with {name}",
+            progress=f"encoding with {name}" if progress else None,
         )
         if features is None:
             continue

@@ -134,7 +134,7 @@ def _run_attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.data.shard_files import expand_shards
 
     shards = expand_shards(arguments.shards)  # before torch is imported
-    from vl_plugins.integrations.open_clip import load_model
+    from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.integrations.torch_files import check_device
     from vl_plugins.plots.attention import attended_images, plot_attention
     from vl_plugins.plots.figures import picture_file

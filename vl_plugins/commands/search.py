@@ -122,15 +122,12 @@ class _Found(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     """Encode or load, search, print and draw; the progress bar and notes go to standard error."""
     # Here, because every command imports this module and most need no model.
-    from vl_plugins.utils.optional import require
-
     sheet, no_sheet = _check(arguments)
     picture = None if arguments.image is None else _read_picture(arguments.image)
 
-    require("open_clip", extra="open-clip")
+    from vl_plugins.commands.torchrun import process_device
     from vl_plugins.data.collection import read_collection
-    from vl_plugins.integrations.open_clip import load_model
-    from vl_plugins.integrations.open_clip.evaluation import process_device
+    from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.retrieval.search import check_factory
 
     collection = read_collection(arguments.shards)
@@ -228,15 +225,15 @@ def _read_picture(file: Path) -> tuple[bytes, "Image"]:
 def _encode_query(loaded: tuple, query: "str | Image", device: str, precision: str) -> "Tensor":
     """Return the query's embedding (1, D), or its set (1, K, D), in float32 on the CPU."""
     import torch
-    from open_clip import get_input_dtype
-    from open_clip_train.precision import get_autocast
+
+    from vl_plugins.integrations.precision import autocast, input_dtype
 
     model, transform, tokenizer = loaded
-    with torch.inference_mode(), get_autocast(precision, device_type=torch.device(device).type)():
+    with torch.inference_mode(), autocast(precision, device):
         if isinstance(query, str):
             features = model.encode_text(tokenizer([query]).to(device), normalize=True)
         else:
-            pixels = transform(query)[None].to(device=device, dtype=get_input_dtype(precision))
+            pixels = transform(query)[None].to(device=device, dtype=input_dtype(precision))
             features = model.encode_image(pixels, normalize=True)
     features = features.float().cpu()
     if not features.isfinite().all():
@@ -251,7 +248,7 @@ def _set_similarity(loaded: tuple) -> Any:
 
 def _features(arguments: argparse.Namespace, loaded: tuple, collection: "Collection", device: str) -> "Features":
     """Return the embeddings of the shards, from the file of --index or into it."""
-    from vl_plugins.integrations.open_clip.evaluation import encode_shards
+    from vl_plugins.integrations.encoding import encode_shards
     from vl_plugins.retrieval.features import load_features, save_features
 
     file, origin = arguments.index, None
@@ -279,7 +276,7 @@ def _features(arguments: argparse.Namespace, loaded: tuple, collection: "Collect
         workers=arguments.workers,
         device=device,
         precision=arguments.precision,
-        progress=sys.stderr.isatty(),
+        progress="encoding" if sys.stderr.isatty() else None,
     ).check("the model's embeddings")
     features.matches(collection, "what was encoded")
     if file is not None:
@@ -292,7 +289,7 @@ def _features(arguments: argparse.Namespace, loaded: tuple, collection: "Collect
 
 def _origin(arguments: argparse.Namespace, loaded: tuple, collection: "Collection") -> dict[str, Any]:
     """Return what an index must have been made of, as it is written into its file."""
-    from vl_plugins.integrations.open_clip.evaluation import checkpoint_digest
+    from vl_plugins.integrations.encoding import checkpoint_digest
 
     texts = json.dumps([collection.keys, collection.captions]).encode()
     return {

@@ -1,11 +1,12 @@
-"""Processes started by ``torchrun``: joining and leaving their group, and waiting for the first one."""
+"""Processes started by ``torchrun``: their group and their devices, and waiting for the first one."""
 
 import os
 import time
 
+import torch
 from torch import distributed
 
-__all__ = ["agree_to_begin", "start_processes", "stop_processes"]
+__all__ = ["agree_to_begin", "process_device", "start_processes", "stop_processes"]
 
 SECONDS_FOR_THREADS = 0.2
 
@@ -22,6 +23,15 @@ def start_processes() -> tuple[int, int]:
         # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
         distributed.init_process_group("gloo")
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def process_device(device: str | None = None) -> str:
+    """Return where this process computes: ``device``, or a GPU of its own where there is one."""
+    if device is not None:
+        return device
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
 def stop_processes() -> None:

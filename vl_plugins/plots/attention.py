@@ -112,7 +112,7 @@ def attended_images(
     same the first.
 
     Args:
-        model: with a set head, as :func:`vl_plugins.integrations.open_clip.load_model` returns it with the other two.
+        model: with a set head, as :func:`vl_plugins.integrations.checkpoints.load_model` returns it with the other two.
         preprocess: from an RGB ``PIL.Image`` to a tensor (3, H, W); its normalisation is left out of the picture.
         tokenizer: from a list of n strings to a tensor (n, L).
         shards: shards, or a pattern for :func:`vl_plugins.data.shard_files.expand_shards`.

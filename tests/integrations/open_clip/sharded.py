@@ -6,7 +6,7 @@ from torch import nn
 
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability
-from vl_plugins.integrations.open_clip.checkpoints import add_heads
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss
 from vl_plugins.integrations.open_clip.models import check_model
 
@@ -29,7 +29,7 @@ def make_model(head, shape=(1,)):
     options = {"init_logit_bias": -1.0}
     clip = open_clip.create_model("vl-tiny", output_dict=True, load_weights=False, **options)
     similarity = MatchProbability(2.0, 0.5) if head == "set" else None
-    model = add_heads(clip, "vl-tiny", options, head, HEADS[head], similarity)
+    model = CLIPWithHeads(clip, "vl-tiny", options, head, HEADS[head], similarity)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 0:

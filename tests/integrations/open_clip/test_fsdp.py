@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.integrations.open_clip import sharded
 from tests.processes import in_processes
-from vl_plugins.integrations.open_clip import load_model
+from vl_plugins.integrations.checkpoints import load_model
 
 NUMBERS = {
     "linear": ["clip.logit_scale", "clip.logit_bias"],

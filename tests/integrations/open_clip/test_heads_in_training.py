@@ -9,7 +9,7 @@ import torch
 
 from tests.integrations.open_clip.test_launcher import MODULE, SHORT, checkpoint, launch, run, shard_pattern
 from vl_plugins.cli import main as vl_plugins
-from vl_plugins.integrations.open_clip import load_model
+from vl_plugins.integrations.checkpoints import load_model
 
 SMALL = ["--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
 SETS = ["--loss", "smooth_chamfer", "--head", "set", *SMALL]

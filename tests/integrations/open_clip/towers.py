@@ -1,9 +1,11 @@
 """Small models of every kind of tower that open_clip has, built by its own classes."""
 
 import json
+from dataclasses import asdict
 
 import torch
-from open_clip.model import CLIP, CustomTextCLIP
+from open_clip.model import CLIP, CustomTextCLIP, set_model_preprocess_cfg
+from open_clip.transform import PreprocessCfg
 from transformers import BertConfig
 
 NATIVE_TEXT = {"context_length": 12, "vocab_size": 60, "width": 24, "heads": 2, "layers": 2}
@@ -43,6 +45,7 @@ def make_model(tmp_path, image="vit", text="clip", seed=0, **options):
     custom = text not in ("clip", "eos")
     model_class = CustomTextCLIP if custom else CLIP
     model = model_class(EMBED_DIM, dict(IMAGE_TOWERS[image]), text_config, output_dict=True, **options)
+    set_model_preprocess_cfg(model, asdict(PreprocessCfg()))  # as create_model_and_transforms does
     return model.eval()
 
 

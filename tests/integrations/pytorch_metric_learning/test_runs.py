@@ -22,8 +22,8 @@ from tests.reference import retrieval as reference
 from vl_plugins import list_losses
 from vl_plugins.cli import main as vl_plugins_main
 from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.integrations.open_clip import load_model as load_any_model
-from vl_plugins.integrations.pytorch_metric_learning import build_trainer, load_model
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.pytorch_metric_learning import build_trainer
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run, dry_run
@@ -95,7 +95,7 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     for way in ("image_to_text", "text_to_image"):
         accuracy = row[f"accuracy_calculator/{way}_precision_at_1_percent"]
         assert accuracy == pytest.approx(row[f"{way}_R@1_percent"])
-    same, _, _ = load_any_model(folder / LATEST)
+    same, _, _ = load_model(folder / LATEST)
     torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_does_not_choose_a_model_of_the_hub(tmp_path):
         load_model(tmp_path / LATEST)
     write_checkpoint(tmp_path / LATEST, parse_config(settings(text={"trunk": "gru"})), None, {})
     with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
-        load_any_model(tmp_path / LATEST, "vl-tiny")
+        load_model(tmp_path / LATEST, "vl-tiny")
 
 
 @pytest.mark.parametrize("name", list_losses())

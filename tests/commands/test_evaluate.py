@@ -18,9 +18,9 @@ from vl_plugins.commands import evaluate
 from vl_plugins.data.collection import read_collection
 from vl_plugins.distances import MatchProbability
 from vl_plugins.functional import match_probability
-from vl_plugins.integrations.open_clip import host, load_model
-from vl_plugins.integrations.open_clip.checkpoints import add_heads
-from vl_plugins.integrations.open_clip.evaluation import encode_shards
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.encoding import encode_shards
+from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.features import load_features
@@ -57,7 +57,9 @@ def head_checkpoint(checkpoint):
     clip = open_clip.create_model("vl-tiny")
     similarity = MatchProbability(scale=3.0, shift=-0.5)
     path = checkpoint.with_name("sets.pt")
-    torch.save({"state_dict": add_heads(clip, "vl-tiny", {}, "set", {"num_slots": 3}, similarity).state_dict()}, path)
+    torch.save(
+        {"state_dict": CLIPWithHeads(clip, "vl-tiny", {}, "set", {"num_slots": 3}, similarity).state_dict()}, path
+    )
     return path
 
 
@@ -92,27 +94,8 @@ def test_every_image_and_caption_is_encoded_once_in_order(shards, toy_shards, ch
     torch.testing.assert_close(features.captions, torch.cat(expected_captions), rtol=0, atol=1e-5)
 
 
-def test_evaluate_command(flags, checkpoint, shards, capsys):
-    assert main([*flags, "--json", "--batch-size", "7", "--workers", "2"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["num_samples"], printed["num_captions"], printed["shards"]) == (24, 120, shards)
-    (result,) = printed["results"]
-    assert (result["model"], result["checkpoint"]) == ("vl-tiny", str(checkpoint))
-    assert result["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-    metrics = result["metrics"]["plain"]
-    recalls = [metrics[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    assert metrics["rsum"] == pytest.approx(sum(recalls))
-    assert 0 < metrics["rsum"] < 600
-    assert result["clip_benchmark"]["image_retrieval_recall@10"] == metrics["text_to_image_R@10"] / 100
-
-    assert main([*flags, "--max-captions", "2", "--workers", "0"]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("24 images, 48 captions\n")
-    assert "RSUM" in output
-
-
-def test_equals_clip_benchmark(flags, checkpoint, toy_shards, capsys):
-    """Its evaluation of the same model, from the pictures on."""
+def test_equals_clip_benchmark(flags, checkpoint, shards, toy_shards, capsys):
+    """The metrics of clip_benchmark's evaluation of the same model, from the pictures on."""
     model, transform, tokenizer = load_model(checkpoint, "vl-tiny")
     samples = []
     for index in range(3):
@@ -127,15 +110,25 @@ def test_equals_clip_benchmark(flags, checkpoint, toy_shards, capsys):
         for part in (samples[:10], samples[10:20], samples[20:])
     ]
     expected = zeroshot_retrieval.evaluate(model, batches, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
-    assert main([*flags, "--json"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert main([*flags, "--json", "--batch-size", "7", "--workers", "2"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["num_samples"], printed["num_captions"], printed["shards"]) == (24, 120, shards)
+    (result,) = printed["results"]
     assert result["clip_benchmark"] == pytest.approx(expected, abs=1e-6)
     assert len(expected) == 6
+    assert (result["model"], result["checkpoint"]) == ("vl-tiny", str(checkpoint))
+    assert result["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    metrics = result["metrics"]["plain"]
+    assert metrics["rsum"] == pytest.approx(100 * sum(expected.values()))
+
+    assert main([*flags, "--max-captions", "2", "--workers", "0"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("24 images, 48 captions\n")
+    assert "RSUM" in output
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_saved_features_give_the_same_numbers(flags, shards, tmp_path, capsys, suffix):
-    file = tmp_path / f"features{suffix}"
+def test_saved_features_give_the_same_numbers(flags, shards, tmp_path, capsys):
+    file = tmp_path / "features.npz"
     assert main([*flags, "--json", "--save-features", str(file)]) == 0
     expected = json.loads(capsys.readouterr().out)["results"][0]
     for more in ([], ["--shards", shards]):
@@ -283,16 +276,13 @@ def test_flags_that_do_not_belong_together(capsys, arguments, message):
 
 def test_the_help_names_all_protocols(capsys):
     assert tuple(PROTOCOLS) == evaluate.PROTOCOLS
-    (precision,) = (action for action in host.parser()._actions if action.dest == "precision")
-    assert sorted(precision.choices) == sorted(evaluate.PRECISIONS)
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in PROTOCOLS)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("damage", ["archive", "picture"])
+@pytest.mark.parametrize(("damage", "workers"), [("archive", "0"), ("picture", "0"), ("picture", "2")])
 def test_a_damaged_shard_is_one_line(tmp_path, flags, toy_shards, capsys, damage, workers):
     """A cut archive is found before the model is loaded, a damaged picture when it is its turn."""
     shard = tmp_path / "toy-val-000000.tar"
@@ -319,11 +309,3 @@ def test_numbers_are_printed_before_anything_is_written(flags, tmp_path, capsys)
     printed = capsys.readouterr()
     assert "RSUM" in printed.out
     assert f"cannot write {tmp_path}/file/a.npz: " in printed.err
-
-
-def test_a_file_that_is_no_checkpoint(tmp_path, shards, capsys):
-    path = tmp_path / "epoch_1.pt"
-    path.write_bytes(b"not a checkpoint")
-    arguments = ["--model", "vl-tiny", "--checkpoint", str(path), "--shards", shards, "--device", "cpu"]
-    assert main(["evaluate", *arguments]) == 2
-    assert "epoch_1.pt" in capsys.readouterr().err

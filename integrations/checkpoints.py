@@ -1,0 +1,73 @@
+"""Checkpoints of either host, loaded for evaluation and for use as a library."""
+
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vl_plugins.integrations.precision import input_dtype
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.utils.errors import UserError
+from vl_plugins.utils.optional import require
+
+__all__ = ["load_model"]
+
+# ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
+PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
+
+# Of other libraries: open_clip reads them.
+OTHER_FORMATS = (".npy", ".npz", ".safetensors")
+
+
+def load_model(
+    checkpoint: str | Path,
+    model: str | None = None,
+    *,
+    model_config: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+) -> tuple[nn.Module, Callable, Callable]:
+    """Load what open_clip's trainer, our launcher or the trainer for pytorch-metric-learning saved.
+
+    A checkpoint with heads specifies its model, and so does one of
+    :mod:`vl_plugins.integrations.pytorch_metric_learning`. For other checkpoints of a training run, the model and the
+    options that it was built with are read from the run's ``params.txt``. open_clip is imported only for a checkpoint
+    that needs it.
+
+    Args:
+        checkpoint: a file that a trainer wrote, a file of weights, a pretrained tag of ``model``, or a model with its
+            own weights: ``hf-hub:ORG/NAME``, ``local-dir:FOLDER``.
+        model: name of an open_clip model, or one of ``configs/models``; needed where the checkpoint specifies none. The
+            name of a model of the hub or a folder must always be given: its tokenizer can run code.
+        model_config: a model configuration file or a folder of them, for models that open_clip does not know; by
+            default what the run's ``params.txt`` says.
+        device: where to put the model.
+        precision: as open_clip's ``--precision``.
+
+    Returns:
+        The model in evaluation mode, with ``encode_image`` and ``encode_text``; the transform of images for evaluation,
+        or of arrays of features; and the tokenizer, from n texts to token ids (n, L).
+
+    Raises:
+        UserError: an unknown model or tag, a file that is missing, cannot be read or does not fit the model, or weights
+            that did not arrive in the model.
+        MissingExtraError: the checkpoint needs open_clip, which is not installed.
+    """
+    file, content = Path(checkpoint), None
+    if file.is_file() and file.suffix not in OTHER_FORMATS:
+        try:
+            # Tensors stay in the file until they are used.
+            content = read_torch_file(file, mmap=zipfile.is_zipfile(file))
+        except UnreadableFileError as error:
+            raise UserError(f"checkpoint {checkpoint}: {error}") from error
+    if isinstance(content, Mapping) and content.get("format") == PYTORCH_METRIC_LEARNING:
+        from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_towers
+
+        towers, *transforms = load_towers(checkpoint, content, model, device)
+        return towers.to(dtype=input_dtype(precision)), *transforms
+    require("open_clip", extra="open-clip")
+    from vl_plugins.integrations.open_clip.checkpoints import load_open_clip
+
+    return load_open_clip(checkpoint, content, model, model_config=model_config, device=device, precision=precision)

@@ -1,0 +1,117 @@
+"""Embeddings of shards by a loaded model, in one process or split among several."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import vl_plugins
+from vl_plugins.data.collection import Collection
+from vl_plugins.data.reader import evaluation_pipeline
+from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.data.storage import Folder
+from vl_plugins.integrations.precision import autocast, input_dtype
+from vl_plugins.retrieval import encoding
+from vl_plugins.retrieval.features import Features, describe_similarity
+
+__all__ = ["checkpoint_digest", "encode_batches", "encode_shards"]
+
+
+def encode_batches(
+    model: nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
+) -> Iterator[encoding.Encoded]:
+    """Encode as :func:`vl_plugins.retrieval.encoding.encode_batches` does, with open_clip's ``--precision``."""
+    context = functools.partial(autocast, precision, device)
+    return encoding.encode_batches(model, batches, device, input_dtype(precision), context)
+
+
+def encode_shards(
+    loaded: tuple[nn.Module, Callable, Callable],
+    shards: str | Sequence[str],
+    *,
+    collection: Collection | None = None,
+    max_captions: int | None = None,
+    batch_size: int = 64,
+    workers: int = 1,
+    device: torch.device | str = "cpu",
+    processes: tuple[int, int] = (0, 1),
+    precision: str = "fp32",
+    progress: str | None = None,
+) -> Features | None:
+    """Encode every image and every caption of shards once.
+
+    Process r of W encodes batches r, r + W, ... of those that one process would make, so the results are the same.
+
+    Args:
+        loaded: model, transform and tokenizer of :func:`vl_plugins.integrations.checkpoints.load_model`.
+        shards: shards of ``vl-plugins shards`` or others with captions, in brace notation.
+        collection: what :func:`vl_plugins.data.collection.read_collection` read from them with ``max_captions``, for
+            the ids; without it the features have none.
+        max_captions: only the first so many captions of each image.
+        batch_size: images in a batch.
+        workers: loader processes.
+        device: where the model is.
+        processes: rank of this process and number of processes.
+        precision: as open_clip's ``--precision``.
+        progress: label of a progress bar on standard error; None for no bar.
+
+    Returns:
+        Unit vectors or sets in float32 on the CPU, in the order of the shards; None in all processes but the first.
+
+    Raises:
+        UserError: a shard does not exist or cannot be read.
+    """
+    model, transform, tokenizer = loaded
+    rank, world_size = processes
+    pipeline = evaluation_pipeline(
+        expand_shards(shards),
+        transform,
+        tokenizer,
+        batch_size,
+        max_captions=max_captions,
+        rank=rank,
+        world_size=world_size,
+        inputs=getattr(model, "inputs", "images"),
+    )
+    batches = DataLoader(pipeline, batch_size=None, num_workers=workers)
+    bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
+    encoded = list(encode_batches(model, bar, device, precision))
+    if world_size > 1:
+        encoded = _gather(encoded, rank, world_size)
+    if rank > 0:
+        return None
+    similarity = getattr(model, "similarity", None)
+    return Features(
+        **encoding.join(encoded)._asdict(),
+        image_ids=None if collection is None else collection.image_ids,
+        caption_ids=None if collection is None else collection.caption_ids,
+        description={
+            **({} if similarity is None else describe_similarity(similarity)),
+            "precision": precision,
+            "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
+        },
+    )
+
+
+def checkpoint_digest(checkpoint: str | Path) -> str:
+    """Return the SHA-256 of a checkpoint's file, or a pretrained tag as it is."""
+    file = Path(checkpoint)
+    return Folder(file.parent).sha256(file.name) if file.is_file() else str(checkpoint)
+
+
+def _gather(encoded: list[encoding.Encoded], rank: int, world_size: int) -> list[encoding.Encoded]:
+    """Return the batches of all processes to the first one, in the order of the shards; others get nothing."""
+    counts = [0] * world_size
+    dist.all_gather_object(counts, len(encoded))
+    gathered = []
+    # One batch per process at a time, so that no message grows with the shards.
+    for number in range(max(counts)):
+        received = [None] * world_size if rank == 0 else None
+        dist.gather_object(encoded[number] if number < len(encoded) else None, received)
+        gathered += received or []
+    return [batch for batch in gathered if batch is not None]

@@ -1,0 +1,30 @@
+"""Against what open_clip does for each value of its ``--precision``."""
+
+import contextlib
+
+import pytest
+import torch
+from open_clip import get_input_dtype
+from open_clip_train.precision import get_autocast
+
+from vl_plugins.commands.evaluate import PRECISIONS
+from vl_plugins.integrations.open_clip import host
+from vl_plugins.integrations.precision import autocast, input_dtype
+
+
+def product_type(context):
+    with context:
+        return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_types_are_those_of_open_clip(precision):
+    assert input_dtype(precision) == get_input_dtype(precision)
+    expected = get_autocast(precision, device_type="cpu")()
+    assert isinstance(autocast(precision, "cpu"), contextlib.nullcontext) == isinstance(expected, contextlib.suppress)
+    assert product_type(autocast(precision, "cpu")) == product_type(expected)
+
+
+def test_every_precision_of_open_clip_is_known():
+    (action,) = (action for action in host.parser()._actions if action.dest == "precision")
+    assert sorted(action.choices) == sorted(PRECISIONS)
