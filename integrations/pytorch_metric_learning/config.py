@@ -183,13 +183,11 @@ def read_config(path: str | Path, changes: Callable[[Any], Mapping[str, Any]] = 
     """
     path = find_config(path, "pytorch_metric_learning")
     content = read_yaml(path, extra="pml")
-    try:
-        if isinstance(content, Mapping):  # checked above; OmegaConf also reads 1e-4 as a number
-            omegaconf = require("omegaconf", extra="pml").OmegaConf
+    omegaconf = require("omegaconf", extra="pml").OmegaConf
+    with _short_errors(f"{path}: "):
+        if isinstance(content, Mapping):  # a safe file; unlike YAML 1.1, OmegaConf reads 1e-4 as a number
             content = omegaconf.to_container(omegaconf.load(path))
         return parse_config(content, changes(content))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:

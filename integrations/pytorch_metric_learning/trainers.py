@@ -195,7 +195,8 @@ class ShardedMetricLossOnly(ShardTrainer, MetricLossOnly):
     """pytorch-metric-learning's ``MetricLossOnly`` on images and texts as one set of embeddings.
 
     Everything of one label is positive, two captions of one image too. ``models["trunk"]`` takes
-    :class:`vl_plugins.integrations.pytorch_metric_learning.models.TwoInputs`.
+    :class:`vl_plugins.integrations.pytorch_metric_learning.models.TwoInputs`. With several processes the set is in the
+    order of the processes.
     """
 
     def initialize_data_and_label_getter(self) -> None:
