@@ -104,6 +104,8 @@ class ShardTrainer(BaseTrainer):
 
     def modify_schema(self) -> None:
         super().modify_schema()
+        # Nothing is missing without them: some parts pass on what they get, and frozen ones have no optimizer.
+        self.schema["models"].important = self.schema["optimizers"].important = []
         part_clippers = self.schema["gradient_clippers"].keys
         self.schema["gradient_clippers"].keys = lambda s, d: [*part_clippers(s, d), MODEL_CLIPPER]
 
@@ -142,10 +144,8 @@ class CrossModalTrainer(ShardTrainer):
         super().modify_schema()
         self.schema["models"].keys = list(MODEL_PARTS)
         self.schema["models"].essential = ["image_trunk", "text_trunk"]
-        self.schema["models"].important = []
         self.schema["loss_funcs"].keys = list(self.loss_funcs)
         self.schema["mining_funcs"].keys = ["tuple_miner"]
-        self.schema["optimizers"].important = []  # frozen parts and those without parameters have none
 
     def initialize_models(self) -> None:
         for part in MODEL_PARTS:

@@ -7,9 +7,6 @@ import sysconfig
 import textwrap
 
 import pytest
-import yaml
-
-from tests.integrations.pytorch_metric_learning.settings import settings
 
 FILES = {
     "pyproject.toml": """
@@ -77,12 +74,15 @@ def run(python, *arguments):
     return finished.stdout
 
 
-def test_both_hosts_find_it(environment, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings()))
+def test_both_hosts_find_it(environment):
+    loss = {"name": "euclidean_pull", "strength": 0.25, "distance": "LpDistance"}
+    code = f"""
+import torch
+from vl_plugins.integrations.pytorch_metric_learning import build_loss
+build_loss({loss!r})(torch.eye(2), torch.arange(2), ref_emb=torch.eye(2), ref_labels=torch.arange(2))
+"""
+    assert "called with strength 0.25" in run(environment, "-c", code)
     loss = ["--loss", "euclidean_pull", "--loss-kwargs", "strength=0.25", "--dry-run"]
-    host = "vl_plugins.integrations.pytorch_metric_learning"
-    assert "called with strength 0.25" in run(environment, "-m", host, "--config", config, *loss)
     open_clip = ["--model", "vl-tiny", "--device", "cpu", "--precision", "fp32"]
     output = run(environment, "-m", "vl_plugins.integrations.open_clip", *open_clip, *loss)
     assert "called with strength 0.25" in output

@@ -36,21 +36,20 @@ def test_a_configuration_survives_being_written():
     assert parse_config(yaml.safe_load(written)) == config
 
 
-@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a ${broken"])
-@pytest.mark.parametrize("where", ["file", "checkpoint", "override"])
-def test_interpolations_are_not_resolved(tmp_path, value, where):
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a ${seed"])
+def test_interpolations_are_not_resolved(tmp_path, value):
     plain = settings(loss={"name": "unified", "options": [value]})
-    with pytest.raises(
-        UserError, match=r"\$\{.* is an interpolation, which is not supported|GrammarParseError|no viable"
-    ):
-        if where == "file":
-            (tmp_path / "a.yaml").write_text(yaml.safe_dump(plain))
-            read_config(tmp_path / "a.yaml", lambda content: {"loss.scale": 1})
-        elif where == "checkpoint":
-            torch.save({"format": FORMAT, "version": 1, "config": plain, "vocabulary": None}, tmp_path / "a.pt")
-            read_checkpoint(tmp_path / "a.pt")
-        else:
-            parse_config(settings(), {"loss": value, "loss.scale": 1})
+    message = r"\$\{.* is an interpolation, which is not supported|no viable alternative at input"
+    with pytest.raises(UserError, match=message):
+        parse_config(plain, {"loss.scale": 1})
+    with pytest.raises(UserError, match=message):
+        parse_config(settings(), {"loss": value, "loss.scale": 1})
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path / "a.yaml")
+    torch.save({"format": FORMAT, "version": 1, "config": plain, "vocabulary": None}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(tmp_path / "a.pt")
 
 
 def test_values_by_their_path():

@@ -123,12 +123,6 @@ def test_texts_of_an_item_are_stacked_by_the_default_collate():
     assert_same_weights(models, expected)
 
 
-def test_a_hook_stops_the_training():
-    epochs = []
-    make_trainer(modules(), end_of_epoch_hook=lambda trainer: bool(epochs.append(trainer.epoch))).train(num_epochs=5)
-    assert epochs == [1]
-
-
 def test_a_host_loss_with_a_miner_goes_both_ways():
     models, expected = modules(), modules()
     make_trainer(models, NTXentLoss(), mining_funcs={"tuple_miner": BatchHardMiner()}).train()
@@ -217,24 +211,6 @@ def test_names_are_checked():
         make_trainer(models, freeze_these=("trunk",))
     with pytest.raises(UserError, match="MultipleLosses takes no ref_emb"):
         make_trainer(models, MultipleLosses([NTXentLoss()]))
-
-
-def test_only_optimizers_of_what_is_trained_are_missed(caplog):
-    models = {**modules(), "text_embedder": nn.Identity()}
-    make_trainer(models, freeze_these=("image_trunk",))
-    assert "optimizers is missing" not in caplog.text
-    make_trainer(models, optimizers={"text_trunk_optimizer": torch.optim.SGD(models["text_trunk"].parameters())})
-    missed = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
-    assert missed == [f'optimizers is missing "image_{part}_optimizer"' for part in ("trunk", "embedder")]
-
-
-def test_uneven_captions_are_refused():
-    def uneven(items):
-        images, texts, labels = collate(items)
-        return images, texts[:-1], labels
-
-    with pytest.raises(ValueError, match="same number of texts for each image, got 7 for 4 images"):
-        make_trainer(modules(), collate_fn=uneven).train()
 
 
 def test_sets_with_slots_reach_the_loss():
@@ -338,11 +314,3 @@ def test_loader_processes_serve_all_epochs_and_end_with_the_training(toy_shards)
     assert by_epoch[1] == by_epoch[2] == by_epoch[3]
     assert set(multiprocessing.active_children()) <= others
     assert labels_of_epochs(toy_shards, 2, 3, workers=2) == [entry for entry in whole if entry[0] >= 2]
-
-
-def test_loaders_leave_random_numbers_alone(toy_shards):
-    """Those of a model do not depend on where the training started, nor on loader processes."""
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    labels_of_epochs(toy_shards, 1, 2)
-    assert torch.equal(torch.get_rng_state(), before)
