@@ -3,7 +3,6 @@
 import json
 import pickle
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -119,34 +118,6 @@ def test_the_command_line_evaluates_its_checkpoint(trained, toy_shards, capsys):
     assert "already specifies its model; drop vl-tiny" in capsys.readouterr().err
 
 
-def test_region_features(toy_scenes, tmp_path):
-    """From arrays to numbers: each image has as many regions as objects, in colours and places that captions name."""
-    (tmp_path / "arrays").mkdir()
-    annotations = json.loads((toy_scenes / "dataset_toy.json").read_text())
-    words = {word: number for number, word in enumerate(("red", "green", "blue", "yellow", "purple", "cyan"))}
-    for item in annotations["images"]:
-        text = " ".join(sentence["raw"] for sentence in item["sentences"])
-        present = [number for word, number in words.items() if word in text]
-        array = np.eye(len(words), dtype=np.float32)[present]
-        np.save(tmp_path / "arrays" / f"{item['cocoid']}.npy", array)
-    source = ["shards", "coco", "--annotations", toy_scenes / "dataset_toy.json", "--features", tmp_path / "arrays"]
-    assert vl_plugins_main([*map(str, source), "--out", str(tmp_path / "shards"), "--samples-per-shard", "8"]) == 0
-    plain = settings(
-        tmp_path / "shards",
-        image={"trunk": {"name": "features", "width": len(words), "dropout": 0.2}, "pooling": "gpo"},
-        training={"epochs": 8},
-        accuracy=False,
-    )
-    plain["data"]["inputs"] = "features"
-    metrics = train(plain, tmp_path / "run")
-    # A model that knows nothing finds 41.7 and 20.8 percent among the first ten of 24 images with 120 captions.
-    assert metrics["image_to_text_R@10_percent"] > 50
-    arguments = ["evaluate", "--checkpoint", tmp_path / "run" / LATEST, "--device", "cpu", "--workers", "0"]
-    assert vl_plugins_main([*map(str, arguments), "--shards", plain["data"]["val"]]) == 0
-    with pytest.raises(UserError, match="features"):
-        train({**plain, "data": plain["data"] | {"inputs": "images"}}, tmp_path / "other")
-
-
 class Killed(Exception):
     pass
 
@@ -254,9 +225,7 @@ def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
     assert len(inputs["text"]) == captions * len(inputs["image"]) == captions * 16
     torch.testing.assert_close(embeddings, torch.cat([towers(inputs["image"]), towers(inputs["text"])]))
     train(plain, tmp_path / "run")
-    with pytest.raises(
-        UserError, match=f"freeze has image_trunk, which trainer {trainer} does not have; its parts: trunk"
-    ):
+    with pytest.raises(UserError, match=f"freeze has image_trunk, which trainer {trainer} does not have"):
         build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
 
 

@@ -6,8 +6,6 @@ import multiprocessing
 import pytest
 import torch
 from pytorch_metric_learning.losses import MultipleLosses, NTXentLoss
-from pytorch_metric_learning.miners import BatchHardMiner
-from pytorch_metric_learning.utils import logging_presets
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -123,20 +121,6 @@ def test_texts_of_an_item_are_stacked_by_the_default_collate():
     assert_same_weights(models, expected)
 
 
-def test_a_host_loss_with_a_miner_goes_both_ways():
-    models, expected = modules(), modules()
-    make_trainer(models, NTXentLoss(), mining_funcs={"tuple_miner": BatchHardMiner()}).train()
-
-    def both(x, labels, y, y_labels):
-        loss, miner = NTXentLoss(), BatchHardMiner()
-        return loss(x, labels, miner(x, labels, y, y_labels), y, y_labels) + loss(
-            y, y_labels, miner(y, y_labels, x, labels), x, labels
-        )
-
-    loop(expected, both)
-    assert_same_weights(models, expected)
-
-
 def test_several_losses_with_weights():
     models, expected = modules(), modules()
     make_trainer(
@@ -168,21 +152,6 @@ def test_batch_statistics_can_be_kept():
     make_trainer(models, freeze_trunk_batchnorm=True).train()
     assert models["image_trunk"][1].num_batches_tracked == 0
     assert not torch.equal(models["image_trunk"][1].weight, modules()["image_trunk"][1].weight)
-
-
-@pytest.mark.parametrize("by", ["epoch", "iteration"])
-def test_schedulers(by):
-    models, expected = modules(), modules()
-    optimizers = {f"{name}_optimizer": torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
-    schedulers = {
-        f"{name}_scheduler_by_{by}": torch.optim.lr_scheduler.StepLR(
-            optimizers[f"{name}_optimizer"], 1 if by == "epoch" else STEPS, gamma=0.1
-        )
-        for name in models
-    }
-    make_trainer(models, optimizers=optimizers, lr_schedulers=schedulers).train(num_epochs=2)
-    loop(expected, unified, epochs=2, lr=lambda epoch: 0.1 * 0.1**epoch)
-    assert_same_weights(models, expected)
 
 
 def test_clippers_of_a_part_and_of_all():
@@ -244,14 +213,6 @@ class Local(nn.Module):
     def forward(self, inputs):
         local = self.linear(inputs[:, :2, None].double())
         return TowerFeatures(local, local[:, 0, :6], None, None, has_positions=True)
-
-
-def test_the_hosts_own_hook_records(tmp_path):
-    record_keeper, _, _ = logging_presets.get_record_keeper(str(tmp_path / "csv"), str(tmp_path / "tensorboard"))
-    hooks = logging_presets.HookContainer(record_keeper, log_freq=1)
-    make_trainer(modules(), end_of_iteration_hook=hooks.end_of_iteration_hook).train(num_epochs=2)
-    record_keeper.save_records()
-    assert len(hooks.get_loss_history()["total_loss"]) == 2 * STEPS
 
 
 def reader(shards, **options):
