@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vl_plugins.integrations.key_values import KeyValues, Parser, literal
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["build_parser", "changed", "main"]
+__all__ = ["build_parser", "main", "overrides"]
 
 DESCRIPTION = """\
 Train two towers, of images and of texts, with pytorch-metric-learning: data, encoders, loss, miner, reducer,
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
             action=KeyValues,
             default={},
             metavar="KEY=VALUE",
-            help=f"options of the {kind}; added to those in the file, unless --{kind} names another one",
+            help=f"options of the {kind}, added to those in the file unless --{kind} is given",
         )
     what.add_argument(
         "--set",
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 
-    config = read_config(arguments.config, lambda content: changed(content, arguments))
+    config = read_config(arguments.config, overrides(arguments))
     # Before torch is imported, which takes seconds.
     for shards in (config.data.train, config.data.val):
         if shards is not None:
@@ -144,23 +144,17 @@ def _log_to_standard_error(is_first: bool) -> None:
         logger.handlers = [handler]
 
 
-def changed(content: Any, arguments: argparse.Namespace) -> Mapping[str, Any]:
+def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command line that replace those of the file, by their path."""
-    changes: dict[str, Any] = {}
-    for path, value in (("data.train", arguments.train_data), ("data.val", arguments.val_data)):
-        if value is not None:
-            changes[path] = value
+    values = {"data.train": arguments.train_data, "data.val": arguments.val_data}
     for kind in KINDS:
-        name, options = getattr(arguments, kind), getattr(arguments, f"{kind}_kwargs")
-        in_file = content.get(kind) if isinstance(content, Mapping) else None
-        if name is not None and name != (in_file.get("name") if isinstance(in_file, Mapping) else in_file):
-            changes[kind] = {"name": name}
-        elif options and not in_file:
-            raise UserError(f"--{kind}-kwargs needs --{kind}, since the file names none")
-        changes |= {f"{kind}.{option}": value for option, value in options.items()}
+        name = getattr(arguments, kind)
+        values[kind] = None if name is None else {"name": name}
+        values |= {f"{kind}.{option}": value for option, value in getattr(arguments, f"{kind}_kwargs").items()}
+    values = {path: value for path, value in values.items() if value is not None}
     for token in arguments.set:
         path, separator, value = token.partition("=")
         if not separator or not path:
             raise UserError(f"--set: expected key.path=value, got {token!r}")
-        changes[path] = literal(value)
-    return changes
+        values[path] = literal(value)
+    return values

@@ -1,7 +1,7 @@
 """Configuration of a training: the content of a YAML file, checked by OmegaConf."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,12 +171,12 @@ class Config:
         return sum(stage.epochs for stage in self.stages)
 
 
-def read_config(path: str | Path, changes: Callable[[Any], Mapping[str, Any]] = lambda content: {}) -> Config:
+def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file.
 
     Args:
         path: of the file, or the name of one of ``configs/pytorch_metric_learning``.
-        changes: from the content of the file to the ``overrides`` of :func:`parse_config`.
+        overrides: as for :func:`parse_config`.
 
     Raises:
         UserError: there is no such file, it is not YAML, or :func:`parse_config` raises it.
@@ -187,7 +187,7 @@ def read_config(path: str | Path, changes: Callable[[Any], Mapping[str, Any]] = 
     with _short_errors(f"{path}: "):
         if isinstance(content, Mapping):  # a safe file; unlike YAML 1.1, OmegaConf reads 1e-4 as a number
             content = omegaconf.to_container(omegaconf.load(path))
-        return parse_config(content, changes(content))
+        return parse_config(content, overrides)
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:

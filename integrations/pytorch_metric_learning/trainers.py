@@ -13,7 +13,7 @@ from torch import Tensor
 from vl_plugins.data.reader import TrainingPipeline, batch_loader
 from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
-from vl_plugins.integrations.pytorch_metric_learning.models import TwoInputs, embeddings_and_slots
+from vl_plugins.integrations.pytorch_metric_learning.models import embeddings_and_slots
 from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
 from vl_plugins.utils.errors import UserError
 
@@ -23,8 +23,9 @@ MODEL_CLIPPER = "model_grad_clipper"
 
 
 class ShardTrainer(BaseTrainer):
-    """Mixin for trainers on shards, in several processes and in mixed precision.
+    """Mixin for trainers on images and texts: on shards, in several processes and in mixed precision.
 
+    Batches are ``images, texts, labels``, one label for each image and k texts side by side for each.
     ``dataset`` may be a :class:`vl_plugins.data.reader.TrainingPipeline`. That yields batches, so ``batch_size``,
     ``sampler`` and ``collate_fn`` are not used with it. An epoch reads what the reader has for its number: training
     that starts at a later epoch sees the same batches as training that never stopped, also where
@@ -36,14 +37,12 @@ class ShardTrainer(BaseTrainer):
     ``gradient_clippers`` may hold a ``"model_grad_clipper"``, for what concerns all parts of the model.
 
     Raises:
-        UserError: a ``subset_batch_miner`` in several processes; while training, a loss that is not finite.
+        UserError: while training, a loss that is not finite.
     """
 
     def __init__(self, *args: Any, processes: Processes | None = None, **options: Any):
         self.processes = processes or Processes()
         super().__init__(*args, **options)
-        if self.processes.count > 1 and "subset_batch_miner" in self.mining_funcs:
-            raise UserError("a subset_batch_miner does not run in several processes; a tuple_miner does")
 
     def train(self, start_epoch: int = 1, num_epochs: int = 1) -> None:
         """Train the epochs ``start_epoch`` to ``num_epochs``."""
@@ -75,9 +74,14 @@ class ShardTrainer(BaseTrainer):
     def _modules(self) -> list[torch.nn.Module]:
         return [*self.models.values(), *self.loss_funcs.values()]
 
-    def get_batch(self) -> tuple[Any, Tensor]:
-        data, labels = super().get_batch()
-        return data, self.processes.gather(labels.to(self.data_device))
+    def get_batch(self) -> tuple[tuple[Any, Any], Tensor]:
+        """Return this process's images and texts, and the labels of the images of all processes."""
+        self.dataloader_iter, batch = common_functions.try_next_on_generator(self.dataloader_iter, self.dataloader)
+        images, texts, labels = self.data_and_label_getter(batch)
+        labels = common_functions.process_label(labels, self.label_hierarchy_level, self.label_mapper)
+        if isinstance(texts, Tensor) and texts.ndim == 3 and not texts.is_floating_point():
+            texts = texts.flatten(0, 1)  # token ids of k texts an item, as torch's default collate stacks them
+        return (images, texts), self.processes.gather(labels.to(self.data_device))
 
     def compute_embeddings(self, data: Any) -> Tensor:
         """Return the embeddings of the batches of all processes."""
@@ -106,6 +110,7 @@ class ShardTrainer(BaseTrainer):
         super().modify_schema()
         # Nothing is missing without them: some parts pass on what they get, and frozen ones have no optimizer.
         self.schema["models"].important = self.schema["optimizers"].important = []
+        self.schema["mining_funcs"].keys = ["tuple_miner"]
         part_clippers = self.schema["gradient_clippers"].keys
         self.schema["gradient_clippers"].keys = lambda s, d: [*part_clippers(s, d), MODEL_CLIPPER]
 
@@ -145,16 +150,10 @@ class CrossModalTrainer(ShardTrainer):
         self.schema["models"].keys = list(MODEL_PARTS)
         self.schema["models"].essential = ["image_trunk", "text_trunk"]
         self.schema["loss_funcs"].keys = list(self.loss_funcs)
-        self.schema["mining_funcs"].keys = ["tuple_miner"]
 
     def initialize_models(self) -> None:
         for part in MODEL_PARTS:
             self.models.setdefault(part, torch.nn.Identity())
-
-    def initialize_data_and_label_getter(self) -> None:
-        super().initialize_data_and_label_getter()
-        getter = self.data_and_label_getter
-        self.data_and_label_getter = lambda batch: _two_streams(getter(batch))
 
     def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:
         data, labels = curr_batch
@@ -194,15 +193,16 @@ class CrossModalTrainer(ShardTrainer):
 class ShardedMetricLossOnly(ShardTrainer, MetricLossOnly):
     """pytorch-metric-learning's ``MetricLossOnly`` on images and texts as one set of embeddings.
 
-    Everything of one label is positive, two captions of one image too. ``models["trunk"]`` takes
-    :class:`vl_plugins.integrations.pytorch_metric_learning.models.TwoInputs`. With several processes the set is in the
-    order of the processes.
+    Everything of one label is positive, two captions of one image too. ``models["trunk"]`` takes batches of either.
     """
 
-    def initialize_data_and_label_getter(self) -> None:
-        if self.data_and_label_getter is None:
-            self.data_and_label_getter = _one_set
-        super().initialize_data_and_label_getter()
+    def get_batch(self) -> tuple[tuple[Any, Any], Tensor]:
+        (images, texts), labels = super().get_batch()
+        return (images, texts), torch.cat([labels, labels.repeat_interleave(len(texts) // len(images))])
+
+    def compute_embeddings(self, data: tuple[Any, Any]) -> Tensor:
+        """Return the embeddings of the images of all processes, then those of the texts."""
+        return torch.cat([super(ShardedMetricLossOnly, self).compute_embeddings(inputs) for inputs in data])
 
 
 class ShardedTwoStreamMetricLoss(ShardTrainer, TwoStreamMetricLoss):
@@ -216,16 +216,3 @@ def model_clipper(models: Mapping[str, torch.nn.Module], max_norm: float) -> dic
     """Return ``gradient_clippers`` that keep the norm of the gradient of all models together below ``max_norm``."""
     parameters = [parameter for model in models.values() for parameter in model.parameters()]
     return {MODEL_CLIPPER: lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm)}
-
-
-def _two_streams(batch: tuple[Any, Any, Any]) -> tuple[tuple[Any, Any], Any]:
-    images, texts, labels = batch
-    if isinstance(texts, Tensor) and texts.ndim == 3 and not texts.is_floating_point():
-        texts = texts.flatten(0, 1)  # token ids of k texts an item, as torch's default collate stacks them
-    return (images, texts), labels
-
-
-def _one_set(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[TwoInputs, Tensor]:
-    images, texts, labels = batch
-    text_labels = labels.repeat_interleave(len(texts) // len(images))
-    return TwoInputs(images, texts), torch.cat([labels, text_labels])

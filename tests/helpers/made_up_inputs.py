@@ -4,7 +4,7 @@ import torch
 
 from vl_plugins.data.vocabulary import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer
-from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, changed
+from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, overrides
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, read_config
 from vl_plugins.integrations.pytorch_metric_learning.models import build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
@@ -13,7 +13,7 @@ from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_conf
 def config_of_command(argv):
     """Return the configuration that a command line asks for."""
     arguments = build_parser().parse_args(list(map(str, argv)))
-    return read_config(arguments.config, lambda content: changed(content, arguments))
+    return read_config(arguments.config, overrides(arguments))
 
 
 def step_of_each_stage(config: Config) -> None:

@@ -37,12 +37,10 @@ OPTIONS = {
 }
 # These take no ref_emb.
 ONE_SET = [name for name in OPTIONS if "Loss" in name]
-ONE_SET += ["CrossBatchMemory", "FastAPLoss", "HistogramLoss", "PNPLoss"]
+ONE_SET += ["CrossBatchMemory", "FastAPLoss", "HistogramLoss", "InstanceLoss", "NPairsLoss", "PNPLoss"]
 # These fail in one process too: without labels, with an image in two batches, or with more texts than images.
 UNUSABLE = {"ManifoldLoss", "SelfSupervisedLoss", "SmoothAPLoss", "ThresholdConsistentMarginLoss", "VICRegLoss"}
 UNUSABLE |= {"ClassWeightedReducer", "DoNothingReducer", "EmbeddingsAlreadyPackagedAsTriplets", "PerAnchorReducer"}
-# The order of the batch, which is by process, changes their value.
-UNUSABLE |= {"InstanceLoss", "NPairsLoss"}
 
 
 def case(captions=2, **changes):

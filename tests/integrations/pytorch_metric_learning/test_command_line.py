@@ -30,11 +30,6 @@ def test_another_loss_has_options_of_its_own(config):
         "offset": 1,
     }
     assert read(config, "--loss-kwargs", "warmup_steps=5").loss["margin"] == 0.3
-    assert read(config, "--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=5").loss == {
-        "name": "triplet_hn",
-        "margin": 0.3,
-        "warmup_steps": 5,
-    }
     assert read(config, "--reducer", "MeanReducer").reducer == {"name": "MeanReducer"}
     assert read(config, "--reducer-kwargs", "collect_stats=true").reducer == {
         "name": "SumReducer",
@@ -58,7 +53,7 @@ def test_data_and_any_other_value(config):
     [
         (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
         (["--los", "unified"], "unrecognized arguments: --los unified"),
-        (["--miner-kwargs", "epsilon=1"], "--miner-kwargs needs --miner, since the file names none"),
+        (["--miner-kwargs", "epsilon=1"], "miner must be a name or a mapping such as {name: NAME, option: value}"),
         (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
         (
             ["--set", "data.batchsize=1"],
