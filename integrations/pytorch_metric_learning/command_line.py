@@ -122,10 +122,15 @@ def _run(arguments: argparse.Namespace) -> int:
     from vl_plugins.integrations.pytorch_metric_learning.runs import Run
     from vl_plugins.integrations.torch_files import check_device
 
-    device = check_device("--device", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    processes = start_processes(arguments.precision, cpu=device == "cpu")
-    if processes.count > 1:
+    cpu = arguments.device == "cpu" or not torch.cuda.is_available()
+    processes = start_processes(arguments.precision, cpu=cpu)
+    device = arguments.device or ("cpu" if cpu else "cuda")
+    if processes.count == 1:
+        check_device("--device", device)
+    elif device in ("cpu", "cuda"):
         device = processes.device
+    else:
+        raise UserError(f"--device {device}: with several processes each takes a GPU of its own; give cpu or cuda")
     _log_to_standard_error(processes.is_first)
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     Run(config, out, device=device, resume=arguments.resume, processes=processes).train()

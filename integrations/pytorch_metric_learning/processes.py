@@ -16,9 +16,7 @@ from vl_plugins.functional.precision import full_precision
 from vl_plugins.utils.errors import UserError, first_line
 from vl_plugins.utils.optional import require
 
-__all__ = ["PRECISIONS", "Processes", "start_processes"]
-
-PRECISIONS = ("fp32", "bf16", "fp16")
+__all__ = ["Processes", "start_processes"]
 
 # The others wait while the first process evaluates. When one fails, torchrun ends them at once.
 TIMEOUT = timedelta(hours=12)
@@ -28,7 +26,7 @@ def start_processes(precision: str | None = None, cpu: bool = False) -> "Process
     """Join the processes that ``torchrun`` or ``accelerate launch`` started, if any.
 
     Args:
-        precision: one of ``PRECISIONS``; that of ``accelerate launch`` if left out, otherwise ``"fp32"``.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; by default that of ``accelerate launch``, or ``"fp32"``.
         cpu: whether to train on the CPU.
 
     Raises:
@@ -46,8 +44,9 @@ def start_processes(precision: str | None = None, cpu: bool = False) -> "Process
         raise UserError(f"--precision {precision}: {first_line(error)}") from error
     if precision == "fp16" and accelerator.scaler is None:
         raise UserError(f"--precision fp16: not on the device {accelerator.device}; use bf16 or fp32")
-    if accelerator.distributed_type.startswith(("DEEPSPEED", "FSDP", "MEGATRON")):
-        raise UserError(f"accelerate launch is set to {accelerator.distributed_type.value}, which is not supported")
+    if precision == "fp8" or accelerator.distributed_type.startswith(("DEEPSPEED", "FSDP", "MEGATRON")):
+        setting = precision if precision == "fp8" else accelerator.distributed_type.value
+        raise UserError(f"accelerate launch is set to {setting}, which is not supported")
     return Processes(accelerator)
 
 
