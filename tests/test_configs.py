@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 
-from tests.helpers.made_up_inputs import config_of_command, step_of_each_stage
+from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.loss import build_loss

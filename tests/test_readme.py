@@ -23,7 +23,7 @@ import pytest
 import torch
 from torchvision.transforms import PILToTensor
 
-from tests.helpers.made_up_inputs import config_of_command, step_of_each_stage
+from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from tests.processes import in_processes
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main

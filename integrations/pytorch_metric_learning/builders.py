@@ -82,7 +82,7 @@ def naming(part: str) -> Iterator[None]:
     """Let a ``ValueError``, of an option out of its range, be one of the user's that names the part.
 
     Raises:
-        UserError: in place of a ``ValueError``.
+        UserError: for a ``ValueError``.
     """
     try:
         yield
@@ -109,7 +109,7 @@ def split_specification(kind: str, specification: Specification) -> tuple[str, d
 
 def _resolve(option: str, value: Any) -> Any:
     kind = KIND_OF_OPTION.get(option)
-    # `smooth_chamfer` takes the name of its base as it is, and the options of the base beside it.
+    # `smooth_chamfer` resolves the name of its base itself, and takes the options of the base along with its own.
     if kind and (isinstance(value, Mapping) or (isinstance(value, str) and option != "base")):
         return build_component(kind, value)
     kind = KIND_OF_OPTIONS.get(option)

@@ -53,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE.yaml",
         help="the configuration, or the name of one that is shipped in configs/pytorch_metric_learning",
     )
-    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on, in place of data.train")
-    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on, in place of data.val")
+    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on; replaces data.train")
+    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on; replaces data.val")
     helps = {
         "loss": "a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
         "miner": "a miner of pytorch-metric-learning, or HardestNegativeMiner of vl_plugins",

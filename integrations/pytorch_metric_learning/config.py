@@ -33,7 +33,7 @@ class DataConfig:
     Args:
         train: shards to train on, as for :func:`vl_plugins.data.reader.training_pipeline`.
         val: shards to evaluate on after each epoch.
-        inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample in place of its picture.
+        inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample instead of its picture.
         captions_per_image: ``"random"``, ``"first"``, ``"all"`` or a number.
         batch_size: images in a batch of each process; the loss compares those of all processes.
         workers: loader processes of each process.
@@ -185,7 +185,7 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     content = read_yaml(path, extra="pml")
     omegaconf = require("omegaconf", extra="pml").OmegaConf
     with _short_errors(f"{path}: "):
-        if isinstance(content, Mapping):  # a safe file; unlike YAML 1.1, OmegaConf reads 1e-4 as a number
+        if isinstance(content, Mapping):  # `read_yaml` has checked it; OmegaConf also reads 1e-4 as a number
             content = omegaconf.to_container(omegaconf.load(path))
         return parse_config(content, overrides)
 
@@ -205,7 +205,7 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
     overrides = overrides or {}
     if not isinstance(content, Mapping):
         raise UserError(f"the configuration must be a mapping of names to values, got {content!r:.80}")
-    # OmegaConf would resolve it, from the environment for example, and a file or checkpoint may be a stranger's.
+    # OmegaConf would resolve them, for example from the environment, and files and checkpoints may be untrusted.
     interpolation = re.search(r"\$\{[^}]*\}?", repr((content, overrides)))
     if interpolation:
         raise UserError(f"{interpolation[0]} is an interpolation, which is not supported: give the value itself")

@@ -1,4 +1,4 @@
-"""Gradients of a training step in several processes, beside those of one process with the joined batch.
+"""Gradients of a training step in several processes, compared with those of one process with the joined batch.
 
 As a script it writes a table: ``python -m tests.integrations.pytorch_metric_learning.gradients``.
 """

@@ -78,12 +78,12 @@ def test_parts_of_parts():
         {"name": "MultipleLosses", "losses": {"a": "vlc", "b": "CircleLoss"}, "weights": {"a": 1, "b": 2}}
     )
     assert [type(part).__name__ for part in several.losses.values()] == ["VLCLoss", "CircleLoss"]
-    of_sets = build_loss({"name": "smooth_chamfer", "base": "unified", "scale": 9})
-    assert of_sets.base.scale == 9
+    set_loss = build_loss({"name": "smooth_chamfer", "base": "unified", "scale": 9})
+    assert set_loss.base.scale == 9
     assert build_loss({"name": "smooth_chamfer", "base": {"name": "unified", "scale": 9}}).base.scale == 9
 
 
-def test_options_beside_a_specification():
+def test_options_and_a_specification():
     reducer = build_reducer("SumReducer")
     assert type(build_loss("unified", reducer=reducer).reducer) is type(reducer)
     with pytest.raises(UserError, match="reducer of loss 'unified' is given twice"):

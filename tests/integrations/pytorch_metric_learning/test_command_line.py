@@ -6,7 +6,7 @@ import logging
 import pytest
 import yaml
 
-from tests.helpers.made_up_inputs import config_of_command
+from tests.helpers.training_steps import config_of_command
 from tests.integrations.pytorch_metric_learning.settings import settings
 from vl_plugins.integrations.pytorch_metric_learning import main
 

@@ -10,7 +10,7 @@ from pytorch_metric_learning.trainers import MetricLossOnly, TwoStreamMetricLoss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from tests.helpers.made_up_inputs import step_of_each_stage
+from tests.helpers.training_steps import step_of_each_stage
 from tests.integrations.pytorch_metric_learning.settings import IMAGE_TRUNK, settings
 from tests.reference import retrieval as reference
 from vl_plugins.cli import main as vl_plugins_main

@@ -1,4 +1,4 @@
-"""Steps of a training from a configuration, with random weights and on made-up inputs."""
+"""Training steps from a configuration with random weights and random inputs."""
 
 import torch
 
