@@ -95,8 +95,6 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     for way in ("image_to_text", "text_to_image"):
         accuracy = row[f"accuracy_calculator/{way}_precision_at_1_percent"]
         assert accuracy == pytest.approx(row[f"{way}_R@1_percent"])
-    same, _, _ = load_model(folder / LATEST)
-    torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_stages_freeze_and_unfreeze(trained, toy_shards, tmp_path):
@@ -263,7 +261,7 @@ def test_only_the_same_training_is_resumed(trained, tmp_path):
         train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is no checkpoint of"):
-        load_model(tmp_path / LATEST)
+        train(plain, tmp_path, resume=True)
 
 
 def test_a_checkpoint_does_not_choose_a_model_of_the_hub(tmp_path):
