@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vl_plugins.integrations.key_values import literal
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.heads import ARCHITECTURE, PREPROCESSING, CLIPWithHeads
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model, get_tokenizer
+from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained, get_tokenizer
 from vl_plugins.integrations.open_clip.names import has_schema
 from vl_plugins.registry import create_component
 from vl_plugins.utils.errors import UserError, first_line
@@ -79,15 +79,13 @@ def load_open_clip(
 
 def _load_published(checkpoint: str, model: str | None, device: str | torch.device, precision: str) -> Loaded:
     """Load a pretrained tag, or the weights of a model of the hub or a folder."""
-    if has_schema(checkpoint) and model in (None, checkpoint):
-        model, tag = checkpoint, None
-    else:
-        if model is None:
-            raise UserError(f"checkpoint {checkpoint}: no such file")
-        check_model(model)
-        if checkpoint not in open_clip.list_pretrained_tags_by_model(model):
-            raise UserError(f"checkpoint {checkpoint}: no such file, nor a pretrained tag of {model}")
-        tag = checkpoint
+    tag = None if has_schema(checkpoint) and model in (None, checkpoint) else checkpoint
+    if tag is None:
+        model = checkpoint
+    elif model is None:
+        raise UserError(f"checkpoint {checkpoint}: no such file")
+    check_model(model)
+    check_pretrained(model, tag, "checkpoint")
     try:
         loaded, preprocess = open_clip.create_model_from_pretrained(model, tag, precision=precision, device=device)
     except (OSError, RuntimeError, ValueError) as error:

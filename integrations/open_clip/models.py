@@ -59,15 +59,15 @@ def check_model(name: str) -> None:
     check_model_name(name)
 
 
-def check_pretrained(model: str, pretrained: str | None) -> None:
-    """Raise ``UserError`` unless ``--pretrained`` is a tag of the model or a file that open_clip would read."""
+def check_pretrained(model: str, pretrained: str | None, flag: str = "--pretrained") -> None:
+    """Raise ``UserError`` unless ``pretrained`` is a tag of the model or a file that open_clip would read."""
     if not pretrained:
         return
     if has_schema(model):
-        raise UserError(f"--pretrained {pretrained}: {model} has weights of its own, which open_clip loads; drop one")
+        raise UserError(f"{flag} {pretrained}: {model} has weights of its own, which open_clip loads; drop one")
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
-        raise UserError(f"--pretrained {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
+        raise UserError(f"{flag} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
 
 
 @contextlib.contextmanager

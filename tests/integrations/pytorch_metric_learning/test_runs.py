@@ -89,8 +89,6 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     for way in ("image_to_text", "text_to_image"):
         accuracy = row[f"accuracy_calculator/{way}_precision_at_1_percent"]
         assert accuracy == pytest.approx(row[f"{way}_R@1_percent"])
-    same, _, _ = load_model(folder / LATEST)
-    torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_stages_freeze_and_unfreeze(trained, toy_shards, tmp_path):
