@@ -62,7 +62,7 @@ class TwoTowers(nn.Module):
         self._tokenizer = tokenizer
         self.image_transform = image_transform
         self.inputs = inputs
-        self._of_loss: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
+        self._similarity: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
@@ -72,11 +72,11 @@ class TwoTowers(nn.Module):
 
     @property
     def similarity(self) -> BaseDistance | None:
-        return self._of_loss[0] if self._of_loss else None
+        return self._similarity[0] if self._similarity else None
 
     def compare_sets_by(self, distance: BaseDistance) -> None:
         """Set ``similarity``."""
-        self._of_loss = [distance]
+        self._similarity = [distance]
 
     def unfreeze(self) -> None:
         """Let all parameters be trained that were to be trained at first."""

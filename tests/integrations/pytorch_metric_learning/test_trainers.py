@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from vl_plugins import create_loss
 from vl_plugins.data.reader import training_pipeline
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
-from vl_plugins.modules import SetHead, SetPrediction, TowerFeatures
 from vl_plugins.utils.errors import UserError
 
 BATCH, STEPS, CAPTIONS = 4, 3, 2
@@ -183,36 +182,23 @@ def test_names_are_checked():
 
 
 def test_sets_with_slots_reach_the_loss():
-    torch.manual_seed(0)
-    models = {
-        "image_trunk": Local(6),
-        "image_head": SetHead(SetPrediction(6, num_slots=2, hidden_dim=8)),
-        "text_trunk": Local(9),
-        "text_embedder": nn.Identity(),
-        "text_head": SetHead(SetPrediction(6, local_dim=9, num_slots=3, hidden_dim=8)),
-    }
-    models = {name: model.double() for name, model in models.items()}
-    calls = []
+    class Head(nn.Module):
+        def forward(self, rows):
+            sets = torch.stack([rows, -rows], dim=1)
+            return {"features": sets, "slots": 2 * sets}
 
     class Watched(type(create_loss("smooth_chamfer"))):
         def regularization(self, *arguments):
-            calls.append([tuple(tensor.shape) for tensor in arguments])
+            calls.append(arguments)
             return super().regularization(*arguments)
 
-    make_trainer(models, Watched(base="unified")).train()
-    assert calls == [[(BATCH, 2, 6), (2 * BATCH, 3, 6)] * 2] * STEPS
-
-
-class Local(nn.Module):
-    """Two local features of each input, and the first of them for a whole; six wide or more."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(1, width)
-
-    def forward(self, inputs):
-        local = self.linear(inputs[:, :2, None].double())
-        return TowerFeatures(local, local[:, 0, :6], None, None, has_positions=True)
+    calls = []
+    make_trainer({**modules(), "image_head": Head(), "text_head": Head()}, Watched(base="unified")).train()
+    assert len(calls) == STEPS
+    for images, texts, image_slots, text_slots in calls:
+        assert (images.shape, texts.shape) == ((BATCH, 2, 4), (CAPTIONS * BATCH, 2, 4))
+        assert torch.equal(image_slots, 2 * images)
+        assert torch.equal(text_slots, 2 * texts)
 
 
 def reader(shards, **options):
