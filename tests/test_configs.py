@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import open_clip
@@ -10,13 +11,13 @@ import PIL.Image
 import pytest
 import torch
 
+from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import check_model, register_models
 from vl_plugins.integrations.open_clip.options import parse_arguments
-from vl_plugins.integrations.pytorch_metric_learning import main as pml_main
-from vl_plugins.integrations.pytorch_metric_learning.config import as_plain, read_config
-from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of
+from vl_plugins.integrations.pytorch_metric_learning.config import read_config
+from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OF_OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))
@@ -56,7 +57,7 @@ def test_weights_meet_the_activation_that_they_were_trained_with(path):
 @pytest.mark.parametrize("path", OF_PML, ids=lambda path: path.stem)
 def test_pytorch_metric_learning_configurations(path, monkeypatch):
     config = read_config(path)
-    build_loss_of(config)
+    loss_from_config(config)
     assert config.epochs >= 12
     for stage in config.stages:
         milestones = (stage.lr_scheduler or {}).get("milestones", [0])
@@ -80,7 +81,7 @@ def len_of(shards):
 @pytest.mark.parametrize("path", OF_COCO, ids=lambda path: path.stem.replace("coco", "pair"))
 def test_the_two_data_sets_have_the_same_settings(path):
     of_coco, of_flickr30k = (
-        dict(flat(as_plain(read_config(CONFIGS / path.parent / path.name.replace("coco", name)))))
+        dict(flat(asdict(read_config(CONFIGS / path.parent / path.name.replace("coco", name)))))
         for name in ("coco", "flickr30k")
     )
     assert of_coco.keys() == of_flickr30k.keys()
@@ -110,11 +111,8 @@ def stages(config):
 
 
 @pytest.mark.parametrize("path", in_turn(OF_PML))
-def test_dry_run_with_pytorch_metric_learning(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert pml_main(["--config", str(path), "--dry-run", "--device", "cpu"]) == 0
-    assert path.name in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+def test_steps_with_pytorch_metric_learning(path):
+    step_of_each_stage(read_config(path))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_commands_of_the_readme(command, tmp_path, monkeypatch):
         if "vsepp_flickr30k.yaml" in arguments
         else []
     )
-    assert pml_main([*arguments, *small, "--dry-run", "--device", "cpu"]) == 0
+    step_of_each_stage(config_of_command([*arguments, *small]))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("models/*.json")), ids=lambda path: path.stem)

@@ -5,7 +5,6 @@ from plain dicts; :class:`CrossModalTrainer` trains models and data of your own.
 """
 
 import importlib
-from collections.abc import Sequence
 
 __all__ = [
     "CrossModalTrainer",
@@ -17,13 +16,14 @@ __all__ = [
     "read_config",
 ]
 
-# Late, so that the command line can say itself what is not installed.
+# Imported when they are used, so that the command line can name an extra that is not installed.
 MODULES = {
     "CrossModalTrainer": "trainers",
     "build_loss": "builders",
     "build_miner": "builders",
     "build_reducer": "builders",
     "build_trainer": "runs",
+    "main": "command_line",
     "read_config": "config",
 }
 
@@ -32,10 +32,3 @@ def __getattr__(name: str):
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Train as the command line ``argv`` says; return 0, or 2 after one line on standard error."""
-    from vl_plugins.integrations.pytorch_metric_learning.command_line import main
-
-    return main(argv)

@@ -1,4 +1,4 @@
-"""Losses, miners, reducers and distances from plain data, as it stands in a YAML file."""
+"""Losses, miners, reducers and distances from plain data, as in a YAML file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +31,6 @@ KIND_OF_OPTION = {
     "weight_regularizer": "regularizer",
 }
 KIND_OF_OPTIONS = {"losses": "loss", "miners": "miner", "reducers": "reducer"}
-
-# `smooth_chamfer` takes the name of its base as it is, and the options of the base beside it.
-NAMES_AS_THEY_ARE = ("base",)
 
 
 def build_loss(specification: Specification, **options: Any) -> Any:
@@ -73,13 +70,11 @@ def build_component(kind: str, specification: Specification, **options: Any) -> 
     if twice:
         raise UserError(f"{twice[0]} of {kind} {name!r} is given twice: among its options and by itself")
     own = {option: _resolve(option, value) for option, value in own.items()} | options
-    if kind != "loss":
-        return create_component(kind, name, **own)
-    if name in list_losses():
+    if kind == "loss" and name in list_losses():
         return create_loss(name, **own)
-    if name not in list_components("loss"):
+    if kind == "loss" and name not in list_components("loss"):
         raise unknown_name("loss", name, [*list_losses(), *list_components("loss")])
-    return create_component("loss", name, **own)
+    return create_component(kind, name, **own)
 
 
 @contextmanager
@@ -87,7 +82,7 @@ def naming(part: str) -> Iterator[None]:
     """Let a ``ValueError``, of an option out of its range, be one of the user's that names the part.
 
     Raises:
-        UserError: in place of a ``ValueError``.
+        UserError: for a ``ValueError``.
     """
     try:
         yield
@@ -113,20 +108,13 @@ def split_specification(kind: str, specification: Specification) -> tuple[str, d
 
 
 def _resolve(option: str, value: Any) -> Any:
-    if option in KIND_OF_OPTION and _is_specification(value) and not _stays_a_name(option, value):
-        return build_component(KIND_OF_OPTION[option], value)
-    if option in KIND_OF_OPTIONS:
-        kind = KIND_OF_OPTIONS[option]
-        if isinstance(value, Mapping):
-            return {name: build_component(kind, of_name) for name, of_name in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return [build_component(kind, item) for item in value]
+    kind = KIND_OF_OPTION.get(option)
+    # `smooth_chamfer` resolves the name of its base itself, and takes the options of the base along with its own.
+    if kind and (isinstance(value, Mapping) or (isinstance(value, str) and option != "base")):
+        return build_component(kind, value)
+    kind = KIND_OF_OPTIONS.get(option)
+    if kind and isinstance(value, Mapping):
+        return {key: build_component(kind, item) for key, item in value.items()}
+    if kind and isinstance(value, Sequence) and not isinstance(value, str):
+        return [build_component(kind, item) for item in value]
     return value
-
-
-def _is_specification(value: Any) -> bool:
-    return isinstance(value, (str, Mapping))
-
-
-def _stays_a_name(option: str, value: Any) -> bool:
-    return option in NAMES_AS_THEY_ARE and isinstance(value, str)

@@ -1,5 +1,6 @@
 """Checkpoints: the whole state of a training at the end of an epoch, or a model alone."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +12,9 @@ from torch import nn
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
-from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
+from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 from vl_plugins.utils.errors import UserError, first_line
 
@@ -46,7 +47,7 @@ def write_checkpoint(
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "config": as_plain(config),
+        "config": dataclasses.asdict(config),
         "vocabulary": None if vocabulary is None else list(vocabulary.words),
         **states,
     }
@@ -89,7 +90,7 @@ def load_towers(
     content = _parsed(checkpoint, content)
     _check_model_name(checkpoint, model, content["config"])
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
-    loss = build_loss_of(content["config"])
+    loss = loss_from_config(content["config"])
     try:
         load_states(towers.parts, content["models"])
         loss.load_state_dict(content["loss_funcs"]["metric_loss"])

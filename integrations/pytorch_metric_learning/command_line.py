@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vl_plugins.integrations.key_values import KeyValues, Parser, literal
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["build_parser", "changed", "main"]
+__all__ = ["build_parser", "main", "overrides"]
 
 DESCRIPTION = """\
 Train two towers, of images and of texts, with pytorch-metric-learning: data, encoders, loss, miner, reducer,
@@ -26,24 +26,15 @@ examples:
   python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
       --loss goal --loss-kwargs triplet_weight=cir pair_weight=sig_ms --out runs/goal
 
-  any value of the file by its path, and only a try:
+  any value of the file by its path:
   python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
-      --set data.batch_size=64 stages.0.epochs=10 --dry-run"""
+      --set data.batch_size=64 stages.0.epochs=10
+
+  on eight GPUs, with data.batch_size images on each:
+  torchrun --nproc_per_node 8 -m vl_plugins.integrations.pytorch_metric_learning -- \\
+      --config vsepp_flickr30k.yaml --precision bf16"""
 
 KINDS = ("loss", "miner", "reducer", "distance")
-
-
-class _Settings(argparse.Action):
-    """``key.path=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        settings = dict(getattr(namespace, self.dest))
-        for token in values:
-            path, separator, value = token.partition("=")
-            if not separator or not all(part.replace("_", "").isalnum() for part in path.split(".")):
-                raise UserError(f"{option_string}: expected key.path=value, got {token!r}")
-            settings[path] = literal(value)
-        setattr(namespace, self.dest, settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE.yaml",
         help="the configuration, or the name of one that is shipped in configs/pytorch_metric_learning",
     )
-    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on, in place of data.train")
-    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on, in place of data.val")
+    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on; replaces data.train")
+    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on; replaces data.val")
     helps = {
         "loss": "a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
         "miner": "a miner of pytorch-metric-learning, or HardestNegativeMiner of vl_plugins",
@@ -78,13 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
             action=KeyValues,
             default={},
             metavar="KEY=VALUE",
-            help=f"options of the {kind}; added to those in the file, unless --{kind} names another one",
+            help=f"options of the {kind}, added to those in the file unless --{kind} is given",
         )
     what.add_argument(
         "--set",
         nargs="+",
-        action=_Settings,
-        default={},
+        action="extend",
+        default=[],
         metavar="KEY.PATH=VALUE",
         help="any other value of the file, such as data.batch_size=64 or stages.0.optimizer.lr=1e-4",
     )
@@ -99,12 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"
     )
     how.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only try it out: build the model with random weights and do a step of each stage on made-up inputs; "
-        "nothing is read, downloaded or written",
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the models; losses are computed in single precision (default: that of accelerate launch, or fp32)",
     )
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; one GPU per process)")
     return parser
 
 
@@ -116,62 +106,60 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     require("yaml", extra="pml")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "pytorch-metric-learning's trainers run in one process: start it without torchrun, or train with "
-            "python -m vl_plugins.integrations.open_clip, which takes several"
-        )
+    if os.environ.get("RANK", "0") != "0":
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough
     from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 
-    config = read_config(arguments.config, lambda content: changed(content, arguments))
+    config = read_config(arguments.config, overrides(arguments))
     # Before torch is imported, which takes seconds.
     for shards in (config.data.train, config.data.val):
-        if shards is not None and not arguments.dry_run:
+        if shards is not None:
             expand_shards(shards)
     import torch
 
+    from vl_plugins.integrations.pytorch_metric_learning.processes import start_processes
+    from vl_plugins.integrations.pytorch_metric_learning.runs import Run
     from vl_plugins.integrations.torch_files import check_device
 
-    device = check_device("--device", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _log_to_standard_error()
-    from vl_plugins.integrations.pytorch_metric_learning.runs import Run, dry_run
-
-    if arguments.dry_run:
-        dry_run(config, device)
-        print(
-            f"dry run of {arguments.config}: a step of {len(config.stages)} stage(s) with random weights and made-up "
-            "inputs; nothing was read or written"
-        )
-        return 0
+    cpu = arguments.device == "cpu" or not torch.cuda.is_available()
+    processes = start_processes(arguments.precision, cpu=cpu)
+    device = arguments.device or ("cpu" if cpu else "cuda")
+    if processes.count == 1:
+        check_device("--device", device)
+    elif device in ("cpu", "cuda"):
+        device = processes.device
+    else:
+        raise UserError(f"--device {device}: with several processes each takes a GPU of its own; give cpu or cuda")
+    _log_to_standard_error(processes.is_first)
     out = arguments.out or Path("runs") / Path(arguments.config).stem
-    Run(config, out, device=device, resume=arguments.resume).train()
+    Run(config, out, device=device, resume=arguments.resume, processes=processes).train()
+    processes.stop()
     return 0
 
 
-def _log_to_standard_error() -> None:
-    # Not the root: other packages have things to say that concern nobody here.
+def _log_to_standard_error(is_first: bool) -> None:
+    # Not the root: the messages of other packages concern nobody here.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
     ours, host = logging.getLogger("vl_plugins"), logging.getLogger("PML")
-    ours.setLevel(logging.INFO)
+    ours.setLevel(logging.INFO if is_first else logging.WARNING)
     host.setLevel(logging.WARNING)  # it announces each epoch, which the progress bar does too
     for logger in (ours, host):
         logger.handlers = [handler]
 
 
-def changed(content: Any, arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Return what the command line says in place of the file."""
-    changes: dict[str, Any] = {}
-    for path, value in (("data.train", arguments.train_data), ("data.val", arguments.val_data)):
-        if value is not None:
-            changes[path] = value
+def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the command line that replace those of the file, by their path."""
+    values = {"data.train": arguments.train_data, "data.val": arguments.val_data}
     for kind in KINDS:
-        name, options = getattr(arguments, kind), getattr(arguments, f"{kind}_kwargs")
-        in_file = content.get(kind) if isinstance(content, Mapping) else None
-        if name is not None and name != (in_file.get("name") if isinstance(in_file, Mapping) else in_file):
-            changes[kind] = {"name": name}
-        elif options and not in_file:
-            raise UserError(f"--{kind}-kwargs needs --{kind}, since the file names none")
-        changes |= {f"{kind}.{option}": value for option, value in options.items()}
-    return changes | arguments.set
+        name = getattr(arguments, kind)
+        values[kind] = None if name is None else {"name": name}
+        values |= {f"{kind}.{option}": value for option, value in getattr(arguments, f"{kind}_kwargs").items()}
+    values = {path: value for path, value in values.items() if value is not None}
+    for token in arguments.set:
+        path, separator, value = token.partition("=")
+        if not separator or not path:
+            raise UserError(f"--set: expected key.path=value, got {token!r}")
+        values[path] = literal(value)
+    return values

@@ -1,8 +1,8 @@
-"""Configuration of a training: what stands in a YAML file, checked."""
+"""Configuration of a training: the content of a YAML file, checked by OmegaConf."""
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from vl_plugins.data.batching import SAME_GROUP
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.integrations.config_files import find_config, read_yaml
-from vl_plugins.integrations.pytorch_metric_learning.builders import Specification, split_specification
-from vl_plugins.registry import construct
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.utils.errors import UserError, check_name, first_line
+from vl_plugins.utils.optional import require
 
 __all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]
 
@@ -22,21 +22,21 @@ MODEL_PARTS = ("image_trunk", "image_embedder", "image_head", "text_trunk", "tex
 
 TRAINERS = ("CrossModalTrainer", "MetricLossOnly", "TwoStreamMetricLoss")
 
-# YAML 1.1 takes 1e-4 for a string.
-SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+# OmegaConf has no type for "a name or a mapping", see `split_specification`.
+Specification = Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataConfig:
     """Which shards are read, and how.
 
     Args:
         train: shards to train on, as for :func:`vl_plugins.data.reader.training_pipeline`.
         val: shards to evaluate on after each epoch.
-        inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample in place of its picture.
+        inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample instead of its picture.
         captions_per_image: ``"random"``, ``"first"``, ``"all"`` or a number.
-        batch_size: images in a batch.
-        workers: loader processes.
+        batch_size: images in a batch of each process; the loss compares those of all processes.
+        workers: loader processes of each process.
         allow_duplicate_captions: whether equal captions of different images may meet in a batch.
         same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` takes them for positives
             of each other.
@@ -62,14 +62,10 @@ class DataConfig:
         check_name("inputs", self.inputs, INPUTS)
         check_name("same_group", self.same_group, SAME_GROUP)
         parse_captions_per_image(self.captions_per_image)
-        _number("data.batch_size", self.batch_size, int, least=1)
-        _number("data.workers", self.workers, int, least=0)
-        for name in ("shuffle_buffer", "num_samples"):
-            if getattr(self, name) is not None:
-                _number(f"data.{name}", getattr(self, name), int, least=1)
+        _at_least(self, batch_size=1, workers=0, shuffle_buffer=1, num_samples=1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TowerConfig:
     """What makes embeddings of images, or of texts.
 
@@ -83,10 +79,10 @@ class TowerConfig:
     trunk: Specification
     pooling: str = "own"
     projection: str = "linear"
-    vocabulary: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageConfig:
     """How a stage of the training goes.
 
@@ -102,33 +98,31 @@ class StageConfig:
     """
 
     epochs: int = 1
-    freeze: Sequence[str] = ()
+    freeze: list[str] = field(default_factory=list)
     freeze_batchnorm: bool = False
     optimizer: Specification = "Adam"
-    lr_scale: Mapping[str, float] = field(default_factory=dict)
-    lr_scheduler: Specification | None = None
+    lr_scale: dict[str, float] = field(default_factory=dict)
+    lr_scheduler: Specification = None
     clip_grad_norm: float | None = None
 
     def __post_init__(self):
-        _number("epochs", self.epochs, int, least=1)
-        object.__setattr__(self, "freeze", tuple(self.freeze))
+        _at_least(self, epochs=1, clip_grad_norm=0)
         for part in self.freeze:
             check_name("part of the model to freeze", part, MODEL_PARTS)
         for part in self.lr_scale:
             check_name("part of the model in lr_scale", part, (*MODEL_PARTS, "metric_loss"))
-            _number(f"lr_scale.{part}", self.lr_scale[part], float, least=0)
-        if self.clip_grad_norm is not None:
-            _number("clip_grad_norm", self.clip_grad_norm, float, least=0)
+            if self.lr_scale[part] < 0:
+                raise UserError(f"lr_scale.{part} must be at least 0, got {self.lr_scale[part]}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Config:
     """A whole training.
 
     Args:
-        data: what is read.
         image: tower of images.
         text: tower of texts.
+        data: what is read.
         dim: width of the embeddings.
         head: ``{"name": "set", ...}`` with options of :class:`vl_plugins.modules.SetPrediction` for embedding sets.
         loss: see :func:`build_loss`; so for the next three.
@@ -144,26 +138,24 @@ class Config:
         log_every: training losses are logged every so many steps.
     """
 
-    data: DataConfig
     image: TowerConfig
     text: TowerConfig
+    data: DataConfig = field(default_factory=DataConfig)
     dim: int = 1024
-    head: Specification | None = None
+    head: Specification = None
     loss: Specification = "unified"
-    miner: Specification | None = None
-    reducer: Specification | None = None
-    distance: Specification | None = None
+    miner: Specification = None
+    reducer: Specification = None
+    distance: Specification = None
     trainer: str = "CrossModalTrainer"
     training: StageConfig = field(default_factory=StageConfig)
-    stages: tuple[StageConfig, ...] = ()
-    accuracy: Mapping[str, Any] | bool = True
+    stages: list[StageConfig] = field(default_factory=list)
+    accuracy: Any = True
     seed: int = 0
     log_every: int = 50
 
     def __post_init__(self):
-        _number("dim", self.dim, int, least=1)
-        _number("seed", self.seed, int)
-        _number("log_every", self.log_every, int, least=1)
+        _at_least(self, dim=1, seed=0, log_every=1)
         check_name("trainer", self.trainer, TRAINERS)
         if self.head is not None:
             check_name("head", split_specification("head", self.head)[0], ("set",))
@@ -179,131 +171,87 @@ class Config:
         return sum(stage.epochs for stage in self.stages)
 
 
-def read_config(path: str | Path, changes: Callable[[Any], Mapping[str, Any]] = lambda content: {}) -> Config:
+def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file.
 
     Args:
         path: of the file, or the name of one of ``configs/pytorch_metric_learning``.
-        changes: from the content of the file to the ``overrides`` of :func:`parse_config`.
+        overrides: as for :func:`parse_config`.
 
     Raises:
-        UserError: there is no such file, it is not YAML, or :func:`parse_config` refuses it.
+        UserError: there is no such file, it is not YAML, or :func:`parse_config` raises it.
     """
     path = find_config(path, "pytorch_metric_learning")
     content = read_yaml(path, extra="pml")
-    try:
-        return parse_config(content, changes(content))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    omegaconf = require("omegaconf", extra="pml").OmegaConf
+    with _short_errors(f"{path}: "):
+        if isinstance(content, Mapping):  # `read_yaml` has checked it; OmegaConf also reads 1e-4 as a number
+            content = omegaconf.to_container(omegaconf.load(path))
+        return parse_config(content, overrides)
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:
     """Check plain data, as YAML, JSON or a program give it.
 
     Args:
-        content: a mapping with the fields of :class:`Config`.
+        content: a mapping with the fields of :class:`Config`; ``dataclasses.asdict`` makes it of a ``Config`` again.
         overrides: values by dotted path, such as ``{"data.batch_size": 64, "stages.0.epochs": 1}``; a number is a place
             in a list.
 
     Raises:
         UserError: a key is missing or unknown, or a value is not what it should be; the message names it.
     """
-    content = _plain("the configuration", content)
-    for path, value in (overrides or {}).items():
-        _override(content, path.split("."), value, path)
-    parsed = {key: value for key, value in content.items() if value is not None}
-    parsed["data"] = _section(DataConfig, "data", parsed.get("data", {}))
-    for tower in ("image", "text"):
-        if tower not in parsed:
-            raise UserError(f"the section {tower!r} is missing: it says what makes embeddings of {tower}s")
-        parsed[tower] = _section(TowerConfig, tower, parsed[tower])
-    training = _plain("training", parsed.get("training", {}))
-    stages = parsed.get("stages", [{}])
-    if not isinstance(stages, list) or not stages:
-        raise UserError(f"stages must be a list of mappings such as [{{epochs: 10}}], got {stages!r}")
-    parsed["training"] = _section(StageConfig, "training", training)
-    parsed["stages"] = tuple(
-        _section(StageConfig, f"stages.{number}", training | _plain(f"stages.{number}", stage))
-        for number, stage in enumerate(stages)
-    )
-    return _section(Config, "the configuration", parsed)
+    omegaconf = require("omegaconf", extra="pml").OmegaConf
+    overrides = overrides or {}
+    if not isinstance(content, Mapping):
+        raise UserError(f"the configuration must be a mapping of names to values, got {content!r:.80}")
+    # OmegaConf would resolve them, for example from the environment, and files and checkpoints may be untrusted.
+    interpolation = re.search(r"\$\{[^}]*\}?", repr((content, overrides)))
+    if interpolation:
+        raise UserError(f"{interpolation[0]} is an interpolation, which is not supported: give the value itself")
+    with _short_errors():
+        tree = omegaconf.create(dict(content))
+    for path, value in overrides.items():
+        with _short_errors(f"{path}: "):
+            _override(tree, path, value)
+    content = omegaconf.to_container(tree)
+    training, stages = content.get("training") or {}, content.get("stages", [{}])
+    if not isinstance(stages, list) or not stages or not all(isinstance(part, dict) for part in (training, *stages)):
+        raise UserError("training must be a mapping, and stages a list of mappings such as [{epochs: 10}]")
+    stages = [_section(StageConfig, f"stages.{number}: ", training | stage) for number, stage in enumerate(stages)]
+    return _section(Config, "", {**content, "stages": stages})
 
 
-def as_plain(config: Config) -> dict[str, Any]:
-    """Return what :func:`parse_config` makes the same configuration of."""
-    return _as_plain(config)
+def _override(tree: Any, path: str, value: Any) -> None:
+    omegaconf = require("omegaconf", extra="pml").OmegaConf
+    keys = path.split(".")
+    for parent in (".".join(keys[:length]) for length in range(1, len(keys))):
+        name = omegaconf.select(tree, parent)
+        if isinstance(name, str):  # as in `loss: unified`, to which loss.scale=60 adds
+            omegaconf.update(tree, parent, {"name": name})
+    omegaconf.update(tree, path, value, merge=False)
 
 
-def _as_plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {item.name: _as_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _as_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_plain(item) for item in value]
-    return value
+def _section(section: type, prefix: str, content: Mapping[str, Any]) -> Any:
+    omegaconf = require("omegaconf", extra="pml").OmegaConf
+    with _short_errors(prefix):
+        return omegaconf.to_object(omegaconf.merge(omegaconf.structured(section), content))
 
 
-def _section(section: type, name: str, content: Any) -> Any:
-    if dataclasses.is_dataclass(content):
-        return content
-    content = _plain(name, content)
-    # None is how YAML says that a value is left as it is.
-    optional = {item.name for item in dataclasses.fields(section) if item.default is None}
-    given = {key: value for key, value in content.items() if value is not None or key in optional}
+@contextmanager
+def _short_errors(prefix: str = "") -> Iterator[None]:
+    """Make a ``UserError`` of one line of OmegaConf's errors, which have several."""
     try:
-        return construct("section", name, section, given)
+        yield
     except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{prefix}{error}") from error
+    except (require("omegaconf", extra="pml").errors.OmegaConfBaseException, TypeError) as error:
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{prefix}{key + ': ' if key else ''}{first_line(error)}") from error
 
 
-def _plain(name: str, content: Any) -> dict[str, Any]:
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"{name} must be a mapping of names to values, got {content!r:.80}")
-    return {key: _numbers(value) for key, value in content.items()}
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, str) and SCIENTIFIC.fullmatch(value):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return value
-
-
-def _override(content: Any, keys: Sequence[str], value: Any, path: str) -> None:
-    for key in keys[:-1]:
-        content = _child(content, key, path)
-    if isinstance(content, list):
-        content[_index(content, keys[-1], path)] = value
-    elif isinstance(content, dict):
-        content[keys[-1]] = value
-    else:
-        raise UserError(f"{path}: {'.'.join(keys[:-1])} has no parts")
-
-
-def _child(content: Any, key: str, path: str) -> Any:
-    if isinstance(content, list):
-        return content[_index(content, key, path)]
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: {key} is not part of a mapping")
-    if isinstance(content.get(key), str):
-        content[key] = {"name": content[key]}  # as in `loss: unified`, which `loss.scale=60` adds to
-    if content.get(key) is None:
-        content[key] = {}
-    return content[key]
-
-
-def _index(content: list, key: str, path: str) -> int:
-    if not key.isdecimal() or int(key) >= len(content):
-        raise UserError(f"{path}: expected a number below {len(content)} in the place of {key!r}")
-    return int(key)
-
-
-def _number(name: str, value: Any, kind: type, least: float | None = None) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not value >= least):
-        at_least = "" if least is None else f" of at least {least}"
-        raise UserError(f"{name} must be {'an integer' if kind is int else 'a number'}{at_least}, got {value!r}")
+def _at_least(section: Any, **least: int) -> None:
+    for name, value in least.items():
+        given = getattr(section, name)
+        if given is not None and not given >= value:
+            raise UserError(f"{name} must be at least {value}, got {given}")

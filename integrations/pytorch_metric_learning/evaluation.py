@@ -54,7 +54,7 @@ def accuracies(encoded: Encoded, distance: BaseDistance, options: Mapping[str, A
     Its numbers are fractions; here they are in percent, as all others of a training.
 
     Raises:
-        UserError: options that it refuses.
+        UserError: invalid options.
     """
     # On the CPU as ours; the host's own default for nearest neighbours is FAISS, which knows no sets.
     knn = CustomKNN(distance, batch_size=QUERIES_AT_ONCE)

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
@@ -18,7 +18,7 @@ from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, Towe
 from vl_plugins.registry import construct, constructor_options
 from vl_plugins.utils.errors import UserError, check_name
 
-__all__ = ["TRUNKS", "TwoInputs", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
+__all__ = ["TRUNKS", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
 
 # As strings: timm, open_clip and transformers are imported where they are used.
 TRUNKS = MappingProxyType(
@@ -35,27 +35,6 @@ TRUNKS = MappingProxyType(
     }
 )
 INPUTS_OF_TRUNK = {"features": "features", "timm": "images"}
-
-
-class TwoInputs(NamedTuple):
-    """A batch of images and one of texts, for a module that takes one argument."""
-
-    images: Tensor
-    texts: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.images.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.images.dtype
-
-    def to(self, device: torch.device) -> "TwoInputs":
-        return TwoInputs(self.images.to(device), self.texts.to(device))
-
-    def type(self, dtype: torch.dtype) -> "TwoInputs":
-        return TwoInputs(self.images.type(dtype), self.texts)
 
 
 class TwoTowers(nn.Module):
@@ -83,7 +62,7 @@ class TwoTowers(nn.Module):
         self._tokenizer = tokenizer
         self.image_transform = image_transform
         self.inputs = inputs
-        self._of_loss: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
+        self._similarity: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
@@ -93,11 +72,11 @@ class TwoTowers(nn.Module):
 
     @property
     def similarity(self) -> BaseDistance | None:
-        return self._of_loss[0] if self._of_loss else None
+        return self._similarity[0] if self._similarity else None
 
     def compare_sets_by(self, distance: BaseDistance) -> None:
         """Set ``similarity``."""
-        self._of_loss = [distance]
+        self._similarity = [distance]
 
     def unfreeze(self) -> None:
         """Let all parameters be trained that were to be trained at first."""
@@ -124,10 +103,8 @@ class TwoTowers(nn.Module):
         """Return the embeddings of texts (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
         return self._encode("text", texts, normalize)
 
-    def forward(self, inputs: Tensor | TwoInputs) -> Tensor:
-        """Return embeddings of images, which are floating-point numbers, of texts, which are integers, or of both."""
-        if isinstance(inputs, TwoInputs):
-            return torch.cat([self.encode_image(inputs.images), self.encode_text(inputs.texts)])
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return embeddings of images, which are floating-point numbers, or of texts, which are integers."""
         return self.encode_image(inputs) if inputs.is_floating_point() else self.encode_text(inputs)
 
     def predict_image_sets(self, images: Tensor) -> SetPredictionOutput:

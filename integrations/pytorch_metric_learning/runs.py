@@ -1,25 +1,22 @@
 """Training from a configuration: its parts, its stages, and its folder."""
 
+import contextlib
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_metric_learning.trainers import BaseTrainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from vl_plugins.data.randomness import random_states, seed_everything, set_random_states
-from vl_plugins.data.reader import (
-    TrainingPipeline,
-    check_first_sample,
-    evaluation_pipeline,
-    training_pipeline,
-)
+from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, set_random_states
+from vl_plugins.data.reader import TrainingPipeline, check_first_sample, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
@@ -29,16 +26,21 @@ from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     states_of,
     write_checkpoint,
 )
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, as_plain, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.evaluation import ACCURACY, evaluate_towers
-from vl_plugins.integrations.pytorch_metric_learning.loss_and_miner import build_loss_of, build_miner_of
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers, needs_vocabulary
-from vl_plugins.integrations.pytorch_metric_learning.optimization import build_optimizers, build_schedulers
+from vl_plugins.integrations.pytorch_metric_learning.parts import (
+    build_optimizers,
+    build_schedulers,
+    loss_from_config,
+    miner_from_config,
+)
+from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
 from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     CrossModalTrainer,
     ShardedMetricLossOnly,
     ShardedTwoStreamMetricLoss,
-    clipper_of_all,
+    model_clipper,
 )
 from vl_plugins.registry import construct
 from vl_plugins.retrieval.metrics import format_metrics_table
@@ -46,35 +48,17 @@ from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary", "dry_run"]
+__all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary"]
 
 logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
-
-# What may be another value when a run goes on, since it does not change what is computed.
-MAY_CHANGE = ("log_every", "data.on_read_error")
 
 # Samples; those of features are some times as large as encoded pictures.
 SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
 
 # Trainers of one model for both modalities: that model is all they can freeze.
 ONE_MODEL = {"MetricLossOnly": ShardedMetricLossOnly, "TwoStreamMetricLoss": ShardedTwoStreamMetricLoss}
-
-
-def _check_classes(loss: nn.Module, dataset: Any) -> None:
-    """Raise ``UserError`` for a loss with fewer classes than labels: those of our reader are positions of images."""
-    num_classes = getattr(loss, "num_classes", None)
-    if num_classes is None or not isinstance(dataset, TrainingPipeline):
-        return
-    if dataset.sizes is None:
-        raise UserError(f"loss: {type(loss).__name__} needs a sizes.json beside the shards, which numbers their images")
-    images = sum(dataset.sizes)
-    if num_classes < images:
-        raise UserError(
-            f"loss: for {type(loss).__name__} each of the {images} training images is a class of its own, but "
-            f"num_classes is {num_classes}"
-        )
 
 
 def build_vocabulary(config: Config) -> Vocabulary | None:
@@ -100,6 +84,7 @@ def build_trainer(
     loss_funcs: Mapping[str, nn.Module] | None = None,
     mining_funcs: Mapping[str, nn.Module] | None = None,
     device: str | torch.device = "cpu",
+    processes: Processes | None = None,
     **options: Any,
 ) -> BaseTrainer:
     """Return the trainer of a stage, ready for ``trainer.train(num_epochs=...)``.
@@ -112,6 +97,7 @@ def build_trainer(
         loss_funcs: built from the configuration if left out.
         mining_funcs: likewise.
         device: where to train.
+        processes: of :func:`start_processes`; one process in single precision if left out.
         options: more of the trainer's own, such as ``end_of_epoch_hook``.
 
     Raises:
@@ -123,9 +109,9 @@ def build_trainer(
     if towers is None:
         towers = build_towers(config, build_vocabulary(config))
     if loss_funcs is None:
-        loss_funcs = {"metric_loss": build_loss_of(config)}
+        loss_funcs = {"metric_loss": loss_from_config(config)}
     if mining_funcs is None:
-        miner = build_miner_of(config, loss_funcs["metric_loss"])
+        miner = miner_from_config(config, loss_funcs["metric_loss"])
         mining_funcs = {} if miner is None else {"tuple_miner": miner}
     if config.head is not None:
         towers.compare_sets_by(loss_funcs["metric_loss"].distance)
@@ -133,24 +119,20 @@ def build_trainer(
     towers.unfreeze()
     for loss in loss_funcs.values():
         loss.to(device)
+    processes = processes or Processes()
     if dataset is None:
-        dataset = _training_data(config, towers)
-    for loss in loss_funcs.values():
-        _check_classes(loss, dataset)
+        dataset = _training_data(config, towers, processes)
 
     models: dict[str, nn.Module] = dict(towers.parts)
     trainer = CrossModalTrainer
     if config.trainer in ONE_MODEL:
         trainer = ONE_MODEL[config.trainer]
         models = {"trunk": towers}
-        if settings.freeze or settings.lr_scale:
-            raise UserError(
-                f"trainer {config.trainer} trains one model, so it has no parts to freeze or to give another learning "
-                "rate: CrossModalTrainer has"
-            )
     for part in settings.freeze:
         if part not in models:
-            raise UserError(f"freeze has {part}, which the model does not have; its parts: {', '.join(models)}")
+            raise UserError(
+                f"freeze has {part}, which trainer {config.trainer} does not have; its parts: {', '.join(models)}"
+            )
     optimizers = build_optimizers(settings, {**models, **loss_funcs})
     given = {
         "models": models,
@@ -161,50 +143,13 @@ def build_trainer(
         "dataset": dataset,
         "data_device": torch.device(device),
         "lr_schedulers": build_schedulers(settings, optimizers),
-        "gradient_clippers": None
-        if settings.clip_grad_norm is None
-        else clipper_of_all(models, settings.clip_grad_norm),
+        "gradient_clippers": model_clipper(models, settings.clip_grad_norm) if settings.clip_grad_norm else None,
         "freeze_these": tuple(settings.freeze),
         "freeze_trunk_batchnorm": settings.freeze_batchnorm,
         "dataloader_num_workers": config.data.workers,
+        "processes": processes,
     }
     return trainer(**{**given, **options})
-
-
-def dry_run(config: Config, device: str | torch.device = "cpu", batch_size: int = 2) -> None:
-    """Build everything without pretrained weights, and do one step of each stage on made-up inputs.
-
-    Raises:
-        UserError: something in the configuration is not right; the message names it.
-    """
-    towers = build_towers(config, Vocabulary(tuple(f"word{number}" for number in range(100))), pretrained=False)
-    inputs = [towers.parts[f"{tower}_trunk"].example_inputs(batch_size) for tower in ("image", "text")]
-    loss = build_loss_of(config)
-    for stage in range(len(config.stages)):
-        trainer = build_trainer(
-            config,
-            stage=stage,
-            towers=towers,
-            dataset=_MadeUp(*inputs),
-            loss_funcs={"metric_loss": loss},
-            device=device,
-            batch_size=batch_size,
-            dataloader_num_workers=0,
-        )
-        trainer.train(num_epochs=1)
-
-
-class _MadeUp(Dataset):
-    """Items ``image, text, label``."""
-
-    def __init__(self, images: Tensor, texts: Tensor):
-        self.images, self.texts = images, texts
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.images[index], self.texts[index], index
 
 
 class Run:
@@ -212,18 +157,19 @@ class Run:
 
     The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
     :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with everything that going on
-    needs, and ``best.pt``, the model with the best RSUM. One process at a time trains there. Nothing is written before
-    training starts.
+    needs, and ``best.pt``, the model with the best RSUM. One run at a time trains there. Of several processes the first
+    one evaluates and writes, and all read ``latest.pt``. Nothing is written before training starts.
 
     Args:
         config: what to train.
         folder: where to; new unless ``resume`` is set.
         device: where to train.
         resume: go on from ``latest.pt``, or begin where there is none yet. An epoch that was not finished begins anew.
+        processes: of :func:`start_processes`; one process in single precision if left out.
 
     Raises:
         UserError: something in the configuration or the data is not right, or the folder holds another run, also one
-            that another process is training.
+            that is being trained.
     """
 
     def __init__(
@@ -233,18 +179,19 @@ class Run:
         *,
         device: str | torch.device = "cpu",
         resume: bool = False,
+        processes: Processes | None = None,
     ):
         self.config = config
         self.folder = Path(folder)
         self.device = torch.device(device)
+        self.processes = processes or Processes()
         self._files = Folder(self.folder)
-        self._latest_time = self._time_of_latest()
-        begun = self._latest_time is not None
-        saved = self._read_latest() if resume and begun else None
+        begun = (self.folder / LATEST).exists()
         if begun and not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
-        self.loss = build_loss_of(config)
-        self.miner = build_miner_of(config, self.loss)
+        saved = self._read_latest() if begun else None
+        self.loss = loss_from_config(config)
+        self.miner = miner_from_config(config, self.loss)
         for shards in (_training_shards(config), expand_shards(config.data.val) if config.data.val else []):
             for shard in shards[:1]:
                 check_first_sample(shard, inputs=config.data.inputs)
@@ -253,24 +200,23 @@ class Run:
         self.epoch, self.best = 0, None
         self._steps = 0
         self._saved: Mapping[str, Any] | None = None  # until training goes on
+        self._metrics: dict[str, float] = {}
         self._validation = self._validation_data()
         if saved is not None:
             self._go_on_from(saved)
 
     def train(self) -> dict[str, float]:
         """Train what is left of all stages; return the metrics of the last epoch, none without ``data.val``."""
-        self._files.make()
-        with self._files.lock(wait=False):
-            self._open()
-            self._metrics: dict[str, float] = {}
+        with contextlib.ExitStack() as stack:
+            if self.processes.is_first:
+                self._files.make()
+                stack.enter_context(self._files.lock(wait=False))
+                self._writer = stack.enter_context(self._open())
             last = 0
-            try:
-                for number, stage in enumerate(self.config.stages):
-                    last += stage.epochs
-                    if self.epoch < last:
-                        self._train_stage(number, last)
-            finally:
-                self._writer.close()
+            for number, stage in enumerate(self.config.stages):
+                last += stage.epochs
+                if self.epoch < last:
+                    self._train_stage(number, last)
         return self._metrics
 
     def _train_stage(self, number: int, last: int) -> None:
@@ -281,30 +227,31 @@ class Run:
             loss_funcs={"metric_loss": self.loss},
             mining_funcs={} if self.miner is None else {"tuple_miner": self.miner},
             device=self.device,
+            processes=self.processes,
             end_of_iteration_hook=self._end_of_iteration,
             end_of_epoch_hook=self._end_of_epoch,
         )
+        rank, scaler = self.processes.rank, self.processes.scaler
         if self._saved is not None:
             if self.epoch > last - self.config.stages[number].epochs:  # a stage that begins has optimizers of its own
                 for kind in ("optimizers", "lr_schedulers"):
                     load_states(getattr(trainer, kind), self._saved[kind])
-            set_random_states(self._saved["random"])
+            if scaler is not None:
+                scaler.load_state_dict(self._saved["scaler"])
+            set_random_states([self._saved["random"], *self._saved.get("other_random", [])][rank])
             self._saved = None
         elif self.epoch == 0:
-            seed_everything(self.config.seed)
+            seed_everything(self.config.seed if rank == 0 else derived_seed(self.config.seed, rank))
         frozen = f", frozen: {', '.join(trainer.freeze_these)}" if trainer.freeze_these else ""
         logger.info(f"stage {number + 1} of {len(self.config.stages)}: epochs {self.epoch + 1} to {last}{frozen}")
         trainer.train(start_epoch=self.epoch + 1, num_epochs=last)
 
     def _end_of_iteration(self, trainer: BaseTrainer) -> None:
         step = trainer.get_global_iteration()
-        if step % self.config.log_every:
+        if step % self.config.log_every or not self.processes.is_first:
             return
         for name, value in trainer.losses.items():
-            value = float(value)
-            self._writer.add_scalar(f"train/{name}", value, step)
-            if name == "total_loss" and not torch.tensor(value).isfinite():
-                raise UserError(f"the loss is {value} at step {step} of epoch {trainer.epoch}")
+            self._writer.add_scalar(f"train/{name}", float(value), step)
         for name, optimizer in trainer.optimizers.items():
             part = name.removesuffix("_optimizer")
             self._writer.add_scalar(f"lr/{part}", optimizer.param_groups[0]["lr"], step)
@@ -315,33 +262,40 @@ class Run:
         is_best = False
         if self._validation is not None:
             trainer.set_to_eval()
-            metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
+            metrics = None
+            if self.processes.is_first:
+                metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
+            metrics = self.processes.from_first(metrics)
             self._metrics = percent_names(metrics)
-            self._report(metrics, step)
             trainer.step_lr_plateau_schedulers(metrics["rsum"])
             is_best = self.best is None or metrics["rsum"] > self.best
             self.best = metrics["rsum"] if is_best else self.best
+            if self.processes.is_first:
+                self._report(metrics, step)
+        random, *other_random = self.processes.from_all(random_states())
+        if self.processes.is_first:
+            self._write_checkpoints(trainer, is_best, {"random": random, "other_random": other_random})
+
+    def _write_checkpoints(self, trainer: BaseTrainer, is_best: bool, random: Mapping[str, Any]) -> None:
+        scaler = self.processes.scaler
         model = {
             "epoch": self.epoch,
             "models": states_of(self.towers.parts),
             "loss_funcs": states_of(trainer.loss_funcs),
         }
+        going_on = {
+            "best": self.best,
+            "steps": trainer.get_global_iteration() + 1,
+            "mining_funcs": states_of(trainer.mining_funcs),
+            "optimizers": states_of(trainer.optimizers),
+            "lr_schedulers": states_of(trainer.lr_schedulers),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "num_processes": self.processes.count,
+            "precision": self.processes.precision,
+        }
         if is_best:
             write_checkpoint(self.folder / BEST, self.config, self.vocabulary, {**model, "metrics": self._metrics})
-        write_checkpoint(
-            self.folder / LATEST,
-            self.config,
-            self.vocabulary,
-            {
-                **model,
-                "best": self.best,
-                "steps": step + 1,
-                "mining_funcs": states_of(trainer.mining_funcs),
-                "optimizers": states_of(trainer.optimizers),
-                "lr_schedulers": states_of(trainer.lr_schedulers),
-                "random": random_states(),
-            },
-        )
+        write_checkpoint(self.folder / LATEST, self.config, self.vocabulary, {**model, **going_on, **random})
 
     def _report(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info(f"epoch {self.epoch}: {metrics['num_samples']} images, {metrics['num_captions']} captions")
@@ -353,28 +307,20 @@ class Run:
         with self._files.write(RESULTS) as stream:
             stream.write("".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
 
-    def _time_of_latest(self) -> int | None:
-        latest = self.folder / LATEST
-        return latest.stat().st_mtime_ns if latest.exists() else None
-
-    def _open(self) -> None:
-        """Begin in the folder, or go on with what is in it."""
+    def _open(self) -> Any:
+        """Begin in the folder, or go on with what is in it; return a ``SummaryWriter``."""
         yaml = require("yaml", extra="pml")
         require("tensorboard", extra="pml")
         from torch.utils.tensorboard import SummaryWriter
 
-        if self._time_of_latest() != self._latest_time:
-            raise UserError(
-                f"{self.folder} has changed since this start; give another folder with --out, or --resume to go on"
-            )
         self._files.remove_partial("|".join(map(re.escape, (LATEST, BEST, RESULTS, SETTINGS))))
         with self._files.write(SETTINGS) as stream:
-            stream.write(yaml.safe_dump(as_plain(self.config), sort_keys=False).encode())
+            stream.write(yaml.safe_dump(asdict(self.config), sort_keys=False).encode())
         results = self.folder / RESULTS
         rows = map(json.loads, results.read_text(encoding="utf-8").splitlines() if results.exists() else [])
         # What an epoch wrote that has no checkpoint comes again.
         self._rows = [row for row in rows if row["epoch"] <= self.epoch]
-        self._writer = SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
+        return SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
 
     def _validation_data(self) -> DataLoader | None:
         data = self.config.data
@@ -391,14 +337,12 @@ class Run:
 
     def _read_latest(self) -> dict[str, Any]:
         saved = read_checkpoint(self.folder / LATEST)
-        before, now = (_flat(as_plain(config)) for config in (saved["config"], self.config))
-        changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE]
-        if changed:
-            key = changed[0]
-            raise UserError(
-                f"--resume: {key} is {now.get(key)!r}, but was {before.get(key)!r} in {self.folder}; "
-                "a changed training is another one"
-            )
+        before, now = asdict(saved["config"]), asdict(self.config)
+        before |= {"precision": saved.get("precision", "fp32"), "number of processes": saved.get("num_processes", 1)}
+        now |= {"precision": self.processes.precision, "number of processes": self.processes.count}
+        for key, value in before.items():
+            if value != now[key]:
+                raise UserError(f"--resume: {key} is {now[key]!r}, but was {value!r} in {self.folder}; use a new --out")
         return saved
 
     def _go_on_from(self, saved: Mapping[str, Any]) -> None:
@@ -417,7 +361,7 @@ def _training_shards(config: Config) -> list[str]:
     return expand_shards(config.data.train)
 
 
-def _training_data(config: Config, towers: TwoTowers):
+def _training_data(config: Config, towers: TwoTowers, processes: Processes) -> TrainingPipeline:
     data = config.data
     return training_pipeline(
         _training_shards(config),
@@ -433,12 +377,6 @@ def _training_data(config: Config, towers: TwoTowers):
         same_group=data.same_group,
         on_error=data.on_read_error,
         inputs=data.inputs,
+        rank=processes.rank,
+        world_size=processes.count,
     )
-
-
-def _flat(content: Any, path: Sequence[str] = ()) -> dict[str, Any]:
-    """Return plain data by dotted path."""
-    if isinstance(content, (Mapping, list)) and content:
-        items = content.items() if isinstance(content, Mapping) else enumerate(content)
-        return {key: value for name, item in items for key, value in _flat(item, (*path, str(name))).items()}
-    return {".".join(path): content}

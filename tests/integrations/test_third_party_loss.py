@@ -7,9 +7,6 @@ import sysconfig
 import textwrap
 
 import pytest
-import yaml
-
-from tests.integrations.pytorch_metric_learning.settings import settings
 
 FILES = {
     "pyproject.toml": """
@@ -78,14 +75,14 @@ def run(python, *arguments):
 
 
 def test_both_hosts_find_it(environment, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings()))
-    loss = ["--loss", "euclidean_pull", "--loss-kwargs", "strength=0.25"]
-    host = "vl_plugins.integrations.pytorch_metric_learning"
-    assert "called with strength 0.25" in run(environment, "-m", host, "--config", config, *loss, "--dry-run")
-    flags = (
-        "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic --train-num-samples 2 --batch-size 2"
-    )
-    flags += " --workers 0 --epochs 1 --logs"
-    output = run(environment, "-m", "vl_plugins.integrations.open_clip", *loss, *flags.split(), tmp_path)
+    loss = {"name": "euclidean_pull", "strength": 0.25, "distance": "LpDistance"}
+    code = f"""
+import torch
+from vl_plugins.integrations.pytorch_metric_learning import build_loss
+build_loss({loss!r})(torch.eye(2), torch.arange(2), ref_emb=torch.eye(2), ref_labels=torch.arange(2))
+"""
+    assert "called with strength 0.25" in run(environment, "-c", code)
+    flags = "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic --train-num-samples 2"
+    flags += " --batch-size 2 --workers 0 --epochs 1 --loss euclidean_pull --loss-kwargs strength=0.25 --logs"
+    output = run(environment, "-m", "vl_plugins.integrations.open_clip", *flags.split(), tmp_path)
     assert "called with strength 0.25" in output

@@ -70,7 +70,7 @@ def results(folder, name):
 
 
 def assert_same_weights(actual, expected):
-    """Compare by the median: Adam makes a whole step of the rounding error of a gradient that is 0, as of key biases."""
+    """Compare by the median: Adam makes whole steps of rounding errors where a gradient is 0, as that of key biases."""
     assert actual.keys() == expected.keys()
     assert len(expected) > 50
     for name, tensor in expected.items():

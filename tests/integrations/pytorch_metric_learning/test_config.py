@@ -1,15 +1,14 @@
-"""Configurations: what a file says, what the command line changes, and what is refused."""
+"""Configurations: files, overrides, and errors."""
+
+from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 
 from tests.integrations.pytorch_metric_learning.settings import settings
-from vl_plugins.integrations.pytorch_metric_learning.config import (
-    StageConfig,
-    as_plain,
-    parse_config,
-    read_config,
-)
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, read_checkpoint
+from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig, parse_config, read_config
 from vl_plugins.utils.errors import UserError
 
 
@@ -19,29 +18,38 @@ def test_stages_change_what_they_name():
             training={"epochs": 30, "freeze": ["image_trunk"], "lr_scheduler": {"name": "StepLR", "step_size": 15}},
             stages=[
                 {},
-                {"epochs": 15, "freeze": [], "lr_scheduler": None, "optimizer": {"name": "Adam", "lr": "2e-5"}},
+                {"epochs": 15, "freeze": [], "lr_scheduler": None, "optimizer": {"name": "Adam", "lr": 2e-5}},
             ],
         )
     )
     first, second = config.stages
     assert first == config.training
-    assert (first.epochs, first.freeze, first.optimizer["lr"]) == (30, ("image_trunk",), 0.01)
+    assert (first.epochs, first.freeze, first.optimizer["lr"]) == (30, ["image_trunk"], 0.01)
     assert second == StageConfig(epochs=15, optimizer={"name": "Adam", "lr": 2e-5})
     assert config.epochs == 45
-    assert parse_config(settings()).stages == (parse_config(settings()).training,)
+    assert parse_config(settings()).stages == [parse_config(settings()).training]
 
 
 def test_a_configuration_survives_being_written():
     config = parse_config(settings(head="set", miner={"name": "BatchHardMiner", "distance": "smooth_chamfer"}))
-    written = yaml.safe_dump(as_plain(config))
+    written = yaml.safe_dump(asdict(config))
     assert parse_config(yaml.safe_load(written)) == config
 
 
-def test_numbers_that_yaml_takes_for_text():
-    content = yaml.safe_load("{name: Adam, lr: 1e-4, eps: 1.5E-08, foreach: 'no'}")
-    assert content["lr"] == "1e-4"
-    config = parse_config(settings(training={"optimizer": content}))
-    assert config.training.optimizer == {"name": "Adam", "lr": 1e-4, "eps": 1.5e-8, "foreach": "no"}
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a ${seed"])
+def test_interpolations_are_not_resolved(tmp_path, value):
+    plain = settings(loss={"name": "unified", "options": [value]})
+    message = r"\$\{.* is an interpolation, which is not supported|no viable alternative at input"
+    with pytest.raises(UserError, match=message):
+        parse_config(plain, {"loss.scale": 1})
+    with pytest.raises(UserError, match=message):
+        parse_config(settings(), {"loss": value, "loss.scale": 1})
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path / "a.yaml")
+    torch.save({"format": FORMAT, "version": 1, "config": plain, "vocabulary": None}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(tmp_path / "a.pt")
 
 
 def test_values_by_their_path():
@@ -64,10 +72,10 @@ def test_values_by_their_path():
     assert config.reducer == "SumReducer"
     assert config.seed == 4
     for path, message in {
-        "stages.2.epochs": "expected a number below 2 in the place of '2'",
-        "seed.value": "seed has no parts",
-        "data.batchsize": "data: unknown option 'batchsize' of section 'data' .did you mean 'batch_size'",
-        "seed.a.b": "a is not part of a mapping",
+        "stages.2.epochs": "stages.2.epochs: .*list index out of range",
+        "stages.first.epochs": "Index 'first' .str. is not an int",
+        "seed.value": "seed: Value .* could not be converted to Integer",
+        "data.batchsize": "data.batchsize: Key 'batchsize' not in 'DataConfig'. Did you mean: 'batch_size'",
     }.items():
         with pytest.raises(UserError, match=message):
             parse_config(settings(stages=[{}, {}]), {path: 1})
@@ -76,23 +84,26 @@ def test_values_by_their_path():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 3}, "unknown option 'epochs' of section 'the configuration'"),
-        ({"data": {"batch_size": 0}}, "data: data.batch_size must be an integer of at least 1, got 0"),
-        ({"data": {"batch_size": True}}, "batch_size must be an integer"),
-        ({"data": {"workers": 1.5}}, "workers must be an integer"),
+        ({"epochs": 3}, "epochs: Key 'epochs' not in 'Config'"),
+        ({"data": {"batch_size": 0}}, "batch_size must be at least 1, got 0"),
+        (
+            {"data": {"batch_size": True}},
+            "data.batch_size: Value 'True' of type 'bool' could not be converted to Integer",
+        ),
+        ({"data": {"workers": 1.5}}, "data.workers: Value '1.5'"),
         ({"data": {"inputs": "regions"}}, "unknown inputs 'regions'; known: features, images"),
         ({"data": {"same_group": "positve"}}, "unknown same_group 'positve' .did you mean 'positive'"),
         ({"data": {"captions_per_image": "some"}}, "captions per image must be"),
-        ({"image": {"pooling": "avg"}}, "image: .*trunk"),
-        ({"text": "gru"}, "text must be a mapping"),
+        ({"image": {"pooling": "avg"}}, "image.trunk: .* missing mandatory value"),
+        ({"text": "gru"}, "text: .*str is not a subclass of TowerConfig"),
         ({"head": "linear"}, "unknown head 'linear'; known: set"),
-        ({"training": {"freeze": ["cnn"]}}, "training: unknown part of the model to freeze 'cnn'"),
+        ({"training": {"freeze": ["cnn"]}}, "unknown part of the model to freeze 'cnn'"),
         ({"training": {"lr_scale": {"head": 0.1}}}, "unknown part of the model in lr_scale 'head'"),
-        ({"training": {"lr_scale": {"image_head": "x"}}}, "lr_scale.image_head must be a number"),
-        ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be a number of at least 0, got -1"),
-        ({"training": {"epochs": 0}}, "epochs must be an integer of at least 1"),
-        ({"stages": []}, "stages must be a list of mappings"),
-        ({"stages": [{"epoch": 1}]}, "stages.0: unknown option 'epoch'"),
+        ({"training": {"lr_scale": {"image_head": "x"}}}, "lr_scale.image_head: Value 'x'"),
+        ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be at least 0, got -1"),
+        ({"training": {"epochs": 0}}, "stages.0: epochs must be at least 1"),
+        ({"stages": []}, "stages a list of mappings"),
+        ({"stages": [{"epoch": 1}]}, "stages.0: epoch: Key 'epoch' not in 'StageConfig'. Did you mean: 'epochs'"),
         ({"trainer": "CascadedEmbeddings"}, "unknown trainer 'CascadedEmbeddings'; known: CrossModalTrainer"),
         (
             {"trainer": "TwoStreamMetricLoss", "data": {"captions_per_image": "all"}},
@@ -108,7 +119,7 @@ def test_what_is_wrong_is_named(changes, message):
 def test_a_missing_tower_is_named():
     plain = settings()
     del plain["text"]
-    with pytest.raises(UserError, match="the section 'text' is missing: it says what makes embeddings of texts"):
+    with pytest.raises(UserError, match=r"text: .* missing mandatory value: text"):
         parse_config(plain)
 
 
@@ -116,7 +127,9 @@ def test_files(tmp_path, monkeypatch):
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump(settings()))
     assert read_config(path) == parse_config(settings())
-    assert read_config(path, lambda content: {"dim": content["dim"] // 2}).dim == 8
+    assert read_config(path, {"dim": 8}).dim == 8
+    path.write_text(yaml.safe_dump(settings()).replace("lr: 0.01", "lr: 1e-4"))
+    assert read_config(path).training.optimizer["lr"] == 1e-4, "which YAML 1.1 takes for text"
     path.write_text("a: [")
     with pytest.raises(UserError, match=f"{path}: not valid YAML: "):
         read_config(path)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.optimization import build_optimizers, build_schedulers
+from vl_plugins.integrations.pytorch_metric_learning.parts import build_optimizers, build_schedulers
 from vl_plugins.utils.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedulers of a stage, by the names that pytorch-metric-learning's trainers know."""
+"""Loss, miner, optimizers and learning rate schedulers of a configuration."""
 
 import functools
 import inspect
@@ -6,17 +6,65 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
-from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
+from vl_plugins.distances.sets import SetDistance
+from vl_plugins.integrations.pytorch_metric_learning.builders import (
+    build_component,
+    build_loss,
+    naming,
+    split_specification,
+)
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
 from vl_plugins.registry import REQUIRED, construct, constructor_options
 from vl_plugins.utils.errors import UserError, check_name, unknown_name
 
-__all__ = ["build_optimizers", "build_schedulers"]
+__all__ = ["build_optimizers", "build_schedulers", "loss_from_config", "miner_from_config"]
 
 STEPS_BY = ("epoch", "iteration", "plateau")
+
+
+def loss_from_config(config: Config) -> nn.Module:
+    """Return the loss of a configuration with its reducer and distance. Sets are compared by smooth-Chamfer by default.
+
+    Raises:
+        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
+            the model makes them.
+    """
+    options = {}
+    for kind in ("reducer", "distance"):
+        if getattr(config, kind) is not None:
+            with naming(kind):
+                options[kind] = build_component(kind, getattr(config, kind))
+    with naming("loss"):
+        loss = build_loss(config.loss, **options)
+        if config.head is None:
+            return loss
+        named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
+        if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
+            loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
+    if not _compares_sets(loss):
+        raise UserError(
+            f"head {config.head!r} makes sets, which {type(loss).__name__} does not compare; "
+            "give distance smooth_chamfer, chamfer, mil or match_probability"
+        )
+    return loss
+
+
+def miner_from_config(config: Config, loss: nn.Module) -> nn.Module | None:
+    """Return the miner of a configuration, or None. By default it compares sets as the loss does."""
+    if config.miner is None:
+        return None
+    _, own = split_specification("miner", config.miner)
+    distance = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
+    with naming("miner"):
+        return build_component("miner", config.miner, **distance)
+
+
+def _compares_sets(loss: nn.Module) -> bool:
+    return isinstance(getattr(loss, "distance", None), SetDistance)
 
 
 def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
@@ -27,7 +75,7 @@ def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict
         parts: models and losses by name.
 
     Raises:
-        UserError: an unknown class or option, an option that the class refuses, or a part with a factor of its learning
+        UserError: an unknown class or option, an invalid option, or a part with a factor of its learning
             rate that is not trained.
     """
     name, options = split_specification("optimizer", stage.optimizer)
@@ -53,15 +101,15 @@ def build_schedulers(stage: StageConfig, optimizers: Mapping[str, Optimizer]) ->
     ``ReduceLROnPlateau`` steps by plateau, and expects RSUM to grow, unless it is told otherwise.
 
     Raises:
-        UserError: an unknown class or option, or an option that the class refuses.
+        UserError: an unknown class or option, or an invalid option.
     """
     if stage.lr_scheduler is None:
         return {}
     name, options = split_specification("lr_scheduler", stage.lr_scheduler)
     factory = _class("lr_scheduler", name, lr_scheduler, (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau))
-    of_plateau = factory is lr_scheduler.ReduceLROnPlateau
-    by = check_name("value of lr_scheduler.by", options.pop("by", "plateau" if of_plateau else "epoch"), STEPS_BY)
-    if of_plateau:
+    is_plateau = factory is lr_scheduler.ReduceLROnPlateau
+    by = check_name("value of lr_scheduler.by", options.pop("by", "plateau" if is_plateau else "epoch"), STEPS_BY)
+    if is_plateau:
         options = {"mode": "max", **options}
     return {
         f"{key.removesuffix('_optimizer')}_scheduler_by_{by}": _construct(
