@@ -11,7 +11,6 @@ from torch import nn
 
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
-from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
@@ -77,18 +76,18 @@ def load_towers(
     Args:
         checkpoint: ``best.pt`` or ``latest.pt`` of a run.
         content: of the file.
-        model: the model of the text trunk, only where that is one of the hub or a folder, such as ``hf-hub:ORG/NAME``.
-            A file must not choose it: its tokenizer can run code.
+        model: None; its configuration specifies the model.
         device: where to put the model.
 
     Returns:
         The model in evaluation mode, the transform of images, or of features, for evaluation, and the tokenizer.
 
     Raises:
-        UserError: the content is damaged, or does not fit what its configuration builds.
+        UserError: a ``model``, or content that is damaged or does not fit what its configuration builds.
     """
     content = _parsed(checkpoint, content)
-    _check_model_name(checkpoint, model, content["config"])
+    if model is not None:
+        raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {model}")
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
     loss = loss_from_config(content["config"])
     try:
@@ -112,15 +111,6 @@ def _parsed(file: str | os.PathLike, content: Any) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, UserError) as error:
         raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
     return {**content, "config": config, "vocabulary": vocabulary}
-
-
-def _check_model_name(checkpoint: str | os.PathLike, asked: str | None, config: Config) -> None:
-    trunk, options = split_specification("text.trunk", config.text.trunk)
-    name = str(options.get("model", "")) if trunk == "open_clip" else ""
-    if ":" in name and name != asked:
-        raise UserError(f"checkpoint {checkpoint} has the text trunk {name}: name that model if you trust it")
-    if ":" not in name and asked is not None:
-        raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {asked}")
 
 
 def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:

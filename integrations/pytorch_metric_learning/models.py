@@ -20,7 +20,7 @@ from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["TRUNKS", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
 
-# As strings: timm, open_clip and transformers are imported where they are used.
+# As strings: timm and transformers are imported where they are used.
 TRUNKS = MappingProxyType(
     {
         "image": {
@@ -30,7 +30,6 @@ TRUNKS = MappingProxyType(
         "text": {
             "gru": "vl_plugins.encoders.gru_trunk:GRUTrunk",
             "hugging_face": "vl_plugins.encoders.hugging_face_trunk:HuggingFaceTrunk",
-            "open_clip": "vl_plugins.integrations.pytorch_metric_learning.open_clip_text_trunk:OpenCLIPTextTrunk",
         },
     }
 )

@@ -1,7 +1,6 @@
 """Trainings from a configuration on the toy shards: numbers, stages, resuming, and what the folder holds."""
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -171,15 +170,8 @@ def test_only_the_same_training_is_resumed(trained, tmp_path):
         train(plain, tmp_path, resume=True)
 
 
-def test_a_checkpoint_does_not_choose_a_model_of_the_hub(tmp_path):
-    trunk = {"name": "open_clip", "model": "hf-hub:someone/something"}
-    config = parse_config(settings(text={"trunk": trunk}))
-    write_checkpoint(tmp_path / LATEST, config, None, {"models": {}, "loss_funcs": {}})
-    with pytest.raises(
-        UserError, match=r"has the text trunk hf-hub:someone/something: name that model if you trust it$"
-    ):
-        load_model(tmp_path / LATEST)
-    write_checkpoint(tmp_path / LATEST, parse_config(settings(text={"trunk": "gru"})), None, {})
+def test_a_checkpoint_specifies_its_model(tmp_path):
+    write_checkpoint(tmp_path / LATEST, parse_config(settings()), None, {})
     with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
         load_model(tmp_path / LATEST, "vl-tiny")
 
@@ -277,8 +269,6 @@ BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_at
 @pytest.mark.parametrize(
     "changes",
     [
-        {"text": {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "own"}},
-        {"text": {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "gpo", "projection": "residual_mlp"}},
         {"text": {"trunk": {"name": "hugging_face", "model": "none", "config": BERT}, "pooling": "avg"}},
         {
             "text": {"trunk": {"name": "gru", "bidirectional": True, "word_dropout": 0.2, "local": "words"}},
@@ -290,21 +280,10 @@ BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_at
             "data": {"inputs": "features"},
         },
     ],
-    ids=["open_clip", "open_clip, gpo", "hugging_face", "bi-gru and sets", "features"],
+    ids=["hugging_face", "bi-gru and sets", "features"],
 )
 def test_encoders_by_name(changes):
     step_of_each_stage(parse_config(settings(**changes)))
-
-
-def test_a_text_tower_of_open_clip(toy_shards, tmp_path):
-    """With its tokenizer, which loader processes can take along."""
-    text = {"trunk": {"name": "open_clip", "model": "vl-tiny"}, "pooling": "own"}
-    train(
-        settings(toy_shards, text=text, data={"workers": 1}, training={"epochs": 1}, accuracy=False), tmp_path / "run"
-    )
-    model, _, tokenizer = load_model(tmp_path / "run" / LATEST)
-    tokens = pickle.loads(pickle.dumps(tokenizer))(["a red circle", "a blue square"])
-    assert model.encode_text(tokens).shape == (2, 16)
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
