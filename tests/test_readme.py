@@ -251,7 +251,7 @@ def small_stages():
 def test_example_commands(capsys):
     """With fewer steps, where that is an option; that they learn is tested beside them."""
     commands = re.findall(r"^python -m (vl_plugins\.integrations\.examples\.\w+)([^#\n]*)", README, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 4
     for name, arguments in commands:
         main = importlib.import_module(name).main
         if arguments.strip():
