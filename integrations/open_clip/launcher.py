@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -39,8 +38,6 @@ def _main(argv: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         print(format_help(), end="")
         return 0
-    # open_clip's trainer would load checkpoints with torch's default, which runs their code before torch 2.6.
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     options, host_options, host_argv = parse_arguments(argv)
     check_command_line(options, host_options)
     host = installed_host()

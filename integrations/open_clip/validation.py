@@ -17,24 +17,11 @@ from vl_plugins.integrations.encoding import encode_batches
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
 from vl_plugins.retrieval import format_metrics_table
-from vl_plugins.retrieval.encoding import join
-from vl_plugins.retrieval.encoding import validation_metrics as retrieval_metrics
+from vl_plugins.retrieval.encoding import join, validation_metrics
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["evaluate", "validation_metrics"]
-
-
-def validation_metrics(model: torch.nn.Module, batches: Iterable, device, precision: str = "fp32") -> dict[str, float]:
-    """Return :func:`vl_plugins.retrieval.encoding.validation_metrics` of a model and a reader of shards.
-
-    Embedding sets are compared by the model's own similarity.
-    """
-    similarity = getattr(model, "similarity", None)
-    if similarity is not None:
-        similarity = copy.deepcopy(similarity).cpu().compute_mat
-    # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
-    return retrieval_metrics(join(encode_batches(model, batches, device, precision)), similarity)
+__all__ = ["evaluate"]
 
 
 def evaluate(
@@ -69,7 +56,7 @@ def evaluate(
         return metrics
     model.eval()
     try:
-        found = validation_metrics(host.evaluated_model(model), data["val"].dataloader, args.device, args.precision)
+        found = _metrics(host.evaluated_model(model), data["val"].dataloader, args)
         if is_master(args):
             _log(found, epoch)
             _report({**percent_names(found), "epoch": epoch}, data, epoch, args, tb_writer)
@@ -82,6 +69,14 @@ def evaluate(
     except ValueError as error:
         raise UserError(f"validation after epoch {epoch}: {error}") from error
     return {**metrics, **percent_names(found)} if is_master(args) else metrics
+
+
+def _metrics(model: torch.nn.Module, batches: Iterable, args: Namespace) -> dict[str, float]:
+    similarity = getattr(model, "similarity", None)  # of sets
+    if similarity is not None:
+        similarity = copy.deepcopy(similarity).cpu().compute_mat
+    # On the CPU, where they are: open_clip lets GPUs round products to TF32, which moves ranks.
+    return validation_metrics(join(encode_batches(model, batches, args.device, args.precision)), similarity)
 
 
 def _log(found: Mapping[str, float], epoch: int) -> None:
