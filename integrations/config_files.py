@@ -57,7 +57,7 @@ def read_yaml(path: Path, extra: str) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     for number, value in enumerate(_values(content)):
-        if number == MOST_VALUES:  # aliases of aliases can stand for billions
+        if number == MOST_VALUES:  # nested aliases can expand to billions
             raise UserError(f"{path}: a configuration of more than {MOST_VALUES:,} values")
         if isinstance(value, str) and "pipe:" in value:
             raise UserError(f"{path}: {value!r} would run a program; give pipe: on the command line")

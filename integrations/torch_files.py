@@ -40,7 +40,7 @@ def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "
             raise UnreadableFileError(f"it cannot be opened ({error.strerror})") from error
         if is_path and not _begins_as_torch_writes(file):
             raise UnreadableFileError("it is empty or not a file of torch.save") from error
-        # torch's own messages go on to tell how to load such a file without protection.
+        # torch's own messages explain how to load such a file without protection.
         if re.search("Unsupported (global|class)|TorchScript", str(error)):
             raise UnreadableFileError("it holds more than tensors and text, and such files can run code") from error
         reason = type(error).__name__ if isinstance(error, pickle.UnpicklingError) else first_line(error)

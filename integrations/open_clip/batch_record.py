@@ -31,7 +31,7 @@ class BatchRecord:
 
         Args:
             batch_index: in the epoch, from 0.
-            image_ids: (B,), equal for the same image; None where open_clip's reader does not tell them.
+            image_ids: (B,), equal for the same image; None if open_clip's reader made the batch.
             keys: of the B samples, or None.
         """
         if batch_index == 0:
@@ -47,7 +47,7 @@ class BatchRecord:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the images of the step; none where open_clip's reader does not tell them."""
+        """The keys of the images of the step; none if open_clip's reader made the batches."""
         return [key for _, keys in self._batches for key in keys or ()]
 
 

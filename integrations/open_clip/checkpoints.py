@@ -127,7 +127,7 @@ def _model_name(checkpoint: str | Path, given: str | None, recorded: Mapping[str
 
 
 def _recorded_options(model: str, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ``create_model_and_transforms`` in training that the weights do not tell."""
+    """Return the options of ``create_model_and_transforms`` in training that do not follow from the weights."""
     options = {name: recorded.get(name) for name in ARCHITECTURE}
     if recorded.get("siglip"):
         options["init_logit_bias"] = -10  # as open_clip's trainer; what counts is that there is one

@@ -185,9 +185,9 @@ def get_data(
 
 @dataclass
 class RecordedData(DataInfo):
-    """Training data that begin each epoch with new seeds of all random numbers, and tell the record about it.
+    """Training data that seed all random numbers at the start of each epoch, and pass its number to the record.
 
-    So an epoch is the same whether the training has come to it or has been resumed there.
+    So an epoch is the same in a training that was resumed and in one that was not interrupted.
     """
 
     seed: int = 0

@@ -43,7 +43,7 @@ class DataConfig:
         on_read_error: ``"skip"`` leaves out what cannot be read, ``"raise"`` stops at it.
         shuffle_buffer: samples that each loader process holds to draw the next one from; by default 5,000, or 1,000 of
             features, which are larger.
-        num_samples: images of an epoch, for shards without a ``sizes.json`` beside them.
+        num_samples: images of an epoch, for shards without a ``sizes.json`` in their folder.
     """
 
     train: str | None = None

@@ -98,7 +98,7 @@ def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict
 def build_schedulers(stage: StageConfig, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return ``<part>_scheduler_by_<epoch, iteration or plateau>`` for each optimizer.
 
-    ``ReduceLROnPlateau`` steps by plateau, and expects RSUM to grow, unless it is told otherwise.
+    ``ReduceLROnPlateau`` steps by plateau and, by default, expects RSUM to grow.
 
     Raises:
         UserError: an unknown class or option, or an invalid option.

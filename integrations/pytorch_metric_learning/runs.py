@@ -164,7 +164,7 @@ class Run:
         config: what to train.
         folder: where to; new unless ``resume`` is set.
         device: where to train.
-        resume: go on from ``latest.pt``, or begin where there is none yet. An epoch that was not finished begins anew.
+        resume: continue from ``latest.pt``, or start if there is none. An unfinished epoch starts over.
         processes: of :func:`start_processes`; one process in single precision if left out.
 
     Raises:
