@@ -132,7 +132,7 @@ def _plugin_parser() -> Parser:
         "--same-group",
         choices=SAME_GROUP,
         default="apart",
-        help="images of one group, on shards of `vl-plugins shards --group-key`: in different batches of each process, or "
+        help="images of one group, on shards of `vl-plugins shards --group-key`: in different batches per process, or "
         "positives of each other, in all processes (default: apart)",
     )
     group.add_argument(
