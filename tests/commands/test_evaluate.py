@@ -1,3 +1,4 @@
+import csv
 import hashlib
 import io
 import json
@@ -309,3 +310,42 @@ def test_numbers_are_printed_before_anything_is_written(flags, tmp_path, capsys)
     printed = capsys.readouterr()
     assert "RSUM" in printed.out
     assert f"cannot write {tmp_path}/file/a.npz: " in printed.err
+
+
+def test_rows_of_a_csv_are_not_evaluated_again(flags, checkpoint, other_checkpoint, shards, tmp_path, capsys):
+    def rows():
+        with (tmp_path / "results.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def evaluate(*more):
+        status = main([*flags, "--csv", str(tmp_path / "results.csv"), *map(str, more)])
+        assert status == 0
+        return capsys.readouterr()
+
+    printed = evaluate("--json", "--save-features", tmp_path / "a.npz").out
+    (result,) = json.loads(printed)["results"]
+    (row,) = rows()
+    assert (row["protocol"], row["shards"], row["precision"]) == ("plain", shards, "fp32")
+    assert row["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert {name: float(row[name]) for name in result["metrics"]["plain"]} == result["metrics"]["plain"]
+
+    output = evaluate()
+    assert output.out == ""
+    assert output.err.splitlines()[-1] == "nothing is left to evaluate; --force evaluates again"
+    printed = evaluate("--checkpoint", checkpoint, other_checkpoint, "--features", tmp_path / "a.npz")
+    assert f"{checkpoint}: {tmp_path}/results.csv has the results" in printed.err
+    assert [row["checkpoint"] for row in rows()] == [str(checkpoint), str(tmp_path / "a.npz"), str(other_checkpoint)]
+    assert rows()[1]["rsum"] == row["rsum"]
+    evaluate("--force", "--max-captions", "2")
+    evaluate("--max-captions", "2")
+    assert [row["max_captions"] for row in rows()] == ["", "", "", "2"]
+    assert len(rows()[0]) == len(rows()[3])
+    ensemble = ["--checkpoint", checkpoint, other_checkpoint, "--ensemble"]
+    evaluate(*ensemble)
+    assert rows()[-1]["checkpoint"] == f"{checkpoint} + {other_checkpoint}"
+    number = len(rows())
+    evaluate(*ensemble)
+    assert len(rows()) == number
+    (tmp_path / "results.csv").write_text("a,b\n1,2\n")
+    assert main([*flags, "--csv", str(tmp_path / "results.csv")]) == 2
+    assert "results.csv is not a file of --csv: its first line must name the columns" in capsys.readouterr().err

@@ -128,6 +128,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="write the embeddings, .npz or .safetensors; one file a checkpoint",
     )
     out.add_argument(
+        "--csv",
+        metavar="FILE.csv",
+        help="append a row for each model and protocol; models whose rows it has are not evaluated again",
+    )
+    out.add_argument("--force", action="store_true", help="evaluate also models whose rows --csv has")
+    out.add_argument(
         "--report",
         metavar="FILE.html",
         help="write a page with the numbers, similarity histograms, rank curves, and successes and failures with "
@@ -144,10 +150,14 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.retrieval.evaluation import evaluate_features
     from vl_plugins.retrieval.features import save_features
     from vl_plugins.retrieval.protocols import prepare
+    from vl_plugins.retrieval.results_file import append_rows
 
     if arguments.device is not None:
         check_device("--device", arguments.device)
     check_device("--ranking-device", arguments.ranking_device)
+    if arguments.csv and not _drop_finished(arguments):
+        print("nothing is left to evaluate; --force evaluates again", file=sys.stderr)
+        return 0
     progress = sys.stderr.isatty()
     with _processes(arguments) as processes:
         if processes[0] > 0:
@@ -172,6 +182,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments, results, members, items), indent=2), flush=True)
     else:
         _print(results, items, trials)
+    if arguments.csv:
+        append_rows(arguments.csv, _csv_rows(arguments, results, members))
     for file, name in zip(arguments.save_features or (), _names(arguments), strict=False):
         save_features(members[name], file)
     if arguments.report:
@@ -226,10 +238,64 @@ def _check(arguments: argparse.Namespace) -> None:
 
         for file in arguments.save_features:
             features_file(file)
+    if arguments.force and not arguments.csv:
+        raise UserError("--force needs --csv: otherwise nothing is left out")
     if arguments.report:
         from vl_plugins.retrieval.report import report_file
 
         report_file(arguments.report)
+
+
+def _identity(arguments: argparse.Namespace, *checkpoints: str) -> dict[str, Any]:
+    """Return what is evaluated, for --csv: checkpoints or files of features, several for an ensemble."""
+    from vl_plugins.integrations.encoding import checkpoint_digest
+
+    return {
+        "checkpoint": " + ".join(map(str, checkpoints)),
+        "checkpoint_sha256": " + ".join(map(checkpoint_digest, checkpoints)),
+        "shards": arguments.shards,
+        "max_captions": arguments.max_captions,
+        "precision": arguments.precision,
+    }
+
+
+def _drop_finished(arguments: argparse.Namespace) -> bool:
+    """Drop what --csv has results of from the arguments; return whether anything is left."""
+    from vl_plugins.retrieval.results_file import is_finished, read_rows
+
+    rows = read_rows(arguments.csv)
+    if arguments.force:
+        return True
+
+    def is_left(*files: str) -> bool:
+        if not is_finished(rows, _identity(arguments, *files), arguments.protocol):
+            return True
+        print(f"{' + '.join(files)}: {arguments.csv} has the results", file=sys.stderr)
+        return False
+
+    checkpoints, features = arguments.checkpoint or [], arguments.features or []
+    if arguments.ensemble:
+        return is_left(*features, *checkpoints)
+    left = [is_left(file) for file in checkpoints]
+    for name in ("model", "checkpoint", "save_features"):
+        values = getattr(arguments, name)
+        if values and len(values) == len(checkpoints):
+            setattr(arguments, name, [value for value, keep in zip(values, left, strict=True) if keep])
+    arguments.features = [file for file in features if is_left(file)]
+    return bool(arguments.checkpoint or arguments.features)
+
+
+def _csv_rows(
+    arguments: argparse.Namespace, results: Mapping[str, "Result"], members: Mapping[str, "Features"]
+) -> Iterator[dict[str, Any]]:
+    from vl_plugins.retrieval.evaluation import ENSEMBLE
+
+    files = dict(zip(_names(arguments), arguments.checkpoint or (), strict=True))
+    files = {name: files.get(name, name) for name in members}  # features are named by their files
+    for name, result in results.items():
+        identity = _identity(arguments, *(files.values() if name == ENSEMBLE else [files[name]]))
+        for protocol, metrics in result.metrics.items():
+            yield {"name": name, "protocol": protocol, **identity, **metrics}
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
