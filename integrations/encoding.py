@@ -6,20 +6,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data.collection import Collection
+from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.reader import evaluation_pipeline
 from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.storage import Folder
+from vl_plugins.data.storage import Folder, open_regular
 from vl_plugins.integrations.precision import autocast, input_dtype
 from vl_plugins.retrieval import encoding
 from vl_plugins.retrieval.features import Features, describe_similarity
 
-__all__ = ["checkpoint_digest", "encode_batches", "encode_shards"]
+__all__ = ["checkpoint_digest", "encode_batches", "encode_queries", "encode_shards"]
 
 
 def encode_batches(
@@ -96,6 +97,39 @@ def encode_shards(
             "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
         },
     )
+
+
+@torch.inference_mode()
+def encode_queries(
+    loaded: tuple[nn.Module, Callable, Callable],
+    queries: Sequence[str],
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+) -> Tensor:
+    """Encode texts, and images by the paths of their files.
+
+    Args:
+        loaded, device, precision: as for :func:`encode_shards`.
+        queries: Q texts; one that is the path of a file stands for the image in it.
+
+    Returns:
+        (Q, D) unit vectors in float32 on the CPU, or sets (Q, K, D).
+
+    Raises:
+        UserError: an image cannot be read.
+    """
+    model, transform, tokenizer = loaded
+    rows = []
+    with autocast(precision, device):
+        for query in queries:
+            if Path(query).is_file():
+                with open_regular(query) as file:
+                    image = scaled_picture(file.read(), lambda *size: size, "white")
+                image = transform(image)[None].to(device=device, dtype=input_dtype(precision))
+                rows.append(model.encode_image(image, normalize=True))
+            else:
+                rows.append(model.encode_text(tokenizer([query]).to(device), normalize=True))
+    return torch.cat(rows).float().cpu()
 
 
 def checkpoint_digest(checkpoint: str | Path) -> str:

@@ -3,6 +3,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -349,3 +350,32 @@ def test_rows_of_a_csv_are_not_evaluated_again(flags, checkpoint, other_checkpoi
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     assert main([*flags, "--csv", str(tmp_path / "results.csv")]) == 2
     assert "results.csv is not a file of --csv: its first line must name the columns" in capsys.readouterr().err
+
+
+def test_queries_in_the_report(head_checkpoint, shards, toy_shards, tmp_path, capsys):
+    """Against the similarity of the model itself."""
+    with tarfile.open(toy_shards / "toy-val-000001.tar") as tar:
+        (tmp_path / "query.png").write_bytes(tar.extractfile(next(m for m in tar if m.name.endswith("png"))).read())
+    flags = ["evaluate", "--checkpoint", str(head_checkpoint), "--shards", shards, "--device", "cpu"]
+    queries = ["a red <b>circle</b>", str(tmp_path / "query.png")]
+    assert main([*flags, "--report", str(tmp_path / "a.html"), "--queries", *queries]) == 0
+    page = (tmp_path / "a.html").read_text()
+    section = page[page.index('<section id="queries">') : page.index('<section id="examples">')]
+    assert section.count("<h3>") == 2
+    assert "a red &lt;b&gt;circle&lt;/b&gt;" in section
+    assert section.count("data:image/jpeg;base64,") == 10
+    model, transform, tokenizer = loaded = load_model(head_checkpoint)
+    features = encode_shards(loaded, shards, collection=read_collection(shards))
+    with torch.no_grad(), Image.open(tmp_path / "query.png") as image:
+        rows = model.encode_text(tokenizer(queries[:1]), True), model.encode_image(transform(image)[None], True)
+    shown = re.findall(r"<figcaption>image (\S+)<br>([\d.-]+)</figcaption>", section)
+    captions = re.findall(r"<li>(.*?) <span", section)
+    for number, row in enumerate(rows):
+        values, indices = model.similarity(row, features.images).topk(5)
+        expected = [features.image_ids[index] for index in indices[0].tolist()]
+        assert [id for id, _ in shown[5 * number :][:5]] == [*map(str, expected)]
+        assert [float(value) for _, value in shown[5 * number :][:5]] == pytest.approx(values[0].tolist(), abs=1e-3)
+        nearest = model.similarity(row, features.captions).argmax()
+        assert captions[5 * number] == read_collection(shards).captions[nearest]
+    assert main([*flags, "--queries", "a"]) == 2
+    assert "--queries needs --report" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vl_plugins.data.collection import Collection
     from vl_plugins.retrieval.evaluation import Result
     from vl_plugins.retrieval.features import Features
+    from vl_plugins.retrieval.protocols import Trial
+    from vl_plugins.retrieval.queries import Answers
 
 __all__ = ["register", "run"]
 
@@ -139,6 +141,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="write a page with the numbers, similarity histograms, rank curves, and successes and failures with "
         "thumbnails; of the ensemble or the first model, under the first protocol",
     )
+    out.add_argument(
+        "--queries",
+        nargs="+",
+        metavar="TEXT_OR_IMAGE",
+        help="show the images and captions nearest to these texts, or image files, in the report; by the first "
+        "checkpoint",
+    )
     parser.set_defaults(run=run)
 
 
@@ -188,7 +197,8 @@ def run(arguments: argparse.Namespace) -> int:
         save_features(members[name], file)
     if arguments.report:
         kept = collection and collection.with_captions(trials[0].captions)
-        _write_report(arguments, results, _settings(arguments, members), kept)
+        queries = _answer_queries(arguments, members, trials[0]) if arguments.queries else ()
+        _write_report(arguments, results, _settings(arguments, members), kept, queries)
     return 0
 
 
@@ -238,6 +248,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
         for file in arguments.save_features:
             features_file(file)
+    if arguments.queries and not (arguments.report and checkpoints):
+        raise UserError("--queries needs --report, which shows the answers, and --checkpoint, whose model encodes them")
     if arguments.force and not arguments.csv:
         raise UserError("--force needs --csv: otherwise nothing is left out")
     if arguments.report:
@@ -442,11 +454,30 @@ def _settings(arguments: argparse.Namespace, members: Mapping[str, "Features"]) 
     return settings
 
 
+def _answer_queries(
+    arguments: argparse.Namespace, members: Mapping[str, "Features"], trial: "Trial"
+) -> "list[Answers]":
+    from vl_plugins.commands.torchrun import process_device
+    from vl_plugins.integrations.checkpoints import load_model
+    from vl_plugins.integrations.encoding import encode_queries
+    from vl_plugins.retrieval.queries import answer_queries
+
+    device, precision = process_device(arguments.device), arguments.precision
+    model = None if arguments.model is None else arguments.model[0]
+    loaded = load_model(
+        arguments.checkpoint[0], model, model_config=arguments.model_config, device=device, precision=precision
+    )
+    embeddings = encode_queries(loaded, arguments.queries, device, precision)
+    features = members[_names(arguments)[0]].with_captions(trial.captions)
+    return answer_queries(arguments.queries, embeddings, features, device=arguments.ranking_device)
+
+
 def _write_report(
     arguments: argparse.Namespace,
     results: Mapping[str, "Result"],
     settings: Mapping[str, str],
     collection: "Collection | None",
+    queries: "Sequence[Answers]",
 ) -> None:
     from vl_plugins.retrieval.evaluation import ENSEMBLE
     from vl_plugins.retrieval.report import write_report
@@ -454,7 +485,13 @@ def _write_report(
     shown = ENSEMBLE if ENSEMBLE in results else next(iter(results))
     title = f"Image-text retrieval of {shown}, protocol {arguments.protocol[0]}"
     write_report(
-        arguments.report, results[shown].ranks, _rows(results), title=title, settings=settings, collection=collection
+        arguments.report,
+        results[shown].ranks,
+        _rows(results),
+        title=title,
+        settings=settings,
+        collection=collection,
+        queries=queries,
     )
     print(f"wrote {arguments.report}", file=sys.stderr)
 

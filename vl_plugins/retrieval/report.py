@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from vl_plugins.data.collection import Collection
 from vl_plugins.data.images import IMAGE_EXTENSIONS, scaled_picture
 from vl_plugins.data.storage import write_file
 from vl_plugins.retrieval.metrics import RSUM_RECALLS
+from vl_plugins.retrieval.queries import Answers
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
@@ -145,6 +146,7 @@ def write_report(
     settings: Mapping[str, str],
     collection: Collection | None = None,
     examples: int = EXAMPLES,
+    queries: Sequence[Answers] = (),
 ) -> None:
     """Write a page with the numbers, the distribution of similarities, rank curves, and examples to browse.
 
@@ -166,6 +168,7 @@ def write_report(
         examples: at most so many successes and so many failures of each direction, at least 1. A success is a query
             whose best right answer has rank 1. They are spread evenly over all successes, sorted by how much more
             similar the right answer is than the hardest negative, and over all failures, sorted by rank.
+        queries: answers to queries of one's own, by indices of the collection, which they need.
 
     Raises:
         ValueError: ``results`` is empty, ``examples`` is not positive, ``ranks`` has too few ``negatives``, or indices
@@ -191,6 +194,7 @@ def write_report(
             curves=_draw_curves(directions),
             recalls=_recall_table(directions),
             examples=None if collection is None else _examples(directions, collection, examples),
+            queries=[_shown_answers(answers, collection) for answers in queries],
             version=__version__,
         )
     )
@@ -522,6 +526,15 @@ def _examples(directions: list[_Direction], collection: Collection, number: int)
             index: {"id": str(collection.caption_ids[index]), "text": collection.captions[index]}
             for index in sorted(shown["captions"])
         },
+    }
+
+
+def _shown_answers(answers: Answers, collection: Collection) -> dict[str, Any]:
+    images = dict(_shown_images(collection, [index for index, _ in answers.images]))
+    return {
+        "query": answers.query,
+        "images": [(images[index], similarity) for index, similarity in answers.images],
+        "captions": [(collection.captions[index], similarity) for index, similarity in answers.captions],
     }
 
 
