@@ -34,8 +34,6 @@ examples:
   torchrun --nproc_per_node 8 -m vl_plugins.integrations.pytorch_metric_learning -- \\
       --config vsepp_flickr30k.yaml --precision bf16"""
 
-KINDS = ("loss", "miner", "reducer", "distance")
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
@@ -55,29 +53,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--train-data", metavar="SHARDS", help="shards to train on; replaces data.train")
     what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on; replaces data.val")
-    helps = {
-        "loss": "a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
-        "miner": "a miner of pytorch-metric-learning, or HardestNegativeMiner of vl_plugins",
-        "reducer": "a reducer of pytorch-metric-learning",
-        "distance": "a distance of pytorch-metric-learning, or smooth_chamfer, chamfer, mil, match_probability of sets",
-    }
-    for kind in KINDS:
-        what.add_argument(f"--{kind}", metavar="NAME", help=helps[kind])
-        what.add_argument(
-            f"--{kind}-kwargs",
-            nargs="+",
-            action=KeyValues,
-            default={},
-            metavar="KEY=VALUE",
-            help=f"options of the {kind}, added to those in the file unless --{kind} is given",
-        )
+    what.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
+    )
+    what.add_argument(
+        "--loss-kwargs",
+        nargs="+",
+        action=KeyValues,
+        default={},
+        metavar="KEY=VALUE",
+        help="options of the loss, added to those in the file unless --loss is given",
+    )
     what.add_argument(
         "--set",
         nargs="+",
         action="extend",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="any other value of the file, such as data.batch_size=64 or stages.0.optimizer.lr=1e-4",
+        help="any other value of the file, such as data.batch_size=64, miner=BatchHardMiner, reducer.low=0.1 or "
+        "stages.0.optimizer.lr=1e-4",
     )
     how = parser.add_argument_group("how to run")
     how.add_argument(
@@ -151,11 +147,9 @@ def _log_to_standard_error(is_first: bool) -> None:
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command line that replace those of the file, by their path."""
-    values = {"data.train": arguments.train_data, "data.val": arguments.val_data}
-    for kind in KINDS:
-        name = getattr(arguments, kind)
-        values[kind] = None if name is None else {"name": name}
-        values |= {f"{kind}.{option}": value for option, value in getattr(arguments, f"{kind}_kwargs").items()}
+    values: dict[str, Any] = {"data.train": arguments.train_data, "data.val": arguments.val_data}
+    values["loss"] = None if arguments.loss is None else {"name": arguments.loss}
+    values |= {f"loss.{option}": value for option, value in arguments.loss_kwargs.items()}
     values = {path: value for path, value in values.items() if value is not None}
     for token in arguments.set:
         path, separator, value = token.partition("=")

@@ -30,12 +30,9 @@ def test_another_loss_has_options_of_its_own(config):
         "offset": 1,
     }
     assert read(config, "--loss-kwargs", "warmup_steps=5").loss["margin"] == 0.3
-    assert read(config, "--reducer", "MeanReducer").reducer == {"name": "MeanReducer"}
-    assert read(config, "--reducer-kwargs", "collect_stats=true").reducer == {
-        "name": "SumReducer",
-        "collect_stats": True,
-    }
-    assert read(config, "--miner", "BatchHardMiner").miner == {"name": "BatchHardMiner"}
+    changed = read(config, "--set", "reducer.collect_stats=true", "miner=BatchHardMiner")
+    assert changed.reducer == {"name": "SumReducer", "collect_stats": True}
+    assert changed.miner == "BatchHardMiner"
 
 
 def test_data_and_any_other_value(config):
@@ -53,7 +50,7 @@ def test_data_and_any_other_value(config):
     [
         (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
         (["--los", "unified"], "unrecognized arguments: --los unified"),
-        (["--miner-kwargs", "epsilon=1"], "miner must be a name or a mapping such as {name: NAME, option: value}"),
+        (["--set", "miner.epsilon=1"], "miner must be a name or a mapping such as {name: NAME, option: value}"),
         (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
         (
             ["--set", "data.batchsize=1"],
