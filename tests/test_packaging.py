@@ -21,7 +21,6 @@ EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotl
 EXTRAS += (
     "accelerate",
     "omegaconf",
-    "faiss",
     "safetensors",
     "clip_benchmark",
     "memeff",
@@ -146,7 +145,7 @@ def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "faiss", "bench", "all", "dev"}
+    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "bench", "all", "dev"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}
 
