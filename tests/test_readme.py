@@ -316,14 +316,25 @@ def test_plot_commands(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
-@pytest.mark.slow
-def test_bench_command(tmp_path):
-    """The line, without what takes minutes: compilation and large batches."""
-    (command,) = own_commands("bench")
-    command.remove("clip-compiled")
-    output = run([*command, "--batch-sizes", "32", "64", "--dimensions", "16", "--rounds", "1"], tmp_path)
-    assert "unified" in output
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.csv", "bench.md", "bench.png"}
+BENCHMARKS = {
+    "losses": "--batch-sizes 32 64 --dimension 16 --rounds 1",
+    "sets": "--images 8 --captions 9 --dimension 16 --rounds 1",
+    "ranks": "--images 50 --dimension 16 --rounds 1",
+    "reader": "--images 128 --size 32 32 --rounds 1",
+    "writer": "--images 16 --size 32 32 --rounds 1",
+}
+
+
+def test_benchmark_commands(tmp_path, capsys):
+    """The lines, with small sizes and without compilation."""
+    text = "\n".join(blocks("bash")).replace("\\\n", " ")
+    commands = re.findall(r"^python -m (benchmarks\.(\w+))([^#\n]*)", text, re.MULTILINE)
+    assert [script for _, script, _ in commands] == ["losses", *BENCHMARKS]
+    for module, script, arguments in commands:
+        arguments = shlex.split(arguments.replace("clip-compiled", "").replace("losses.png", f"{tmp_path}/losses.png"))
+        importlib.import_module(module).main([*arguments, *BENCHMARKS[script].split()])
+        assert re.search(r"ratio to .*\n.* 1\.000", capsys.readouterr().out, flags=re.DOTALL)
+    assert PIL.Image.open(tmp_path / "losses.png").size == (1440, 540)
 
 
 @pytest.mark.slow
@@ -350,7 +361,7 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
 
 
 def test_every_command_is_known_here():
-    assert len(own_commands("bench", "shards", "evaluate", "plot")) == sum(
+    assert len(own_commands("shards", "evaluate", "plot")) == sum(
         line.startswith("vl-plugins") for block in blocks("bash") for line in block.splitlines()
     )
 
@@ -477,9 +488,9 @@ def official(items, split):
 
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
-    help_texts += [help_of("evaluate"), help_of("plot", "attention"), help_of("bench")]
+    help_texts += [help_of("evaluate"), help_of("plot", "attention")]
     help_texts.append(build_towers_parser().format_help())
-    help_texts += [(ROOT / benchmark).read_text() for benchmark in re.findall(r"`python (tests/\S+)`", README)]
+    help_texts += [(ROOT / "benchmarks" / f"{script}.py").read_text() for script in BENCHMARKS]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     flags |= {
         f"--{name.replace('_', '-')}" for name in {*TRAINING_READER, "max_image_pixels"}
