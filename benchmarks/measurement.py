@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
 from vl_plugins.utils.tables import align_columns
@@ -20,7 +21,7 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}  # relative; products of GPUs may round 
 ABSOLUTE_TOLERANCE = 1e-5
 
 
-def clock(device: str = "cpu") -> Callable[[], float]:
+def clock(device: str | torch.device = "cpu") -> Callable[[], float]:
     """Return a clock in seconds.
 
     With one thread on the CPU it is processor time, which other programs disturb less than wall time.
@@ -61,7 +62,7 @@ def time_rounds(
     return seconds
 
 
-def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str = "cpu") -> int:
+def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | torch.device = "cpu") -> int:
     """Return by how much the memory of tensors grows at most while ``function()`` runs, beyond ``kept`` bytes.
 
     Args:
@@ -118,9 +119,11 @@ def check(
         ValueError: value or gradients differ by more than rounding. Gradients along the vectors do not count, because
             a function that normalizes its inputs has none.
     """
+    # In half precision they are unit vectors up to 1% only.
+    sides = [normalize(side.detach().float(), dim=-1) for side in (images, texts)]
     results = []
     for compute, dtype in ((function, torch.float32), (reference, torch.float64)):
-        leaves = [side.detach().to(dtype, copy=True).requires_grad_() for side in (images, texts)]
+        leaves = [side.to(dtype, copy=True).requires_grad_() for side in sides]
         value = compute(*leaves)
         value.backward(None if upstream is None else upstream.to(dtype))
         across = [leaf.grad - (leaf.grad * leaf).sum(-1, keepdim=True) * leaf for leaf in leaves]

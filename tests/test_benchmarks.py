@@ -154,3 +154,15 @@ def test_ranks_without_the_sort(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "full_argsort", None)
     ranks.main("--images 50 --dimension 16 --no-sort --negatives 2".split())
     assert capsys.readouterr().out.startswith("50 x 250, negatives: 2: ")
+
+
+def test_half_precision(capsys):
+    losses.main("--dtype bfloat16 --batch-sizes 32 --dimension 64 --rounds 1".split())
+    assert "B 32, D 64, bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys):
+    assert extra_bytes(lambda: torch.ones(1024, device="cuda"), device="cuda") == 4096
+    losses.main("--device cuda --backends tiled triton --dtype bfloat16 --batch-sizes 256 --rounds 1".split())
+    assert "unified (triton)" in capsys.readouterr().out
