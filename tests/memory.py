@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vl_plugins.benchmarks.memory import extra_bytes
+from benchmarks.measurement import extra_bytes
 
 __all__ = ["LargestTensor", "extra_bytes"]
 

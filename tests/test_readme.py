@@ -34,6 +34,7 @@ from vl_plugins.integrations.pytorch_metric_learning import config as config_mod
 from vl_plugins.integrations.pytorch_metric_learning import main as train_towers
 from vl_plugins.integrations.pytorch_metric_learning import read_config
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
+from vl_plugins.retrieval.features import Features, save_features
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -69,8 +70,9 @@ SNIPPETS = blocks("python")
 (OF_READER,) = (snippet for snippet in SNIPPETS if "training_pipeline" in snippet)
 (OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
 (OF_TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
+OF_INDEXES = [snippet for snippet in SNIPPETS if 'np.load("vit.npz")' in snippet]
 OF_LOOPS = [snippet for snippet in SNIPPETS if re.search("^(def|class) ", snippet, flags=re.MULTILINE)]
-OTHERS = [OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, *OF_LOOPS]
+OTHERS = [OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, *OF_INDEXES, *OF_LOOPS]
 OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
 
 
@@ -108,6 +110,44 @@ def test_ranks_snippet(capsys):
     rsum, mean_average_precision = map(float, capsys.readouterr().out.split())
     assert 0 < rsum < 200
     assert 0 <= mean_average_precision <= 100
+
+
+@pytest.fixture
+def saved_features(tmp_path, monkeypatch):
+    """As ``--save-features vit.npz`` leaves them in the current folder."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.nn.functional.normalize(torch.randn(20, 16, generator=generator), dim=1)
+    image_of_caption = torch.arange(20).repeat_interleave(5)
+    noise = torch.randn(100, 16, generator=generator)
+    captions = torch.nn.functional.normalize(images[image_of_caption] + 0.1 * noise, dim=1)
+    ids = {"image_ids": range(100, 120), "caption_ids": range(1000, 1100)}
+    features = Features(images=images, captions=captions, image_of_caption=image_of_caption, **ids)
+    monkeypatch.chdir(tmp_path)
+    save_features(features, "vit.npz")
+    return features
+
+
+def test_faiss_snippet(saved_features, capsys):
+    pytest.importorskip("faiss")
+    exec(compile(OF_INDEXES[0], "README.md", "exec"), variables := {})
+    expected = (saved_features.captions[:3] @ saved_features.images.T).topk(5)
+    assert np.array_equal(variables["rows"], expected.indices.numpy())
+    assert variables["cosines"] == pytest.approx(expected.values.numpy(), abs=1e-6)
+    assert [int(row.split()[0]) for row in re.findall(r"\d[\d ]+", capsys.readouterr().out)] == [100, 100, 100]
+    assert Path("images.index").is_file()
+
+
+def test_clip_retrieval_snippet(saved_features):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    exec(compile(OF_INDEXES[1], "README.md", "exec"), {})
+    images, captions = (np.load(f"embeddings/{name}/{name}_0.npy") for name in ("img_emb", "text_emb"))
+    assert images.dtype == captions.dtype == np.float32
+    assert np.array_equal(captions, saved_features.captions.numpy())
+    table = parquet.read_table("embeddings/metadata/metadata_0.parquet").to_pydict()
+    assert table["caption"] == list(range(1000, 1100))
+    for row in range(100):
+        assert table["image_path"][row] == 100 + row // 5
+        assert np.array_equal(images[row], saved_features.images[row // 5].numpy())
 
 
 def test_install_line(install):
@@ -276,14 +316,25 @@ def test_plot_commands(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
 
 
-@pytest.mark.slow
-def test_bench_command(tmp_path):
-    """The line, without what takes minutes: compilation and large batches."""
-    (command,) = own_commands("bench")
-    command.remove("clip-compiled")
-    output = run([*command, "--batch-sizes", "32", "64", "--dimensions", "16", "--rounds", "1"], tmp_path)
-    assert "unified" in output
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.csv", "bench.md", "bench.png"}
+BENCHMARKS = {
+    "losses": "--batch-sizes 32 64 --dimension 16 --rounds 1",
+    "sets": "--images 8 --captions 9 --dimension 16 --rounds 1",
+    "ranks": "--images 50 --dimension 16 --rounds 1",
+    "reader": "--images 128 --size 32 32 --rounds 1",
+    "writer": "--images 16 --size 32 32 --rounds 1",
+}
+
+
+def test_benchmark_commands(tmp_path, capsys):
+    """The lines, with small sizes and without compilation."""
+    text = "\n".join(blocks("bash")).replace("\\\n", " ")
+    commands = re.findall(r"^python -m (benchmarks\.(\w+))([^#\n]*)", text, re.MULTILINE)
+    assert [script for _, script, _ in commands] == ["losses", *BENCHMARKS]
+    for module, script, arguments in commands:
+        arguments = shlex.split(arguments.replace("clip-compiled", "").replace("losses.png", f"{tmp_path}/losses.png"))
+        importlib.import_module(module).main([*arguments, *BENCHMARKS[script].split()])
+        assert re.search(r"ratio to .*\n.* 1\.000", capsys.readouterr().out, flags=re.DOTALL)
+    assert PIL.Image.open(tmp_path / "losses.png").size == (1440, 540)
 
 
 @pytest.mark.slow
@@ -310,7 +361,7 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
 
 
 def test_every_command_is_known_here():
-    assert len(own_commands("bench", "shards", "evaluate", "search", "plot")) == sum(
+    assert len(own_commands("shards", "evaluate", "plot")) == sum(
         line.startswith("vl-plugins") for block in blocks("bash") for line in block.splitlines()
     )
 
@@ -396,11 +447,6 @@ def test_evaluate_commands(tmp_path, toy_shards):
     assert "RSUM" in first
     assert "ensemble" in second
 
-    (search,) = own_commands("search")
-    found = run_own([*search, "--model", "vl-tiny", "--device", "cpu", "--top", "3"], tmp_path)
-    assert len(re.findall(r"coco-|toy-", found)) >= 3
-    assert {path.name for path in tmp_path.iterdir()} >= {"coco-test.safetensors", "search.png"}
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
@@ -442,9 +488,9 @@ def official(items, split):
 
 def test_every_flag_and_file_it_names_exists():
     help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
-    help_texts += [help_of("evaluate"), help_of("search"), help_of("plot", "attention"), help_of("bench")]
+    help_texts += [help_of("evaluate"), help_of("plot", "attention")]
     help_texts.append(build_towers_parser().format_help())
-    help_texts += [(ROOT / benchmark).read_text() for benchmark in re.findall(r"`python (tests/\S+)`", README)]
+    help_texts += [(ROOT / "benchmarks" / f"{script}.py").read_text() for script in BENCHMARKS]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     flags |= {
         f"--{name.replace('_', '-')}" for name in {*TRAINING_READER, "max_image_pixels"}

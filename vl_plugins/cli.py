@@ -11,7 +11,7 @@ from vl_plugins.integrations.command_lines import exit_status
 
 __all__ = ["main"]
 
-COMMANDS = ("losses", "shards", "toy", "evaluate", "search", "plot", "bench", "demo")
+COMMANDS = ("losses", "shards", "toy", "evaluate", "plot", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

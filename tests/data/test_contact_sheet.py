@@ -159,34 +159,6 @@ def test_texts():
     ]
 
 
-def test_labels_take_the_place_of_the_numbers_of_captions(tmp_path):
-    samples = [ShardSample("k", encode_image(), ["one", "two"]), ShardSample("l", None, [])]
-    with contact_sheet._without_font_warnings():
-        figure = contact_sheet._draw(samples, "t", ["1: 0.5000", "$x$\x1b"])
-    assert [text.get_text() for text in figure.texts] == ["t", "k", "1: 0.5000", "one", "no picture", "l", "$x$\ufffd"]
-    draw_contact_sheet(samples, tmp_path / "labels.png", labels=["1: 0.5000", "x"])
-    draw_contact_sheet(samples, tmp_path / "numbers.png")
-    draw_contact_sheet(samples, tmp_path / "same.png", labels=["2 captions", "0 captions"])
-    assert (tmp_path / "labels.png").read_bytes() != (tmp_path / "numbers.png").read_bytes()
-    assert (tmp_path / "same.png").read_bytes() == (tmp_path / "numbers.png").read_bytes()
-
-
-def test_a_long_label_leaves_half_of_the_line_to_the_key():
-    with contact_sheet._without_font_warnings():
-        figure = contact_sheet._draw([ShardSample("k" * 99, encode_image(), ["a"])], "", ["l" * 999])
-        key, label = (text.get_window_extent() for text in figure.texts[:2])
-    assert label.width <= contact_sheet.FRAME[0] / 2 + 1
-    assert key.width > contact_sheet.FRAME[0] / 3
-    assert key.x1 < label.x0
-    assert figure.texts[1].get_text().endswith("l…")
-
-
-@pytest.mark.parametrize("labels", [[], ["a"], ["a", "b", "c"]])
-def test_number_of_labels(tmp_path, labels):
-    with pytest.raises(ValueError, match=f"labels must be one for each of the 2 samples, got {len(labels)}"):
-        draw_contact_sheet(odd_samples(2), tmp_path / "sheet.png", labels=labels)
-
-
 def test_dollars_are_no_formulas():
     caption = r"$\nosuchcommand$ and $x_1$"
     assert shown([ShardSample("$k$", None, [caption])], "$t$") == ["$t$", "no picture", "$k$", "1 caption", caption]

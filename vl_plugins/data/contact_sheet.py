@@ -67,10 +67,8 @@ FALLBACK_FONTS = (
 )
 
 
-def draw_contact_sheet(
-    samples: Sequence[ShardSample], file: str | os.PathLike, *, title: str = "", labels: Sequence[str] | None = None
-) -> None:
-    """Draw pictures with their keys, first captions and numbers of captions or labels, and write it as a PNG file.
+def draw_contact_sheet(samples: Sequence[ShardSample], file: str | os.PathLike, *, title: str = "") -> None:
+    """Draw pictures with their keys, first captions and numbers of captions, and write it as a PNG file.
 
     A sample whose picture is missing or damaged becomes an empty frame that says so. Letters that no installed font has
     are drawn as boxes.
@@ -79,17 +77,13 @@ def draw_contact_sheet(
         samples: 1 to 60, drawn in rows from left to right.
         file: ends in ``.png``; it appears complete or not at all, and its folder is made when missing.
         title: stands at the top; by default there is none.
-        labels: a short text for each sample, in place of its number of captions.
 
     Raises:
         UserError: there are no or too many samples, or the file has another ending or cannot be written.
-        ValueError: there are more or fewer labels than samples.
         MissingExtraError: matplotlib or pillow is not installed.
     """
     if not 1 <= len(samples) <= MOST_SAMPLES:
         raise UserError(f"a contact sheet shows 1 to {MOST_SAMPLES} samples, got {len(samples)}")
-    if labels is not None and len(labels) != len(samples):
-        raise ValueError(f"labels must be one for each of the {len(samples)} samples, got {len(labels)}")
     file = Path(file)
     if file.suffix.lower() != ".png":
         raise UserError(f"a contact sheet is a .png file, got {file}")
@@ -97,7 +91,7 @@ def draw_contact_sheet(
     # The caller's settings could change sizes and colours.
     with _without_font_warnings(), require("matplotlib.style", extra="eval").context("default"):
         # Unlike `savefig`, of the size and resolution that the figure has.
-        _draw(samples, title, labels).canvas.print_png(picture)
+        _draw(samples, title).canvas.print_png(picture)
     write_file(file, picture.getbuffer())
 
 
@@ -108,18 +102,18 @@ class _Cell(NamedTuple):
         picture: pixels (height, width, 3), or None.
         note: what stands in the frame without a picture.
         key: on one line.
-        label: beside the key, on the same line.
+        number: of captions, beside the key, on the same line.
         lines: of the caption.
     """
 
     picture: Any | None
     note: list[str]
     key: str
-    label: str
+    number: str
     lines: list[str]
 
 
-def _draw(samples: Sequence[ShardSample], title: str, labels: Sequence[str] | None = None) -> Any:
+def _draw(samples: Sequence[ShardSample], title: str) -> Any:
     """Return the ``matplotlib.figure.Figure``."""
     figure_module = require("matplotlib.figure", extra="eval")
     agg = require("matplotlib.backends.backend_agg", extra="eval")
@@ -128,9 +122,7 @@ def _draw(samples: Sequence[ShardSample], title: str, labels: Sequence[str] | No
     figure = figure_module.Figure(figsize=(1, 1), dpi=DPI, facecolor=BACKGROUND)
     fonts = _Fonts(agg.FigureCanvasAgg(figure).get_renderer())
 
-    if labels is None:
-        labels = [f"{len(sample.captions):,} caption{'' if len(sample.captions) == 1 else 's'}" for sample in samples]
-    cells = [_cell(sample, label, fonts) for sample, label in zip(samples, labels, strict=True)]
+    cells = [_cell(sample, fonts) for sample in samples]
     columns = _columns(len(cells))
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     width = 2 * MARGIN + columns * FRAME[0] + (columns - 1) * COLUMN_GAP
@@ -174,7 +166,7 @@ def _draw(samples: Sequence[ShardSample], title: str, labels: Sequence[str] | No
                 figure.figimage(cell.picture, x, y, origin="upper")
             below = top + FRAME[1] + SMALL_LINE - 5
             write(left, below, cell.key, fonts.small, FAINT)
-            write(left + FRAME[0], below, cell.label, fonts.small, FAINT, "right")
+            write(left + FRAME[0], below, cell.number, fonts.small, FAINT, "right")
             for index, line in enumerate(cell.lines, start=1):
                 write(left, below + LINE * index, line, fonts.text)
         top += row_height + ROW_GAP
@@ -186,9 +178,9 @@ def _columns(number: int) -> int:
     return number if number <= 3 else min(MOST_COLUMNS, round((1.4 * number) ** 0.5))
 
 
-def _cell(sample: ShardSample, label: str, fonts: "_Fonts") -> _Cell:
-    label = fonts.shorten(_printable(label), fonts.small, FRAME[0] / 2)
-    space = FRAME[0] - fonts.width(label, fonts.small) - 12
+def _cell(sample: ShardSample, fonts: "_Fonts") -> _Cell:
+    number = f"{len(sample.captions):,} caption{'' if len(sample.captions) == 1 else 's'}"
+    space = FRAME[0] - fonts.width(number, fonts.small) - 12
     try:
         picture, note = _thumbnail(sample.picture), []
     except UserError as error:
@@ -196,7 +188,7 @@ def _cell(sample: ShardSample, label: str, fonts: "_Fonts") -> _Cell:
     caption = _printable(sample.captions[0]) if sample.captions else ""
     # The end of a key tells it from others.
     key = fonts.shorten(_printable(sample.key), fonts.small, space, keep_end=True)
-    return _Cell(picture, note, key, label, fonts.wrap(caption, fonts.text, FRAME[0]))
+    return _Cell(picture, note, key, number, fonts.wrap(caption, fonts.text, FRAME[0]))
 
 
 def _thumbnail(data: bytes | None) -> Any:

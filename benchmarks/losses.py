@@ -1,0 +1,235 @@
+"""Time and memory of losses, forward and backward, on random unit vectors of B images and B texts.
+
+    python -m benchmarks.losses --losses unified triplet_hn --backends dense tiled \\
+        --peers clip siglip triplet-margin three-products --batch-sizes 512 1024 2048 4096
+
+Everything is compared with the first of --peers:
+
+    clip, clip-compiled      ClipLoss of open_clip, also under torch.compile
+    siglip, siglip-compiled  SigLipLoss of open_clip
+    ntxent                   NTXentLoss of pytorch-metric-learning, images to texts only; memory grows with B cubed
+    triplet-margin           TripletMarginLoss and BatchHardMiner of pytorch-metric-learning, images to texts only
+    three-products           the matrix products that a contrastive loss needs at least, and nothing else
+
+Before anything is timed, each loss has to give the value and gradients of its formula in plain torch, in float64.
+On the CPU with one thread, time is processor time, otherwise wall time. MB is the most that was allocated at once,
+gradients included.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from open_clip.loss import ClipLoss, SigLipLoss
+from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.losses import NTXentLoss, TripletMarginLoss
+from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.reducers import MeanReducer
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from benchmarks.measurement import check, clock, extra_bytes, print_table, time_rounds
+from vl_plugins import create_loss, functional
+from vl_plugins.kernels import BACKENDS
+
+# The defaults of the losses, which the peers get too.
+SCALE = 50.0
+MARGIN = 0.2
+# Where SigLIP starts training.
+SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
+
+CHECKED = 256  # rows
+
+Formula = Callable[[Tensor, Tensor], Tensor]
+
+
+class Contestant(NamedTuple):
+    """A loss to measure.
+
+    Attributes:
+        loss: of images (B, D), texts (B, D) and labels (B,), all different.
+        formula: of images and texts, in plain torch; None for what computes no loss.
+    """
+
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    formula: Formula | None
+
+
+def formula(loss: Callable[..., Tensor], factor: float = 1.0, **options) -> Formula:
+    """Return ``factor`` times a function of :mod:`vl_plugins.functional`, as a function of embeddings."""
+
+    def value(images: Tensor, texts: Tensor) -> Tensor:
+        positives = torch.eye(len(images), dtype=torch.bool, device=images.device)
+        return factor * loss(images @ texts.T, positives, ~positives, **options)
+
+    return value
+
+
+FORMULAS = {
+    "unified": formula(functional.unified_loss, margin=MARGIN, scale=SCALE),
+    "vlc": formula(functional.vlc_loss, scale=SCALE),
+    "triplet_hn": formula(functional.triplet_hn_loss, margin=MARGIN),
+    "goal": formula(functional.goal_loss),
+}
+
+
+def own_loss(name: str, backend: str | None) -> Contestant:
+    """Return a loss of this package."""
+    loss = create_loss(name, backend=backend)
+
+    def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
+        return loss(images, labels, ref_emb=texts, ref_labels=labels)
+
+    return Contestant(run, FORMULAS[name])
+
+
+def compiled(loss: torch.nn.Module) -> Callable[..., Tensor]:
+    # For each shape anew: as fast as it gets.
+    return torch.compile(loss, dynamic=False)
+
+
+def clip(prepare: Callable = lambda loss: loss) -> Contestant:
+    loss = prepare(ClipLoss())
+    return Contestant(
+        lambda images, texts, labels: loss(images, texts, SCALE), formula(functional.vlc_loss, 0.5, scale=SCALE)
+    )
+
+
+def siglip(prepare: Callable = lambda loss: loss) -> Contestant:
+    loss = prepare(SigLipLoss())
+    return Contestant(lambda images, texts, labels: loss(images, texts, SIGLIP_SCALE, SIGLIP_BIAS), siglip_formula)
+
+
+def siglip_formula(images: Tensor, texts: Tensor) -> Tensor:
+    """Eq. 1 of Zhai et al. 2023, Sigmoid Loss for Language Image Pre-Training."""
+    logits = SIGLIP_SCALE * images @ texts.T + SIGLIP_BIAS
+    return (softplus(logits).sum() - logits.diagonal().sum()) / len(images)
+
+
+def ntxent() -> Contestant:
+    loss = NTXentLoss(temperature=1 / SCALE)
+
+    def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
+        # If labels and ref_labels are one object, the library leaves out the pairs (i, i), here all positives.
+        return loss(images, labels, ref_emb=texts, ref_labels=labels.clone())
+
+    return Contestant(run, formula(functional.vlc_loss, scale=SCALE, symmetric=False))
+
+
+def triplet_margin() -> Contestant:
+    # The default reducer leaves out triplets without a loss.
+    loss = TripletMarginLoss(margin=MARGIN, distance=CosineSimilarity(), reducer=MeanReducer())
+    miner = BatchHardMiner(distance=CosineSimilarity())
+
+    def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
+        ref_labels = labels.clone()  # see ntxent
+        return loss(images, labels, miner(images, labels, texts, ref_labels), texts, ref_labels)
+
+    return Contestant(run, formula(functional.triplet_hn_loss, margin=MARGIN, symmetric=False))
+
+
+def three_products() -> Contestant:
+    def run(images: Tensor, texts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            similarities = images @ texts.T
+            return similarities @ texts, similarities.T @ images
+
+    return Contestant(run, None)
+
+
+PEERS = {
+    "clip": clip,
+    "clip-compiled": partial(clip, compiled),
+    "siglip": siglip,
+    "siglip-compiled": partial(siglip, compiled),
+    "ntxent": ntxent,
+    "triplet-margin": triplet_margin,
+    "three-products": three_products,
+}
+
+
+def step(contestant: Contestant, images: Tensor, texts: Tensor, labels: Tensor) -> None:
+    """Run forward and backward, with new labels as each training step has them, and drop the gradients."""
+    value = contestant.loss(images, texts, labels.clone())
+    if contestant.formula is not None:
+        value.backward()
+    images.grad = texts.grad = None
+
+
+def measure(
+    contestants: Mapping[str, Contestant], images: Tensor, texts: Tensor, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Check the contestants; return seconds by name and round, and bytes by name."""
+    device = images.device
+    labels = torch.arange(len(images), device=device)
+    for name, contestant in contestants.items():
+        if contestant.formula is not None:
+            loss = partial(contestant.loss, labels=labels[:CHECKED])
+            check(name, loss, contestant.formula, images[:CHECKED], texts[:CHECKED])
+    steps = {name: partial(step, contestant, images, texts, labels) for name, contestant in contestants.items()}
+    seconds = time_rounds(steps, rounds, clock(device))
+    return seconds, {name: extra_bytes(run, device=device) for name, run in steps.items()}
+
+
+def draw(measured: Mapping[int, tuple[dict[str, list[float]], dict[str, int]]], peers: Sequence[str]) -> Figure:
+    """Draw time and memory over the batch size; the losses of this package as solid lines, peers as dashed ones."""
+    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
+    for axes, name, column in zip(figure.subplots(1, 2), ("time (ms)", "memory (MB)"), (0, 1), strict=True):
+        for label in measured[min(measured)][0]:
+            points = [both[column][label] for both in measured.values()]
+            values = [1e3 * statistics.median(point) if column == 0 else point / 1e6 for point in points]
+            axes.loglog(list(measured), values, "o--" if label in peers else "s-", label=label)
+        axes.set(xlabel="batch size B", ylabel=name)
+        axes.set_xticks(list(measured), [f"{size:,}" for size in measured])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", nargs="+", choices=FORMULAS, default=("unified", "triplet_hn"))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: what the loss chooses by itself")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=("clip", "siglip", "triplet-margin"))
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=(512, 1024, 2048))
+    parser.add_argument("--dimension", type=int, default=512)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plot", metavar="FILE", help="a picture of time and memory over the batch size")
+    arguments = parser.parse_args(argv)
+
+    torch.set_num_threads(arguments.threads)
+    contestants = {
+        name if backend is None else f"{name} ({backend})": own_loss(name, backend)
+        for name in arguments.losses
+        for backend in arguments.backends or [None]
+    }
+    contestants |= {name: PEERS[name]() for name in arguments.peers}
+    print(f"torch {torch.__version__}, {arguments.device}, threads: {arguments.threads}")
+    measured = {}
+    for size in sorted(arguments.batch_sizes):
+        generator = torch.Generator().manual_seed(0)
+        images, texts = (
+            normalize(torch.randn(size, arguments.dimension, generator=generator), dim=1)
+            .to(arguments.device, getattr(torch, arguments.dtype))
+            .requires_grad_()
+            for _ in range(2)
+        )
+        measured[size] = measure(contestants, images, texts, arguments.rounds)
+        title = f"B {size:,}, D {arguments.dimension:,}, {arguments.dtype}"
+        print_table(title, measured[size][0], arguments.peers[0], memory=measured[size][1])
+    if arguments.plot is not None:
+        draw(measured, arguments.peers).savefig(arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Time and memory of several ways to compute one thing, compared with one of them.
+
+They run in one process, one after another in each round, forward in one round and backward in the next. A ratio is of
+two times of the same round, so that whatever slows the machine for a while slows both.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.profiler import ProfilerActivity, profile
+
+from vl_plugins.utils.tables import align_columns
+
+__all__ = ["check", "clock", "extra_bytes", "print_table", "ratios", "time_rounds"]
+
+TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}  # relative; products of GPUs may round float32 to TF32
+ABSOLUTE_TOLERANCE = 1e-5
+
+
+def clock(device: str | torch.device = "cpu") -> Callable[[], float]:
+    """Return a clock in seconds.
+
+    With one thread on the CPU it is processor time, which other programs disturb less than wall time.
+    """
+    if torch.device(device).type == "cuda":
+
+        def gpu_clock() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return gpu_clock
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def time_rounds(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+    clean_up: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Return the seconds that each function takes in each round, after one round to warm up.
+
+    Args:
+        functions: by name.
+        rounds: to measure, at least 1.
+        clock: see :func:`clock`.
+        clean_up: called after each function, and not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(rounds + 1):
+        for name in list(functions)[:: 1 if number % 2 else -1]:
+            started = clock()
+            functions[name]()
+            taken = clock() - started
+            clean_up()
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | torch.device = "cpu") -> int:
+    """Return by how much the memory of tensors grows at most while ``function()`` runs, beyond ``kept`` bytes.
+
+    Args:
+        function: its results count too.
+        kept: bytes of the results, to leave them out.
+        device: where the tensors are.
+
+    Raises:
+        RuntimeError: nothing was allocated on the CPU, or the profiler of this torch does not report it.
+    """
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before - kept
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    # The profiler's averages have no peak.
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    if not events:
+        raise RuntimeError("the profiler of torch saw no allocation")
+    total = largest = 0
+    for event in sorted(events, key=_start):
+        total += event.nbytes()
+        largest = max(largest, total)
+    return largest - kept
+
+
+def _start(event) -> int:
+    # torch 2.2 counts microseconds.
+    return event.start_ns() if hasattr(event, "start_ns") else event.start_us()
+
+
+def check(
+    name: str,
+    function: Callable[[Tensor, Tensor], Tensor],
+    reference: Callable[[Tensor, Tensor], Tensor],
+    images: Tensor,
+    texts: Tensor,
+    upstream: Tensor | None = None,
+) -> None:
+    """Check that a function has the value and the gradients of a reference in float64.
+
+    Args:
+        name: of the function, for errors.
+        function: of images and texts in float32.
+        reference: of the same in float64.
+        images: (..., D), unit vectors.
+        texts: likewise.
+        upstream: gradient of the value; 1 if left out.
+
+    Raises:
+        ValueError: value or gradients differ by more than rounding. Gradients along the vectors do not count, because
+            a function that normalizes its inputs has none.
+    """
+    # In half precision they are unit vectors up to 1% only.
+    sides = [normalize(side.detach().float(), dim=-1) for side in (images, texts)]
+    results = []
+    for compute, dtype in ((function, torch.float32), (reference, torch.float64)):
+        leaves = [side.to(dtype, copy=True).requires_grad_() for side in sides]
+        value = compute(*leaves)
+        value.backward(None if upstream is None else upstream.to(dtype))
+        across = [leaf.grad - (leaf.grad * leaf).sum(-1, keepdim=True) * leaf for leaf in leaves]
+        results.append([side.detach().double() for side in (value, *across)])
+    for what, actual, expected in zip(("value", "image gradient", "text gradient"), *results, strict=True):
+        size, difference = (torch.linalg.vector_norm(side) for side in (expected, actual - expected))
+        if not difference <= TOLERANCE[images.device.type] * size + ABSOLUTE_TOLERANCE:  # NaN is not
+            raise ValueError(f"{name}: its {what} differs from that of the formula by {difference / size:.1e}")
+
+
+def ratios(times: Sequence[float], peer_times: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, least and most of the ratios of each round."""
+    found = [taken / by_peer for taken, by_peer in zip(times, peer_times, strict=True)]
+    return statistics.median(found), min(found), max(found)
+
+
+def print_table(
+    title: str,
+    seconds: Mapping[str, Sequence[float]],
+    peer: str,
+    memory: Mapping[str, int] | None = None,
+    items: int | None = None,
+) -> None:
+    """Print a row for each name: the median over the rounds, and its ratio to the peer's.
+
+    Args:
+        title: of the table.
+        seconds: of :func:`time_rounds`.
+        peer: which of the names the others are compared with.
+        memory: bytes by name, for two more columns.
+        items: how many each run handles; rates and their ratios are printed instead of times.
+    """
+    header = [title, "ms" if items is None else "items/s", f"ratio to {peer}", "least", "most"]
+    rows = [header + ([] if memory is None else ["MB", "ratio"])]
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        compared = ratios(times, seconds[peer]) if items is None else ratios(seconds[peer], times)
+        row = [name, f"{1e3 * middle:,.1f}" if items is None else f"{items / middle:,.0f}"]
+        row += [f"{ratio:.3f}" for ratio in compared]
+        if memory is not None:
+            row += [f"{memory[name] / 1e6:,.2f}", f"{memory[name] / memory[peer]:.4f}"]
+        rows.append(row)
+    print("\n".join("  ".join(row).rstrip() for row in align_columns(rows)), end="\n\n", flush=True)

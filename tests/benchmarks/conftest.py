@@ -1,2 +1,0 @@
-# Scripts: pytest would import them to look for doctests.
-collect_ignore_glob = ["bench_*.py"]
