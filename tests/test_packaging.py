@@ -22,6 +22,8 @@ EXTRAS += (
     "accelerate",
     "omegaconf",
     "faiss",
+    "datasets",
+    "pyarrow",
     "safetensors",
     "clip_benchmark",
     "memeff",
@@ -105,6 +107,7 @@ assert main(["losses"]) == 0
         (["toy", "--out", "no-such-folder"], "data"),
         (["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"], "open-clip"),
         (["demo"], "open-clip"),
+        (["shards", "hugging-face", "someone/birds", "--out", "no-such-folder"], "hub"),
     ],
 )
 def test_a_missing_extra_is_named(command, extra, tmp_path):
@@ -146,7 +149,19 @@ def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "faiss", "bench", "all", "dev"}
+    assert set(extras) == {
+        "open-clip",
+        "pml",
+        "data",
+        "eval",
+        "timm",
+        "transformers",
+        "faiss",
+        "hub",
+        "bench",
+        "all",
+        "dev",
+    }
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}
 

@@ -123,22 +123,29 @@ def read_hugging_face(
     check_name("data set", dataset_name)
     datasets = require("datasets", extra="hub")
     splits = _load(datasets, name, config, revision)
-    asked = [image_column, *(caption_columns or ()), id_column, split_column, group_column]
     features = next(iter(splits.values())).features
+    image_column = image_column or _image_column(datasets, name, features)
+    asked = [image_column, *(caption_columns or ()), id_column, split_column, group_column]
     for column in filter(None, asked):
         if column not in features:
             raise UserError(f"{name}: {unknown_name('column', column, features)}")
-    image_column = image_column or _image_column(datasets, name, features)
+        if asked.count(column) > 1:
+            raise UserError(f"{name}: column {column!r} is asked for more than once; each can be one thing only")
+    free = [column for column in features if column not in asked]
+    caption_columns = caption_columns or [column for column in CAPTION_COLUMNS if column in free][:1]
+    caption_columns = caption_columns or [column for column in free if NUMBERED_CAPTIONS.fullmatch(column)]
+    if not caption_columns:
+        raise UserError(f"{name}: which column has the captions? name it with --caption-column; {_listed(features)}")
     try:
         splits = {split: rows.cast_column(image_column, datasets.Image(decode=False)) for split, rows in splits.items()}
-    except Exception as error:  # pyarrow's, of many types
-        raise UserError(f"{name}: column {image_column!r} has no images: {first_line(error)}") from error
+    except Exception as error:  # of many types
+        raise UserError(f"{name}: column {image_column!r} has no images; {_listed(features)}") from error
 
     columns = Columns(
         image=image_column,
-        captions=tuple(caption_columns or _caption_columns(name, features)),
-        split=split_column or (SPLIT_COLUMN if SPLIT_COLUMN in features else None),
-        id=id_column or next((column for column in ID_COLUMNS if column in features), None),
+        captions=tuple(caption_columns),
+        split=split_column or (SPLIT_COLUMN if SPLIT_COLUMN in free else None),
+        id=id_column or next((column for column in ID_COLUMNS if column in free), None),
         group=group_column,
     )
     # What `gather_rows` takes: the captions in one column, and a split in each row.
@@ -189,14 +196,6 @@ def _image_column(datasets: Any, name: str, features: dict[str, Any]) -> str:
     return found[0]
 
 
-def _caption_columns(name: str, features: dict[str, Any]) -> list[str]:
-    found = [column for column in CAPTION_COLUMNS if column in features][:1]
-    found = found or [column for column in features if NUMBERED_CAPTIONS.fullmatch(column)]
-    if not found:
-        raise UserError(f"{name}: which column has the captions? name it with --caption-column; {_listed(features)}")
-    return found
-
-
 def _listed(features: dict[str, Any]) -> str:
     described = (f"{column!r} ({getattr(feature, 'dtype', 'nested')})" for column, feature in features.items())
     return f"columns: {', '.join(described)}"
@@ -207,7 +206,7 @@ def _rows(splits: dict[str, Any], columns: Columns, caption_lines: bool, names: 
     compute = require("pyarrow.compute", extra="hub")
     needed = {columns.image, *columns.captions, columns.split, columns.id, columns.group} - {None}
     for split, dataset in splits.items():
-        file_names = [column for column in FILE_NAME_COLUMNS if column in dataset.features]
+        file_names = [column for column in FILE_NAME_COLUMNS if column in {*dataset.features} - {columns.image}]
         batches = dataset.select_columns([*needed, *(set(file_names) - needed)]).with_format("arrow")
         files: dict[Any, str] = {}
         number = 0
