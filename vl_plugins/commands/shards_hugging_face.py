@@ -21,8 +21,8 @@ __all__ = ["register"]
 EPILOG = """\
 examples:
   vl-plugins shards hugging-face nlphuji/flickr30k --revision refs/convert/parquet --out shards
-  vl-plugins shards hugging-face jxie/coco_captions --dataset-name coco --out shards
-  vl-plugins shards hugging-face clip-benchmark/wds_mscoco_captions --caption-lines --dataset-name coco --out shards
+  vl-plugins shards hugging-face jxie/coco_captions --data-files test='data/test-*' --dataset-name coco --out shards
+  vl-plugins shards hugging-face clip-benchmark/wds_flickr30k --caption-lines --out shards
   vl-plugins shards hugging-face folder-of-parquet-files --out shards
 
 The library datasets downloads (with the login of `hf auth login`), goes on with a download that was stopped, and
@@ -40,6 +40,13 @@ def register(actions: argparse._SubParsersAction, run: Callable[[argparse.Namesp
         "--revision",
         metavar="NAME",
         help="branch, tag or commit on the hub; refs/convert/parquet has Parquet files of data sets that are a script",
+    )
+    reading.add_argument(
+        "--data-files",
+        type=_split_pattern,
+        nargs="+",
+        metavar="SPLIT=PATTERN",
+        help="only these files, such as test='data/test-*', and no others are downloaded (default: all splits)",
     )
     reading.add_argument("--image-column", metavar="COLUMN", help="images (default: the column of that type)")
     reading.add_argument(
@@ -73,6 +80,13 @@ def register(actions: argparse._SubParsersAction, run: Callable[[argparse.Namesp
     parser.set_defaults(read=_read, features=None)
 
 
+def _split_pattern(text: str) -> tuple[str, str]:
+    split, _, pattern = text.partition("=")
+    if not split or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=PATTERN, such as test='data/test-*'")
+    return split, pattern
+
+
 def _read(
     arguments: argparse.Namespace, rejected: list[RejectedImage] | None
 ) -> tuple[list[CaptionedImage], HuggingFaceFiles, dict[str, Any]]:
@@ -80,6 +94,7 @@ def _read(
         arguments.name,
         config=arguments.config,
         revision=arguments.revision,
+        data_files=None if arguments.data_files is None else dict(arguments.data_files),
         image_column=arguments.image_column,
         caption_columns=arguments.caption_column,
         caption_lines=arguments.caption_lines,

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,8 +23,8 @@ ID_COLUMNS = ("image_id", "cocoid", "img_id", "imgid", "filename", "file_name", 
 FILE_NAME_COLUMNS = ("filename", "file_name")
 SPLIT_COLUMN = "split"
 
-# Where an object among the captions has its text: Karpathy's sentences, COCO's annotations.
-TEXT_KEYS = ("raw", "caption", "text")
+# Where an object has its captions: Karpathy's sentences, COCO's annotations, the .json of WebDataset tars.
+TEXT_KEYS = ("raw", "caption", "captions", "text")
 
 SPLIT_NAMES = {"validation": "val"}
 ROWS_TOGETHER = 1000
@@ -73,6 +73,7 @@ def read_hugging_face(
     *,
     config: str | None = None,
     revision: str | None = None,
+    data_files: Mapping[str, str] | None = None,
     image_column: str | None = None,
     caption_columns: Sequence[str] | None = None,
     caption_lines: bool = False,
@@ -85,7 +86,8 @@ def read_hugging_face(
 ) -> tuple[list[CaptionedImage], HuggingFaceFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
-    A caption column has a text, an object with a text (under ``raw``, ``caption`` or ``text``), or a list of these.
+    A caption column has a text, an object with texts under ``raw``, ``caption``, ``captions`` or ``text``, or a list of
+    these.
     Rows of one split with the same id and an image of the same size are one image, at the place of the first, with the
     captions of all in their order. Ids are integers or strings as in
     :func:`~vl_plugins.data.caption_table.read_caption_table`; caption ids are running numbers.
@@ -95,6 +97,8 @@ def read_hugging_face(
             ``metadata.csv``, of WebDataset tars, or of whatever else the library knows.
         config: configuration (subset) of a data set that has several.
         revision: branch, tag or commit on the hub.
+        data_files: pattern of the files by split, ``{"test": "data/test-*"}``; only these are downloaded. By default
+            the library finds all splits.
         image_column: column with images; by default the one of that type.
         caption_columns: columns with captions; by default the first present of ``caption``, ``captions``,
             ``sentences``, ``sentence``, ``text``, ``texts``, ``title`` and ``txt``, or else all of ``caption_0``, ...
@@ -122,7 +126,7 @@ def read_hugging_face(
         dataset_name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(name).resolve().name)
     check_name("data set", dataset_name)
     datasets = require("datasets", extra="hub")
-    splits = _load(datasets, name, config, revision)
+    splits = _load(datasets, name, config, revision, data_files)
     features = next(iter(splits.values())).features
     image_column = image_column or _image_column(datasets, name, features)
     asked = [image_column, *(caption_columns or ()), id_column, split_column, group_column]
@@ -157,20 +161,15 @@ def read_hugging_face(
     return images, HuggingFaceFiles(name, images_only)
 
 
-def _load(datasets: Any, name: str, config: str | None, revision: str | None) -> dict[str, Any]:
+def _load(
+    datasets: Any, name: str, config: str | None, revision: str | None, data_files: Mapping[str, str] | None
+) -> dict[str, Any]:
     """Return the rows of each split."""
-    path, options = name, {}
-    if Path(name).is_dir():
-        path = str(Path(name).resolve())
-        if tars := sorted(Path(path).rglob("*.tar"), key=_natural_order):
-            # Beside the tars of CLIP_benchmark there are text files, which the library would take for the data.
-            files: dict[str, list[str]] = {}
-            for tar in tars:
-                split = tar.parent.name if tar.parent != Path(path) else "train"
-                files.setdefault(split, []).append(str(tar))
-            path, options = "webdataset", {"data_files": files}
+    # The data set's own list of splits and sizes, which are checked otherwise, is of all files.
+    some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
+    path = str(Path(name).resolve()) if Path(name).is_dir() else name
     try:
-        return dict(datasets.load_dataset(path, config, revision=revision, **options))
+        return dict(datasets.load_dataset(path, config, revision=revision, **some))
     except ConnectionError as error:
         raise UserError(
             f"cannot load {name}: it is no folder here, the hub cannot be reached and the cache does not have it: "
@@ -179,10 +178,6 @@ def _load(datasets: Any, name: str, config: str | None, revision: str | None) ->
     # Whatever the readers of the many formats raise.
     except Exception as error:
         raise UserError(f"cannot load {name}: {first_line(error)}") from error
-
-
-def _natural_order(path: Path) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _image_column(datasets: Any, name: str, features: dict[str, Any]) -> str:
