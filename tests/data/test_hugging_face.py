@@ -3,9 +3,12 @@
 import csv
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import open_clip
 import pytest
@@ -15,7 +18,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
 from vl_plugins import create_loss
-from vl_plugins.cli import main
+from vl_plugins.cli import build_parser, main
+from vl_plugins.commands.shards_hugging_face import EPILOG
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.integrations.open_clip.models import register_models
@@ -262,3 +266,13 @@ def test_the_hub_without_a_network(tmp_path):
     (line,) = finished.stderr.splitlines()
     assert line.startswith("vl-plugins shards: error: cannot load someone/birds: it is no folder here, the hub cannot")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_of_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "getting_data.md").read_text(encoding="utf-8")
+    lines = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True) for line in (*lines.splitlines(), *EPILOG.splitlines())]
+    commands = [command for command in commands if command[:1] == ["vl-plugins"]]
+    assert len(commands) > 12
+    for command in commands:
+        build_parser().parse_args(command[1:])
