@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import open_clip
@@ -20,6 +19,7 @@ from torchvision.transforms import PILToTensor
 from vl_plugins import create_loss
 from vl_plugins.cli import build_parser, main
 from vl_plugins.commands.shards_hugging_face import EPILOG
+from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.integrations.open_clip.models import register_models
@@ -106,30 +106,20 @@ def test_flickr30k_gives_the_bytes_of_karpathys_files(flickr30k, toy_shards, tmp
     assert (source["format"], source["name"]) == ("hugging-face", "mirror")
 
 
-def test_coco_with_a_row_per_caption(items, toy_shards, tmp_path):
+def test_coco_with_a_row_per_caption(items, toy_scenes, tmp_path):
     assert run_shards(write_coco(tmp_path / "coco", items), tmp_path / "out") == 0
     assert main(["shards", "verify", str(tmp_path / "out"), "--workers", "1"]) == 0
     only = read_hugging_face(str(tmp_path / "coco"), data_files={"mine": "validation-*"})[0]
     assert [image.split for image in only] == ["mine"] * 24
+    images, files = read_hugging_face(str(tmp_path / "coco"))
+    expected = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    assert len(expected) == 112
     ours, theirs = (
-        [sample for split in ("train", "val", "test") for sample in read_samples(folder, split)]
-        for folder in (tmp_path / "out", toy_shards)
+        [(image.image_id, image.filename, image.captions, image.split) for image in source]
+        for source in (images, expected)
     )
-    assert len(theirs) == 112
-    for mine, sample in zip(ours, theirs, strict=True):
-        assert len(set(mine["json"].pop("caption_ids"))) == len(sample["json"].pop("caption_ids")) == 5
-        assert mine == sample
-
-
-def read_samples(folder, split):
-    samples = {}
-    for shard in sorted(folder.glob(f"toy-{split}-*.tar")):
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                key, extension = member.name.split(".")
-                data = tar.extractfile(member).read()
-                samples.setdefault(key, {})[extension] = json.loads(data) if extension == "json" else data
-    return list(samples.values())
+    assert ours == theirs
+    assert [files.read(image.file) for image in images] == [item["image"]["bytes"] for item in items]
 
 
 def test_trains_a_step_and_evaluates(flickr30k, tmp_path):
