@@ -21,6 +21,8 @@ EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotl
 EXTRAS += (
     "accelerate",
     "omegaconf",
+    "datasets",
+    "pyarrow",
     "safetensors",
     "clip_benchmark",
     "triton",
@@ -102,6 +104,7 @@ assert main(["losses"]) == 0
         (["toy", "--out", "no-such-folder"], "data"),
         (["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"], "open-clip"),
         (["demo"], "open-clip"),
+        (["shards", "hugging-face", "someone/birds", "--out", "no-such-folder"], "hub"),
     ],
 )
 def test_a_missing_extra_is_named(command, extra, tmp_path):
@@ -143,7 +146,7 @@ def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "all", "dev"}
+    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "hub", "all", "dev"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}
 

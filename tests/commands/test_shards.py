@@ -400,7 +400,7 @@ def test_actions(capsys):
         main(["shards", "--help"])
     lines = capsys.readouterr().out.partition("actions:")[2].splitlines()
     names = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert names == ["coco", "flickr30k", "coco-captions", "table", "verify", "info"]
+    assert names == ["coco", "flickr30k", "coco-captions", "table", "hugging-face", "verify", "info"]
     for action in ("verify", "info"):
         assert build_parser().parse_args(["shards", action, "folder"]).folder == "folder"
 

@@ -2,9 +2,11 @@ import csv
 import json
 import re
 
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_clip_train.data import CsvDataset
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.caption_table import read_caption_table
@@ -53,9 +55,16 @@ def test_paths_are_compared_without_what_means_nothing(write):
     ]
 
 
-def test_the_default_columns_of_open_clip(write):
-    file = write("filepath\ttitle\na.jpg\ta cat, a dog\n", "train.tsv")
-    assert facts(read_caption_table(file)) == [(0, "a.jpg", ("a cat, a dog",), (0,), "train")]
+@pytest.mark.parametrize("separator", ["\t", ","])
+def test_the_csv_of_open_clip_as_its_own_reader_reads_it(write, separator):
+    captions = ['a cat, a "dog"', "two\nlines", "a\ttab"]
+    table = pandas.DataFrame({"filepath": ["a/1.jpg", "a/1.jpg", "2.jpg"], "title": captions})
+    file = write(table.to_csv(index=False, sep=separator), "train.csv")
+    theirs = CsvDataset(file, None, "filepath", "title", sep=separator)
+    images = read_caption_table(file, delimiter=separator)
+    assert [image.file for image in images] == ["a/1.jpg", "2.jpg"]
+    ours = [(image.file, caption) for image in images for caption in image.captions]
+    assert ours == list(zip(theirs.images, theirs.captions, strict=True))
 
 
 @pytest.mark.parametrize("first", range(6))

@@ -6,29 +6,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.commands import shards_info, shards_verify
+from vl_plugins.commands import shards_hugging_face, shards_info, shards_verify
+from vl_plugins.commands.shards_common import (
+    DEFAULT_QUALITY,
+    add_common_options,
+    add_leave_restval,
+    add_source,
+    describe_files,
+    images_of_splits,
+)
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
 from vl_plugins.data.caption_table import read_caption_table
-from vl_plugins.data.captions import TXT
 from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_ids
 from vl_plugins.data.manifest import REJECTED_FILE
-from vl_plugins.data.parallel import usable_cores
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, unknown_name
+from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.tables import align_columns
 
 __all__ = ["brace_pattern", "register", "run"]
-
-DEFAULT_QUALITY = 95
-
-DESCRIPTION = """\
-Write {what}, as shards: tar files
-with the image file (as it is, unless --resize is given), the first caption (.txt, see --txt) and all
-captions with their ids (.json) of each image. Stock open_clip reads them too. A run that is repeated writes
-the same bytes, and one that was stopped goes on where it was; shards of the same data set and split
-with other contents are an error unless --overwrite is given. With --features an array file (.npy) of
-region or grid features stands in place of each image file, for models that take these."""
 
 EXAMPLES = {
     "coco": """example:
@@ -74,6 +70,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     _register_flickr30k(actions)
     _register_coco_captions(actions)
     _register_table(actions)
+    shards_hugging_face.register(actions, run)
     shards_verify.register(actions)
     shards_info.register(actions)
 
@@ -85,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quality is not None and arguments.resize is None:
         raise UserError("--quality needs --resize; without it the image files stay as they are")
     rejected: list[RejectedImage] = []
-    images, source = arguments.read(arguments, rejected if arguments.on_error == "skip" else None)
+    images, files, source = arguments.read(arguments, rejected if arguments.on_error == "skip" else None)
     _check_splits_left(images, rejected, arguments.split)
     if arguments.group_key is not None:
         if all(image.group is None for image in images):
@@ -93,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         source["group_key"] = arguments.group_key
     entries = write_shards(
         images,
-        arguments.images,
+        files,
         arguments.out,
         features=arguments.features,
         samples_per_shard=arguments.samples_per_shard,
@@ -126,8 +123,10 @@ def brace_pattern(shards: list[str]) -> str:
 
 
 def _register_coco(actions: argparse._SubParsersAction) -> None:
-    parser = _add_source(actions, "coco", "COCO with Karpathy's splits, or any set in that format")
-    reading = _add_common_options(parser, "the annotation file (JSON)", "'dataset' of the annotation file")
+    parser = add_source(
+        actions, "coco", "COCO with Karpathy's splits, or any set in that format", EXAMPLES["coco"], run
+    )
+    reading = _add_files(parser, "the annotation file (JSON)", "'dataset' of the annotation file")
     reading.add_argument(
         "--coco-annotations",
         type=Path,
@@ -136,20 +135,28 @@ def _register_coco(actions: argparse._SubParsersAction) -> None:
         help="COCO's official caption files; captions then have COCO's annotation ids, which ECCV Caption and CxC use, "
         "instead of Karpathy's",
     )
-    _add_leave_restval(reading)
+    add_leave_restval(reading)
     parser.set_defaults(read=partial(_read_karpathy, "coco"))
 
 
 def _register_flickr30k(actions: argparse._SubParsersAction) -> None:
-    parser = _add_source(actions, "flickr30k", "Flickr30K with Karpathy's splits, or any set in that format")
-    reading = _add_common_options(parser, "the annotation file (JSON)", "'dataset' of the annotation file")
-    _add_leave_restval(reading)
+    parser = add_source(
+        actions, "flickr30k", "Flickr30K with Karpathy's splits, or any set in that format", EXAMPLES["flickr30k"], run
+    )
+    reading = _add_files(parser, "the annotation file (JSON)", "'dataset' of the annotation file")
+    add_leave_restval(reading)
     parser.set_defaults(read=partial(_read_karpathy, "flickr30k"), coco_annotations=None)
 
 
 def _register_coco_captions(actions: argparse._SubParsersAction) -> None:
-    parser = _add_source(actions, "coco-captions", "COCO's official caption files, or others in that format")
-    reading = _add_common_options(
+    parser = add_source(
+        actions,
+        "coco-captions",
+        "COCO's official caption files, or others in that format",
+        EXAMPLES["coco-captions"],
+        run,
+    )
+    reading = _add_files(
         parser,
         "the annotation files (JSON); each is a split with its name, captions_val2017.json is val2017",
         "coco",
@@ -160,8 +167,10 @@ def _register_coco_captions(actions: argparse._SubParsersAction) -> None:
 
 
 def _register_table(actions: argparse._SubParsersAction) -> None:
-    parser = _add_source(actions, "table", "a table of image paths and captions in CSV, TSV or JSON Lines")
-    reading = _add_common_options(
+    parser = add_source(
+        actions, "table", "a table of image paths and captions in CSV, TSV or JSON Lines", EXAMPLES["table"], run
+    )
+    reading = _add_files(
         parser,
         "the table: .csv or .tsv with column names in the first line, or .jsonl with an object in each",
         "that of the file",
@@ -194,23 +203,10 @@ def _register_table(actions: argparse._SubParsersAction) -> None:
     parser.set_defaults(read=_read_table)
 
 
-def _add_source(actions: argparse._SubParsersAction, source: str, what: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(
-        source,
-        help=f"write {what}",
-        description=DESCRIPTION.format(what=what),
-        epilog=EXAMPLES[source],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_common_options(
+def _add_files(
     parser: argparse.ArgumentParser, annotations: str, dataset_name: str, several_files: bool = False
 ) -> argparse._ArgumentGroup:
-    """Add the options of all sources; return the group for those of one source.
+    """Add the options of sources that are files; return the group for those of one source.
 
     Args:
         parser: of the source.
@@ -236,76 +232,13 @@ def _add_common_options(
         help="folder of array files in place of images: <image id>.npy, or else <name of the image file>.npy, with N "
         "features of W values as (N, W)",
     )
-    reading.add_argument("--split", nargs="+", metavar="SPLIT", help="only these splits (default: all there are)")
-    reading.add_argument(
-        "--group-key",
-        metavar="KEY",
-        help="field of each image, or column, that says which images belong together, such as pictures of one object "
-        "or frames of a video: --same-group of a training keeps them apart or takes them for positives",
-    )
-
-    writing = parser.add_argument_group("what to write")
-    writing.add_argument(
-        "--out", required=True, metavar="DIR", help="folder for the shards, or a URL of fsspec such as s3://..."
-    )
-    writing.add_argument("--dataset-name", metavar="NAME", help=f"name for the shards (default: {dataset_name})")
-    size = writing.add_mutually_exclusive_group()
-    size.add_argument(
-        "--samples-per-shard", type=int, default=1000, metavar="N", help="images in a shard (default: %(default)s)"
-    )
-    size.add_argument(
-        "--shard-size-mb",
-        type=float,
-        metavar="MB",
-        help="instead of a number of images, the megabytes that a shard has at most",
-    )
-    writing.add_argument(
-        "--txt",
-        choices=TXT,
-        default="first",
-        help="what .txt has: the first caption, as open_clip trains on it, or each caption in a line, as "
-        "CLIP_benchmark reads it (default: %(default)s); the readers of vl-plugins take all captions from .json",
-    )
-    writing.add_argument(
-        "--resize", type=int, metavar="PIXELS", help="reduce larger images to this shorter side (default: leave all)"
-    )
-    writing.add_argument(
-        "--quality",
-        type=int,
-        metavar="Q",
-        help=f"JPEG and WebP quality of images that --resize reduces, 1 to 100 (default: {DEFAULT_QUALITY})",
-    )
-    writing.add_argument(
-        "--seed", type=int, metavar="N", help="shuffle the training splits (default: the order of the annotations)"
-    )
-
-    running = parser.add_argument_group("how to run")
-    running.add_argument(
-        "--workers", type=int, default=usable_cores(), metavar="N", help="processes (default: the cores, %(default)s)"
-    )
-    running.add_argument(
-        "--on-error",
-        choices=("raise", "skip"),
-        default="raise",
-        help=f"stop at an image that cannot be used, or leave it out and list it in {REJECTED_FILE} "
-        "(default: %(default)s)",
-    )
-    running.add_argument("--overwrite", action="store_true", help="replace shards that have other contents")
-    running.add_argument(
-        "--dry-run", action="store_true", help="read and check everything and print the numbers, but write nothing"
-    )
+    add_common_options(parser, reading, dataset_name)
     return reading
-
-
-def _add_leave_restval(reading: argparse._ArgumentGroup) -> None:
-    reading.add_argument(
-        "--leave-restval", action="store_true", help="keep restval as a split of its own instead of a part of train"
-    )
 
 
 def _read_karpathy(
     dataset: str, arguments: argparse.Namespace, rejected: list[RejectedImage] | None
-) -> tuple[list[CaptionedImage], dict[str, Any]]:
+) -> tuple[list[CaptionedImage], Path | None, dict[str, Any]]:
     images = read_karpathy(
         arguments.annotations,
         dataset,
@@ -315,23 +248,23 @@ def _read_karpathy(
         rejected=rejected,
     )
     # Before the official files, which need not cover splits that are not written.
-    images = _of_splits(images, rejected, arguments.split)
+    images = images_of_splits(images, rejected, arguments.split)
     source = {
         "format": f"karpathy-{dataset}",
-        "annotations": _describe_files([arguments.annotations]),
+        "annotations": describe_files([arguments.annotations]),
         "restval": "kept" if arguments.leave_restval else "joined to train",
         "caption_ids": "karpathy-sentence",
     }
     if arguments.coco_annotations:
         images = with_annotation_ids(images, arguments.coco_annotations, rejected=rejected)
         source["caption_ids"] = "coco-annotation"
-        source["coco_annotations"] = _describe_files(arguments.coco_annotations)
-    return images, source
+        source["coco_annotations"] = describe_files(arguments.coco_annotations)
+    return images, arguments.images, source
 
 
 def _read_coco_captions(
     arguments: argparse.Namespace, rejected: list[RejectedImage] | None
-) -> tuple[list[CaptionedImage], dict[str, Any]]:
+) -> tuple[list[CaptionedImage], Path | None, dict[str, Any]]:
     images = read_coco_captions(
         arguments.annotations,
         image_root=arguments.images,
@@ -340,16 +273,20 @@ def _read_coco_captions(
         group_key=arguments.group_key,
         rejected=rejected,
     )
-    return _of_splits(images, rejected, arguments.split), {
-        "format": "coco-captions",
-        "annotations": _describe_files(arguments.annotations),
-        "caption_ids": "coco-annotation",
-    }
+    return (
+        images_of_splits(images, rejected, arguments.split),
+        arguments.images,
+        {
+            "format": "coco-captions",
+            "annotations": describe_files(arguments.annotations),
+            "caption_ids": "coco-annotation",
+        },
+    )
 
 
 def _read_table(
     arguments: argparse.Namespace, rejected: list[RejectedImage] | None
-) -> tuple[list[CaptionedImage], dict[str, Any]]:
+) -> tuple[list[CaptionedImage], Path | None, dict[str, Any]]:
     images = read_caption_table(
         arguments.annotations,
         image_column=arguments.image_column,
@@ -363,26 +300,15 @@ def _read_table(
         split_name=arguments.split_name,
         rejected=rejected,
     )
-    return _of_splits(images, rejected, arguments.split), {
-        "format": "table",
-        "annotations": _describe_files([arguments.annotations]),
-        "caption_ids": "running-number",
-    }
-
-
-def _describe_files(files: Sequence[Path]) -> list[dict[str, str]]:
-    """Return name, without the folder, and SHA-256 of each file."""
-    return [{"file": file.name, "sha256": Folder(file.parent).sha256(file.name)} for file in files]
-
-
-def _of_splits(
-    images: list[CaptionedImage], rejected: Sequence[RejectedImage] | None, splits: Sequence[str] | None
-) -> list[CaptionedImage]:
-    present = {image.split for image in (*images, *(rejected or ()))}
-    for split in splits or ():
-        if split not in present:
-            raise unknown_name("split", split, present)
-    return [image for image in images if splits is None or image.split in splits]
+    return (
+        images_of_splits(images, rejected, arguments.split),
+        arguments.images,
+        {
+            "format": "table",
+            "annotations": describe_files([arguments.annotations]),
+            "caption_ids": "running-number",
+        },
+    )
 
 
 def _check_splits_left(

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +21,7 @@ from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.storage import open_regular
 from vl_plugins.utils.errors import UserError, unknown_name
 
-__all__ = ["read_caption_table"]
+__all__ = ["Columns", "Row", "gather_rows", "read_caption_table"]
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
 CAPTION_COLUMNS = re.compile(r"captions?|title|text|caption[_ ]?\d+")
@@ -33,11 +33,13 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 # A row by column, or why it cannot be read, with the number of its first line.
-_Row = tuple[int, dict[str, Any] | UserError]
+Row = tuple[int, dict[str, Any] | UserError]
 
 
 @dataclass(frozen=True)
-class _Columns:
+class Columns:
+    """The columns of a table by what they have; None for what it does not have."""
+
     image: str
     captions: tuple[str, ...]
     split: str | None
@@ -125,13 +127,38 @@ def read_caption_table(
     else:
         names, rows = _read_delimited(file, DELIMITERS[suffix] if delimiter is None else delimiter)
     columns = _choose_columns(file, names, image_column, caption_columns, split_column, id_column, group_column)
+    return gather_rows(file, rows, columns, dataset_name, split_name, rejected)
 
+
+def gather_rows(
+    source: str | Path,
+    rows: Iterable[Row],
+    columns: Columns,
+    dataset_name: str,
+    split_name: str,
+    rejected: list[RejectedImage] | None,
+    unit: str = "line",
+) -> list[CaptionedImage]:
+    """Return the images of rows, as :func:`read_caption_table` does.
+
+    Args:
+        source: what messages call the table.
+        rows: the number of each row with its values by column, or with what is wrong with it.
+        columns: the columns that count.
+        dataset_name: as for :func:`read_caption_table`.
+        split_name: likewise.
+        rejected: likewise.
+        unit: what messages count rows in.
+
+    Raises:
+        UserError: there is no row, or one is wrong, as for :func:`read_caption_table`.
+    """
     collector = ImageCollector(rejected)
-    gathered = _gather_rows(file, rows, columns, split_name, collector)
+    gathered = _gather_by_path(source, rows, columns, split_name, collector, unit)
     ids = [image.id for image in gathered if image.id is not None]
     as_integers = all(CANONICAL_INT.fullmatch(value) for value in ids)
     for number, image in enumerate(gathered):
-        place = place_of("line", image.line, image.filename)
+        place = place_of(unit, image.line, image.filename)
         try:
             if image.problem is not None:
                 place, error = image.problem
@@ -150,7 +177,7 @@ def read_caption_table(
                 )
             )
         except UserError as error:
-            collector.reject(file, place, image.split, error)
+            collector.reject(source, place, image.split, error)
     return collector.images
 
 
@@ -169,7 +196,7 @@ def _lines(file: Path) -> Iterator[str]:
         raise UserError(f"{file}: line {number}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _read_delimited(file: Path, delimiter: str) -> tuple[list[str], Iterator[_Row]]:
+def _read_delimited(file: Path, delimiter: str) -> tuple[list[str], Iterator[Row]]:
     """Return the column names and an iterator over the rows, each a string by column."""
     if len(delimiter) != 1 or delimiter in '"\r\n\0':
         raise UserError(f"the delimiter must be one character, not a quote or line break, got {delimiter!r}")
@@ -180,7 +207,7 @@ def _read_delimited(file: Path, delimiter: str) -> tuple[list[str], Iterator[_Ro
     if repeated:
         raise UserError(f"{file}: column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one")
 
-    def rows() -> Iterator[_Row]:
+    def rows() -> Iterator[Row]:
         for line, fields in records:
             if len(fields) != len(names):
                 yield (
@@ -214,10 +241,10 @@ def _delimited_records(file: Path, delimiter: str) -> Iterator[tuple[int, list[s
             yield line, fields
 
 
-def _read_json_lines(file: Path) -> tuple[list[str], list[_Row]]:
+def _read_json_lines(file: Path) -> tuple[list[str], list[Row]]:
     """Return the keys of all objects in order of appearance, and the objects."""
     names: dict[str, None] = {}
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for number, line in enumerate(_lines(file), 1):
         if not line.strip():
             continue
@@ -248,7 +275,7 @@ def _choose_columns(
     split: str | None,
     id_: str | None,
     group: str | None,
-) -> _Columns:
+) -> Columns:
     """Check the columns asked for and choose the others."""
     if not names:
         raise UserError(f"{file} has no rows")
@@ -267,7 +294,7 @@ def _choose_columns(
         raise UserError(f"{file}: which column has the images? name it with --image-column; columns: {listed}")
     if not captions:
         raise UserError(f"{file}: which column has the captions? name it with --caption-column; columns: {listed}")
-    return _Columns(
+    return Columns(
         image=image,
         captions=captions,
         split=_first_present(SPLIT_COLUMNS, free) if split is None else split,
@@ -280,8 +307,13 @@ def _first_present(candidates: Sequence[str], names: Sequence[str]) -> str | Non
     return next((name for name in candidates if name in names), None)
 
 
-def _gather_rows(
-    file: Path, rows: Iterator[_Row] | list[_Row], columns: _Columns, split_name: str, collector: ImageCollector
+def _gather_by_path(
+    source: str | Path,
+    rows: Iterable[Row],
+    columns: Columns,
+    split_name: str,
+    collector: ImageCollector,
+    unit: str,
 ) -> list[_Gathered]:
     """Return the images in order of appearance; rows that belong to none are rejected."""
     gathered: dict[str, _Gathered] = {}
@@ -289,12 +321,12 @@ def _gather_rows(
     empty = True
     for line, row in rows:
         empty = False
-        place, split, image = place_of("line", line), None if columns.split is not None else split_name, None
+        place, split, image = place_of(unit, line), None if columns.split is not None else split_name, None
         try:
             if isinstance(row, UserError):
                 raise row
             filename = _text(row, columns.image)
-            place = place_of("line", line, filename)
+            place = place_of(unit, line, filename)
             if columns.split is not None:
                 named = _text(row, columns.split)
                 check_name("split", named)
@@ -305,11 +337,11 @@ def _gather_rows(
                 image = gathered[path] = _Gathered(line, path, filename, split)
                 image.id, image.group = _id(row, columns.id), get_group(row, columns.group)
             else:
-                _check_agreement(image, split, _id(row, columns.id), get_group(row, columns.group))
+                _check_agreement(image, split, _id(row, columns.id), get_group(row, columns.group), unit)
             captions = _captions(row, columns.captions)
         except UserError as error:
             if image is None:
-                collector.reject(file, place, split, error)
+                collector.reject(source, place, split, error)
             else:
                 image.problem = image.problem or (place, error)
             continue
@@ -317,11 +349,11 @@ def _gather_rows(
         image.caption_ids += range(number_of_captions, number_of_captions + len(captions))
         number_of_captions += len(captions)
     if empty:
-        raise UserError(f"{file} has no rows")
+        raise UserError(f"{source} has no rows")
     return list(gathered.values())
 
 
-def _check_agreement(image: _Gathered, split: str, image_id: str | None, group: int | str | None) -> None:
+def _check_agreement(image: _Gathered, split: str, image_id: str | None, group: int | str | None, unit: str) -> None:
     for kind, value, first in (
         ("split", split, image.split),
         ("id", image_id, image.id),
@@ -329,7 +361,8 @@ def _check_agreement(image: _Gathered, split: str, image_id: str | None, group: 
     ):
         if value != first:
             raise UserError(
-                f"{kind} {value!r}, but {first!r} for the same image in line {image.line}; rows of one image must agree"
+                f"{kind} {value!r}, but {first!r} for the same image in {unit} {image.line}; "
+                "rows of one image must agree"
             )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
@@ -18,11 +17,11 @@ from tqdm import tqdm
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.captions import TXT, txt_content
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, with_array_files
+from vl_plugins.data.image_files import FileFolder, FileSource
 from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
-from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
-from vl_plugins.data.storage import Folder, error_text, open_regular
+from vl_plugins.data.storage import Folder
 from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
 
@@ -43,7 +42,7 @@ class _Encoding:
     """How an image becomes a sample.
 
     Args:
-        root: folder of the image files, or of the array files in their place.
+        files: where the image files are, or the array files in their place.
         txt: see :func:`write_shards`.
         resize: likewise.
         quality: likewise.
@@ -51,7 +50,7 @@ class _Encoding:
         feature_dim: number of values of every feature, 0 where no array file can be used; None for image files.
     """
 
-    root: Path
+    files: FileSource
     txt: str
     resize: int | None
     quality: int
@@ -84,7 +83,7 @@ class _Written:
 
 def write_shards(
     images: Sequence[CaptionedImage],
-    image_root: str | os.PathLike | None,
+    image_root: str | os.PathLike | FileSource | None,
     out: str | os.PathLike,
     *,
     features: str | os.PathLike | None = None,
@@ -124,7 +123,8 @@ def write_shards(
 
     Args:
         images: what to write, of one or several splits.
-        image_root: folder that ``CaptionedImage.file`` is relative to; None with ``features``.
+        image_root: folder that ``CaptionedImage.file`` is relative to, or another source of files; None with
+            ``features``.
         out: folder for the shards, a path or a URL of fsspec; made when missing.
         features: folder of array files in place of the image files, found by
             :func:`~vl_plugins.data.feature_arrays.with_array_files`: ``<image id>.npy``, or else
@@ -179,9 +179,10 @@ def write_shards(
     if not dry_run:
         out.make()
 
-    root = Path(image_root if features is None else features)
-    feature_dim = None if features is None else _first_feature_dim(images, root)
-    encoding = _Encoding(root, txt, resize, quality, on_error, feature_dim)
+    root = image_root if features is None else features
+    files = FileFolder(root) if isinstance(root, (str, os.PathLike)) else root
+    feature_dim = None if features is None else _first_feature_dim(images, files)
+    encoding = _Encoding(files, txt, resize, quality, on_error, feature_dim)
     options = {
         **({} if features is None else {"inputs": "features"}),
         **({"samples_per_shard": samples_per_shard} if shard_size_mb is None else {"shard_size_mb": shard_size_mb}),
@@ -232,11 +233,11 @@ def _check_options(
         raise UserError(f"quality must be 1 to 100, got {quality}")
 
 
-def _first_feature_dim(images: Iterable[CaptionedImage], root: Path) -> int:
+def _first_feature_dim(images: Iterable[CaptionedImage], files: FileSource) -> int:
     """Return the number of values of each feature of the first image whose array file can be used, 0 without any."""
     for image in images:
         with suppress(UserError):  # said where it is written
-            return inspect_features(_read_file(image, root)).feature_dim
+            return inspect_features(files.read(image.file)).feature_dim
     return 0
 
 
@@ -268,9 +269,8 @@ def _sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: _Encodi
 
 
 def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int:
-    try:
-        size = (encoding.root / image.file).stat().st_size
-    except (OSError, ValueError):
+    size = encoding.files.size(image.file)
+    if not size:
         return 0
     if encoding.feature_dim is None:
         members = _members(key, image, encoding.txt, "webp", b"", {"width": MOST, "height": MOST})
@@ -382,7 +382,7 @@ def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Wri
             members = _encode(key, image, encoding)
         except UserError as error:
             if encoding.on_error == "raise":
-                place = encoding.root / image.file
+                place = encoding.files.place(image.file)
                 raise UserError(f"{place} (image id {image.image_id}): {error}") from error
             rejected.append(RejectedImage(image.file, image.split, str(error)))
             continue
@@ -402,7 +402,7 @@ def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Wri
 
 def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, bytes]:
     """Return the members of one sample by name."""
-    data = _read_file(image, encoding.root)
+    data = encoding.files.read(image.file)
     if encoding.feature_dim is not None:
         info = inspect_features(data)
         if info.feature_dim != encoding.feature_dim:
@@ -415,18 +415,6 @@ def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, b
     else:
         data, info = resize_image(data, encoding.resize, quality=encoding.quality)
     return _members(key, image, encoding.txt, info.extension, data, {"width": info.width, "height": info.height})
-
-
-def _read_file(image: CaptionedImage, root: Path) -> bytes:
-    try:
-        with open_regular(root / image.file) as stream:
-            if os.fstat(stream.fileno()).st_size <= MAX_MEMBER_BYTES:
-                return stream.read()
-    except OSError as error:
-        raise UserError(f"cannot read the file: {error_text(error)}") from error
-    except ValueError as error:  # a null character in the path
-        raise UserError(f"cannot read the file: {error}") from error
-    raise UserError(f"the file is larger than {MAX_MEMBER_BYTES >> 30} GiB")
 
 
 def _members(
@@ -479,14 +467,7 @@ class _HashedStream:
 
 def _fingerprint(shard: _Shard, encoding: _Encoding) -> str:
     """Return a hash of all that the content of a shard depends on."""
-    images = []
-    for key, image in shard.images.items():
-        try:
-            status = (encoding.root / image.file).stat()
-            state = [status.st_size, status.st_mtime_ns]
-        except (OSError, ValueError):
-            state = None
-        images.append([key, vars(image), state])
+    images = [[key, vars(image), encoding.files.state(image.file)] for key, image in shard.images.items()]
     options = [encoding.txt, encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
     return hashlib.sha256(to_json([images, options])).hexdigest()
 
