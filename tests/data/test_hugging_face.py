@@ -20,6 +20,7 @@ from vl_plugins import create_loss
 from vl_plugins.cli import build_parser, main
 from vl_plugins.commands.shards_hugging_face import EPILOG
 from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.collection import read_collection
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.integrations.open_clip.models import register_models
@@ -162,6 +163,44 @@ def test_captions_as_karpathys_sentences(items, tmp_path):
         ]
     assert {image.split for image in one_each} == {"train"}
     assert [image.split for image in listed] == ["train", "restval"] * 3
+
+
+def test_columns_that_are_named_and_cocos_ids(items, tmp_path):
+    items = items[:4]
+    rows = [
+        {
+            "thumbnail": item["image"],
+            "image": item["image"],
+            "text": "no caption",
+            "words": item["sentences"][0]["raw"],
+            "more": [item["sentences"][1]["raw"]],
+            "key": item["cocoid"],
+            "id": "the same",
+            "part": "restval",
+            "scene": str(number % 2),
+        }
+        for number, item in enumerate(items)
+    ]
+    write_parquet(tmp_path / "mirror" / "some", train=rows)
+    write_parquet(tmp_path / "mirror" / "other", train=rows[:1])
+    (tmp_path / "mirror" / "README.md").write_text(
+        "---\nconfigs:\n- {config_name: other, data_files: other/*}\n- {config_name: some, data_files: some/*}\n---\n"
+    )
+    sentences = [(item["cocoid"], sentence) for item in items for sentence in item["sentences"][:2]]
+    official = [
+        {"image_id": image, "id": 1000 + sentence["sentid"], "caption": sentence["raw"]}
+        for image, sentence in sentences
+    ]
+    (tmp_path / "captions.json").write_text(json.dumps({"images": [], "annotations": official}))
+    flags = "--config some --image-column image --caption-column words more --id-column key --split-column part"
+    flags += f" --group-key scene --leave-restval --coco-annotations {tmp_path / 'captions.json'}"
+    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split()) == 0
+    collection = read_collection(str(tmp_path / "out" / "toy-restval-000000.tar"))
+    assert list(collection.image_ids) == [item["cocoid"] for item in items]
+    assert list(collection.captions) == [sentence["raw"] for _, sentence in sentences]
+    assert list(collection.caption_ids) == [annotation["id"] for annotation in official]
+    entry = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"]["toy-restval"]
+    assert (entry["groups"], entry["source"]["caption_ids"]) == (2, "coco-annotation")
 
 
 def test_a_folder_of_images(items, tmp_path):

@@ -52,17 +52,13 @@ class HuggingFaceFiles:
         # The images of a folder stay there.
         return read_file(image["path"]) if image["bytes"] is None else image["bytes"]
 
-    def size(self, file: str) -> int:
+    def state(self, file: str) -> tuple[int, str] | None:
         try:
-            return len(self.read(file))
-        except UserError:
-            return 0
-
-    def state(self, file: str) -> str | None:
-        try:
-            return hashlib.sha256(self.read(file)).hexdigest()
+            data = self.read(file)
         except UserError:
             return None
+        # No time: a copy that is downloaded again is the same.
+        return len(data), hashlib.sha256(data).hexdigest()
 
     def place(self, file: str) -> str:
         return f"{self.name}: {file}"

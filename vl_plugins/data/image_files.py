@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
 from vl_plugins.data.storage import error_text, open_regular
@@ -17,11 +17,8 @@ class FileSource(Protocol):
     def read(self, file: str) -> bytes:
         """Return the content of a file; raise :class:`UserError` if it cannot be read."""
 
-    def size(self, file: str) -> int:
-        """Return the number of bytes of a file, 0 if it cannot be read."""
-
-    def state(self, file: str) -> Any:
-        """Return a JSON value that changes with the content of the file; None if it cannot be read."""
+    def state(self, file: str) -> tuple[int, int | str] | None:
+        """Return the number of bytes of a file and what else changes with its content; None if it cannot be read."""
 
     def place(self, file: str) -> str:
         """Return how messages call a file."""
@@ -36,18 +33,12 @@ class FileFolder:
     def read(self, file: str) -> bytes:
         return read_file(self.root / file)
 
-    def size(self, file: str) -> int:
-        try:
-            return (self.root / file).stat().st_size
-        except (OSError, ValueError):
-            return 0
-
-    def state(self, file: str) -> list[int] | None:
+    def state(self, file: str) -> tuple[int, int] | None:
         try:
             status = (self.root / file).stat()
         except (OSError, ValueError):
             return None
-        return [status.st_size, status.st_mtime_ns]
+        return status.st_size, status.st_mtime_ns
 
     def place(self, file: str) -> str:
         return str(self.root / file)

@@ -269,15 +269,15 @@ def _sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: _Encodi
 
 
 def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int:
-    size = encoding.files.size(image.file)
-    if not size:
+    state = encoding.files.state(image.file)
+    if state is None:
         return 0
     if encoding.feature_dim is None:
         members = _members(key, image, encoding.txt, "webp", b"", {"width": MOST, "height": MOST})
     else:
         most = {"num_features": MOST, "feature_dim": MOST}
         members = _members(key, image, encoding.txt, FEATURE_EXTENSION, b"", most)
-    return _size_in_tar(members) + _padded(size)
+    return _size_in_tar(members) + _padded(state[0])
 
 
 def _sizes_encoded(encoding: _Encoding, keyed: Sequence[tuple[str, CaptionedImage]]) -> list[int]:
