@@ -24,7 +24,7 @@ from vl_plugins.data.collection import read_collection
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.integrations.open_clip.models import register_models
-from vl_plugins.integrations.open_clip.validation import validation_metrics
+from vl_plugins.retrieval.encoding import encode_batches, join, validation_metrics
 
 datasets = pytest.importorskip("datasets")
 
@@ -141,7 +141,7 @@ def test_trains_a_step_and_evaluates(flickr30k, tmp_path):
     assert all(parameter.grad.isfinite().all() for parameter in model.visual.parameters() if parameter.requires_grad)
     torch.optim.SGD(model.parameters(), 0.01).step()
     batches = evaluation_pipeline(f"{tmp_path}/toy-test-{{000000..000002}}.tar", preprocess, tokenizer, batch_size=8)
-    metrics = validation_metrics(model.eval(), DataLoader(batches, batch_size=None), "cpu")
+    metrics = validation_metrics(join(encode_batches(model.eval(), DataLoader(batches, batch_size=None), "cpu")))
     assert (metrics["num_samples"], metrics["num_captions"]) == (24, 120)
 
 
