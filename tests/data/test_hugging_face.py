@@ -250,13 +250,14 @@ def test_a_stopped_run_goes_on_and_bad_rows_are_named(items, tmp_path, capsys):
     assert {path: path.stat().st_ino for path in kept} == kept
 
     rows = [{"image": item["image"], "caption": ["a"], "id": item["cocoid"]} for item in broken]
-    rows[3]["caption"], rows[5]["id"] = [], rows[4]["id"]
+    rows[3]["caption"], rows[5]["id"], rows[7]["image"] = [], rows[4]["id"], None
     folder = write_parquet(tmp_path / "third", train=rows)
     assert run_shards(folder, tmp_path / "skipped", "--on-error", "skip") == 0
     rejected = [json.loads(line) for line in (tmp_path / "skipped" / "rejected.jsonl").read_text().splitlines()]
     assert [(item["image"].split("/")[1], item["reason"]) for item in rejected] == [
         ("3", "it has no caption in 'captions'"),
         ("5", f"image id {rows[4]['id']} occurs more than once; ids must be unique"),
+        ("7", "the row has no image"),
         ("20", "the file is not an image"),
     ]
 
@@ -293,7 +294,7 @@ def test_the_hub_without_a_network(tmp_path):
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 2
     (line,) = finished.stderr.splitlines()
-    assert line.startswith("vl-plugins shards: error: cannot load someone/birds: it is no folder here, the hub cannot")
+    assert line.startswith("vl-plugins shards: error: cannot load someone/birds: there is no such folder, the Hugging")
     assert not (tmp_path / "out").exists()
 
 

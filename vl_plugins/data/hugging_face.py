@@ -47,10 +47,11 @@ class HuggingFaceFiles:
     def read(self, file: str) -> bytes:
         split, row, _ = file.split("/", 2)
         (image,) = self.splits[split][int(row)].values()
-        if image is None:
+        if image is not None and image["bytes"] is not None:
+            return image["bytes"]
+        if image is None or image["path"] is None:
             raise UserError("the row has no image")
-        # The images of a folder stay there.
-        return read_file(image["path"]) if image["bytes"] is None else image["bytes"]
+        return read_file(image["path"])  # of a folder of images
 
     def state(self, file: str) -> tuple[int, str] | None:
         try:
@@ -83,9 +84,8 @@ def read_hugging_face(
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
     A caption column has a text, an object with texts under ``raw``, ``caption``, ``captions`` or ``text``, or a list of
-    these.
-    Rows of one split with the same id and an image of the same size are one image, at the place of the first, with the
-    captions of all in their order. Ids are integers or strings as in
+    these. Rows of one split with the same id and an image of as many bytes are one image, at the place of the first,
+    with the captions of all in their order. Ids are integers or strings as in
     :func:`~vl_plugins.data.caption_table.read_caption_table`; caption ids are running numbers.
 
     Args:
@@ -161,15 +161,15 @@ def _load(
     datasets: Any, name: str, config: str | None, revision: str | None, data_files: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """Return the rows of each split."""
-    # The data set's own list of splits and sizes, which are checked otherwise, is of all files.
+    # By default the library checks that all splits of the data set are there.
     some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
     path = str(Path(name).resolve()) if Path(name).is_dir() else name
     try:
         return dict(datasets.load_dataset(path, config, revision=revision, **some))
     except ConnectionError as error:
         raise UserError(
-            f"cannot load {name}: it is no folder here, the hub cannot be reached and the cache does not have it: "
-            f"{first_line(error)}"
+            f"cannot load {name}: there is no such folder, the Hugging Face hub cannot be reached, and the cache "
+            f"does not have it ({first_line(error)})"
         ) from error
     # Whatever the readers of the many formats raise.
     except Exception as error:
@@ -193,7 +193,14 @@ def _listed(features: dict[str, Any]) -> str:
 
 
 def _rows(splits: dict[str, Any], columns: Columns, caption_lines: bool, names: dict[str, str]) -> Iterator[Row]:
-    """Yield the texts of all rows; images with the same path are one."""
+    """Yield all rows as `gather_rows` takes them; those of one image have the same path.
+
+    Args:
+        splits: rows by split of the data set.
+        columns: of the data set.
+        caption_lines: whether each line of a text is a caption.
+        names: what splits are called instead.
+    """
     compute = require("pyarrow.compute", extra="hub")
     needed = {columns.image, *columns.captions, columns.split, columns.id, columns.group} - {None}
     for split, dataset in splits.items():
@@ -202,13 +209,13 @@ def _rows(splits: dict[str, Any], columns: Columns, caption_lines: bool, names: 
         files: dict[Any, str] = {}
         number = 0
         for batch in batches.iter(ROWS_TOGETHER):
-            # Neither needs the bytes themselves, which stay on the disk.
+            # Neither touches the bytes of the images, which stay on the disk.
             image = batch[columns.image]
             paths = compute.struct_field(image, "path").to_pylist()
             sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
             for row, path, size in zip(batch.drop_columns([columns.image]).to_pylist(), paths, sizes, strict=True):
-                file_name = next((row[column] for column in file_names if row[column]), path) or ""
-                file = f"{split}/{number}/{PurePosixPath(file_name).name or number}"
+                file_name = next((row[column] for column in file_names if row[column]), path)
+                file = f"{split}/{number}/{PurePosixPath(str(file_name or '')).name or number}"
                 image_id = None if columns.id is None else row[columns.id]
                 if image_id is not None:
                     file = files.setdefault((str(image_id), size), file)
