@@ -25,6 +25,7 @@ from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval.encoding import encode_batches, join, validation_metrics
+from vl_plugins.utils.errors import UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -214,6 +215,17 @@ def test_a_folder_of_images(items, tmp_path):
         (number, name, ("a", "b")) for number, name in enumerate(names)
     ]
     assert [files.read(image.file) for image in images] == [item["image"]["bytes"] for item in items[:3]]
+
+
+def test_a_row_does_not_name_a_file_of_ones_own(items, tmp_path):
+    (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}], "caption": ["a"]}
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train.parquet")
+    (image,), files = read_hugging_face(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
+        files.read(image.file)
 
 
 def test_tars_of_clip_benchmark(items, tmp_path):

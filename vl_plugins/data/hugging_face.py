@@ -38,11 +38,13 @@ class HuggingFaceFiles:
     Args:
         name: of the data set.
         splits: ``datasets.Dataset`` by its split, with one column, of type ``datasets.Image(decode=False)``.
+        folders: the folder of the data set, or the caches of the library; no image is read from elsewhere.
     """
 
-    def __init__(self, name: str, splits: dict[str, Any]):
+    def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[Path]):
         self.name = name
         self.splits = splits
+        self.folders = [folder.resolve() for folder in folders]
 
     def read(self, file: str) -> bytes:
         split, row, _ = file.split("/", 2)
@@ -51,7 +53,10 @@ class HuggingFaceFiles:
             return image["bytes"]
         if image is None or image["path"] is None:
             raise UserError("the row has no image")
-        return read_file(image["path"])  # of a folder of images
+        path = Path(image["path"]).resolve()
+        if not any(path.is_relative_to(folder) for folder in self.folders):
+            raise UserError(f"the row names the file {path}, which is not of the data set")
+        return read_file(path)  # of a folder of images
 
     def state(self, file: str) -> tuple[int, str] | None:
         try:
@@ -154,7 +159,9 @@ def read_hugging_face(
     images = gather_rows(name, rows, table, dataset_name, "train", rejected, unit="row")
     images_only = {split: rows.select_columns([image_column]) for split, rows in splits.items()}
     images = [replace(image, filename=PurePosixPath(image.file).name) for image in images]
-    return images, HuggingFaceFiles(name, images_only)
+    caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
+    folders = [Path(name)] if Path(name).is_dir() else [Path(cache) for cache in caches]
+    return images, HuggingFaceFiles(name, images_only, folders)
 
 
 def _load(
