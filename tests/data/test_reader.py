@@ -24,17 +24,12 @@ from torchvision.transforms import PILToTensor
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.randomness import random_states
-from vl_plugins.data.reader import (
-    ShardInfo,
-    SharedEpoch,
-    check_first_sample,
-    evaluation_pipeline,
-    read_shard_info,
-    training_pipeline,
-)
+from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.data.shard_info import ShardInfo, check_first_sample, read_shard_info
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
+from vl_plugins.data.training_batches import SharedEpoch
 from vl_plugins.integrations.command_lines import message
 from vl_plugins.utils.errors import UserError
 
@@ -999,13 +994,13 @@ class TestDamage:
         images = read_images(training_pipeline(shards, transform, tokenizer, 2, **options))
         assert set(images) == {0, 1, 2, 3, 4, 8, 9, 10, 11}, "5 may be incomplete"
         assert (
-            f"leaving out the end of shard {shards[1]}, which cannot be read: ValueError('it is cut off" in caplog.text
+            f"leaving out the end of shard {shards[1]}, which cannot be read: ReadError('it is cut off" in caplog.text
         )
         # Of a shard with sizes the part after the cut may be read first.
         place = r"(the end of )?shard" if sized else "the end of shard"
-        with pytest.raises(UserError, match=rf"^cannot read {place} .*-000001\.tar: ValueError\('it is cut off"):
+        with pytest.raises(UserError, match=rf"^cannot read {place} .*-000001\.tar: ReadError\('it is cut off"):
             list(training_pipeline(shards, transform, tokenizer, 2, on_error="raise", **options))
-        with pytest.raises(UserError, match=r"cannot read the end of shard .*-000001\.tar: ValueError\('it is cut off"):
+        with pytest.raises(UserError, match=r"cannot read the end of shard .*-000001\.tar: ReadError\('it is cut off"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
 
     def test_a_shard_with_fewer_samples_than_its_index_says(self, shards, caplog):
@@ -1030,7 +1025,7 @@ class TestDamage:
         reader = training_pipeline(shards, transform, tokenizer, 2)
         # Of all workers, whose log is not this process's.
         monkeypatch.setattr(
-            logging.getLogger("vl_plugins.data.reader"), "handlers", [logging.FileHandler(tmp_path / "log")]
+            logging.getLogger("vl_plugins.data.training_batches"), "handlers", [logging.FileHandler(tmp_path / "log")]
         )
         assert set(read_images(load(reader, workers))) == {0, 1, 2, 3, 9, 10, 11}
         said = re.findall(

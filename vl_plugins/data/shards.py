@@ -21,7 +21,7 @@ from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, 
 from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
 from vl_plugins.data.parallel import map_in_processes
-from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
+from vl_plugins.data.shard_scanner import MAX_MEMBER_BYTES
 from vl_plugins.data.storage import Folder, error_text, open_regular
 from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
