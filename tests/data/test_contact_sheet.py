@@ -32,9 +32,9 @@ CAPTIONS = (
 )
 
 
-def encode_image(size=(40, 30), image_format="PNG", mode="RGB", colour=None):
+def encode_image(size=(40, 30), image_format="PNG", mode="RGB", color=None):
     stream = io.BytesIO()
-    image = Image.new(mode, size, colour) if colour else Image.linear_gradient("L").resize(size).convert(mode)
+    image = Image.new(mode, size, color) if color else Image.linear_gradient("L").resize(size).convert(mode)
     image.save(stream, image_format)
     return stream.getvalue()
 
@@ -151,7 +151,7 @@ def test_captions_are_wrapped_between_words_and_long_ones_end_in_dots():
     assert text.endswith(" …")
 
 
-def test_top_of_a_picture_is_on_top_in_its_colours():
+def test_top_of_a_picture_is_on_top_in_its_colors():
     image = Image.new("RGB", (30, 20), (255, 255, 255))
     image.paste((255, 0, 0), (0, 0, 30, 10))
     stream = io.BytesIO()
@@ -164,7 +164,7 @@ def test_top_of_a_picture_is_on_top_in_its_colours():
     above, below, frame = (pixels[round(y), round(x)].tolist() for y, x in places)
     assert above == pytest.approx([255, 0, 0], abs=8)
     assert below == pytest.approx([255, 255, 255], abs=8)
-    assert frame == [int(contact_sheet.FRAME_COLOUR[index : index + 2], 16) for index in (1, 3, 5)]
+    assert frame == [int(contact_sheet.FRAME_COLOR[index : index + 2], 16) for index in (1, 3, 5)]
 
 
 def test_file(tmp_path):

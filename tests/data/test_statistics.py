@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from vl_plugins.data.annotations import CaptionedImage
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.statistics import Place, Range, read_place, shard_statistics, spread_places
 from vl_plugins.data.storage import Folder
@@ -23,9 +23,9 @@ from vl_plugins.utils.errors import UserError
 WORDS = ("a", "A", "dog", "Dog ", "cat", "cow")
 
 
-def encode_image(size, colour=0, image_format="PNG"):
+def encode_image(size, color=0, image_format="PNG"):
     stream = io.BytesIO()
-    Image.new("L", size, colour).save(stream, image_format)
+    Image.new("L", size, color).save(stream, image_format)
     return stream.getvalue()
 
 
@@ -68,7 +68,7 @@ def expected_pairs(collides, number, batch_size):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 41, 500])
 def test_repeated_captions(collection, batch_size):
-    texts = [[normalise_caption(caption) for caption in image.captions] for image in collection.images]
+    texts = [[normalize_caption(caption) for caption in image.captions] for image in collection.images]
 
     def collides(first, second):
         drawn = list(itertools.product(texts[first], texts[second]))
@@ -105,7 +105,7 @@ def test_repeated_pictures(collection, batch_size):
 
 def test_expectation_is_that_of_random_batches(collection):
     rng = random.Random(1)
-    texts = [[normalise_caption(caption) for caption in image.captions] for image in collection.images]
+    texts = [[normalize_caption(caption) for caption in image.captions] for image in collection.images]
     trials, total = 4000, 0
     for _ in range(trials):
         drawn = [rng.choice(texts[index]) for index in rng.sample(range(41), 10)]

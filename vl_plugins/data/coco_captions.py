@@ -16,7 +16,7 @@ from vl_plugins.data.annotations import (
     place_of,
     read_json,
 )
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.json_text import check_type
 from vl_plugins.utils.errors import UserError
 
@@ -246,7 +246,7 @@ def _match_captions(captions: Sequence[str], official: Iterable[tuple[str, int]]
     """Return the annotation id of each caption; each id is used once."""
     caption_ids: list[int | None] = [None] * len(captions)
     used: set[int] = set()
-    for form in (str, normalise_caption):
+    for form in (str, normalize_caption):
         unused = _ids_by_text(official, form, used)
         for position, caption in enumerate(captions):
             if caption_ids[position] is None and unused[form(caption)]:

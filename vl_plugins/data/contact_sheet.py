@@ -38,7 +38,7 @@ HEADING = 60
 # A smaller picture is enlarged by at most so much.
 ENLARGED = 4
 
-BACKGROUND, FRAME_COLOUR, TEXT, FAINT = "#ffffff", "#eef0f2", "#1c1f23", "#6b7280"
+BACKGROUND, FRAME_COLOR, TEXT, FAINT = "#ffffff", "#eef0f2", "#1c1f23", "#6b7280"
 
 # For what DejaVu Sans, which matplotlib brings, has no letters for; those that are installed are used.
 FALLBACK_FONTS = (
@@ -95,7 +95,7 @@ def draw_contact_sheet(
     if file.suffix.lower() != ".png":
         raise UserError(f"a contact sheet is a .png file, got {file}")
     picture = io.BytesIO()
-    # The caller's settings could change sizes and colours.
+    # The caller's settings could change sizes and colors.
     with _without_font_warnings(), require("matplotlib.style", extra="eval").context("default"):
         # Unlike `savefig`, of the size and resolution that the figure has.
         _draw(samples, title, labels).canvas.print_png(picture)
@@ -132,7 +132,7 @@ def _draw(samples: Sequence[ShardSample], title: str, labels: Sequence[str] | No
     for axes in list(grid.flat)[len(samples) :]:
         axes.set_axis_off()
     for axes, sample, label, lines in zip(grid.flat, samples, labels, captions, strict=False):
-        axes.set(xticks=[], yticks=[], facecolor=FRAME_COLOUR)
+        axes.set(xticks=[], yticks=[], facecolor=FRAME_COLOR)
         axes.spines[:].set_visible(False)
         axes.set_anchor("N")
         key = _printable(sample.key)
@@ -162,7 +162,7 @@ def _thumbnail(data: bytes | None) -> Any:
     """
     if data is None:
         raise UserError("no picture")
-    return require("numpy", extra="eval").asarray(scaled_picture(data, _fit, FRAME_COLOUR))
+    return require("numpy", extra="eval").asarray(scaled_picture(data, _fit, FRAME_COLOR))
 
 
 def _fit(width: int, height: int) -> tuple[int, int]:

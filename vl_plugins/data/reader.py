@@ -7,7 +7,7 @@ Both readers are iterable data sets that already yield batches, for ``DataLoader
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 
 import torch
@@ -83,7 +83,7 @@ def training_pipeline(
     that the image transform draws from torch, NumPy's legacy generator and ``random``; the generators themselves are
     left as they are.
 
-    Captions of different images that :func:`vl_plugins.data.captions.normalise_caption` makes equal do not meet in a
+    Captions of different images that :func:`vl_plugins.data.captions.normalize_caption` makes equal do not meet in a
     batch of one process, where each would be a false negative of the other. An image whose caption is there already
     waits for one of the next batches of its worker. If there is none, it shows another of its captions; with
     ``"first"`` and ``"all"``, or where all of them are there, it is left out of this epoch, and a warning says how many
@@ -303,9 +303,9 @@ class EvaluationPipeline(IterableDataset):
             captions = [sample.captions[: self.max_captions] for sample in samples]
             images = [self.image_transform(decode_input(sample, self.inputs, raise_error)) for sample in samples]
             images = stack_inputs(images, samples, self.inputs)
-            texts = self.tokenizer([caption for of_image in captions for caption in of_image])
+            texts = self.tokenizer(list(chain.from_iterable(captions)))
             positions = torch.arange(len(samples))
-            image_of_caption = positions.repeat_interleave(torch.tensor([len(of_image) for of_image in captions]))
+            image_of_caption = positions.repeat_interleave(torch.tensor(list(map(len, captions))))
             yield images, texts, image_of_caption, number * self.batch_size + positions
 
     def _samples(self) -> Iterator[SliceSample]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 
 __all__ = ["Occurrence", "Repeats", "repeated_captions", "repeats"]
 
@@ -23,7 +23,7 @@ class Repeats:
         expected_pairs: expected number of pairs of images that repeat one another in a batch drawn at random without
             replacement, each image with one of its captions at random.
         example: the key of the first image with the most frequent picture, or the most frequent text as
-            :func:`vl_plugins.data.captions.normalise_caption` returns it; None when nothing repeats.
+            :func:`vl_plugins.data.captions.normalize_caption` returns it; None when nothing repeats.
         example_images: how many images have that.
     """
 
@@ -75,6 +75,6 @@ def repeated_captions(captions: Sequence[Sequence[str]], batch_size: int) -> Rep
     """Return the texts of several images, given the captions of each."""
     occurrences: dict[str, list[Occurrence]] = defaultdict(list)
     for image, texts in enumerate(captions):
-        for text, number in Counter(map(normalise_caption, texts)).items():
+        for text, number in Counter(map(normalize_caption, texts)).items():
             occurrences[text].append(Occurrence(image, number, number / len(texts)))
     return repeats(occurrences.items(), sum(map(len, captions)), len(captions), batch_size)

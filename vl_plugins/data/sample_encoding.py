@@ -1,5 +1,6 @@
 """One image as a sample of a shard: the bytes of its members, and their size."""
 
+import hashlib
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from vl_plugins.utils.errors import UserError
 
 __all__ = [
     "SampleEncoding",
+    "content_fingerprint",
     "cut_by_size",
     "encode_sample",
     "first_feature_dim",
@@ -127,6 +129,20 @@ def tar_pieces(members: Mapping[str, bytes]) -> Iterator[bytes]:
         yield member.tobuf(tarfile.USTAR_FORMAT)
         yield data
         yield bytes(padded(len(data)) - len(data))
+
+
+def content_fingerprint(shard_images: Mapping[str, CaptionedImage], encoding: SampleEncoding) -> str:
+    """Return a hash of all that the content of a shard depends on."""
+    images = []
+    for key, image in shard_images.items():
+        try:
+            status = (encoding.root / image.file).stat()
+            state = [status.st_size, status.st_mtime_ns]
+        except (OSError, ValueError):
+            state = None
+        images.append([key, vars(image), state])
+    options = [encoding.txt, encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
+    return hashlib.sha256(to_json([images, options])).hexdigest()
 
 
 def sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: SampleEncoding, workers: int) -> Iterable[int]:

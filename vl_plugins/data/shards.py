@@ -1,7 +1,6 @@
 """Writer of WebDataset shards: plain tar files that any reader of open_clip, img2dataset or webdataset understands."""
 
 import hashlib
-import json
 import os
 import random
 import tarfile
@@ -17,10 +16,20 @@ from tqdm import tqdm
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.captions import TXT
 from vl_plugins.data.feature_arrays import with_array_files
-from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
+from vl_plugins.data.json_text import check_type, parse_json
+from vl_plugins.data.manifest import (
+    ShardFacts,
+    is_shard_of,
+    number_of_captions,
+    read_manifest,
+    shard_name,
+    to_json,
+    update_index,
+)
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.sample_encoding import (
     SampleEncoding,
+    content_fingerprint,
     cut_by_size,
     encode_sample,
     first_feature_dim,
@@ -56,8 +65,8 @@ class _Written:
         rejected: images that could not be used.
     """
 
-    facts: dict[str, Any]
-    captions_per_image: Counter[int]
+    facts: ShardFacts
+    captions_per_image: dict[int, int]
     rejected: list[RejectedImage]
 
 
@@ -176,12 +185,12 @@ def write_shards(
             starts = cut_by_size(sample_sizes(name, members, encoding, workers), shard_size_mb * 1e6)
         shards = _shards(name, members, starts)
         written = _write_split(name, shards, encoding, out, workers, overwrite, dry_run)
-        of_split = [item for item in rejected if item.split == members[0].split]
-        of_split += [item for shard in written for item in shard.rejected]
+        left_out = [item for item in rejected if item.split == members[0].split]
+        left_out += [item for shard in written for item in shard.rejected]
         shuffled = {"seed": seed} if seed is not None and is_training_split(members[0].split) else {}
-        entries[name] = _manifest_entry(shards, written, dict(source or {}), options | shuffled, len(of_split))
+        entries[name] = _manifest_entry(shards, written, dict(source or {}), options | shuffled, len(left_out))
         if not dry_run:
-            update_index(out, name, entries[name], of_split)
+            update_index(out, name, entries[name], left_out)
     # Not before, or a run that stops in the last split would begin again with the first.
     for name in () if dry_run else splits:
         _remove_traces(name, out)
@@ -274,7 +283,7 @@ def _write_split(
 
 def _write_shard(encoding: SampleEncoding, out: Folder, overwrite: bool, dry_run: bool, shard: _Shard) -> _Written:
     """Write one shard, unless the record of an earlier run shows that it is there."""
-    fingerprint = _fingerprint(shard, encoding)
+    fingerprint = content_fingerprint(shard.images, encoding)
     written = _read_record(out, shard.file, fingerprint)
     if written is not None:
         return written
@@ -313,7 +322,7 @@ def _write_samples(shard: _Shard, encoding: SampleEncoding, stream: BinaryIO) ->
         "bytes": hashed.size,
         "sha256": hashed.digest.hexdigest(),
     }
-    return _Written(facts, captions_per_image, rejected)
+    return _Written(facts, dict(captions_per_image), rejected)
 
 
 class _HashedStream:
@@ -330,20 +339,6 @@ class _HashedStream:
         self.stream.write(data)
 
 
-def _fingerprint(shard: _Shard, encoding: SampleEncoding) -> str:
-    """Return a hash of all that the content of a shard depends on."""
-    images = []
-    for key, image in shard.images.items():
-        try:
-            status = (encoding.root / image.file).stat()
-            state = [status.st_size, status.st_mtime_ns]
-        except (OSError, ValueError):
-            state = None
-        images.append([key, vars(image), state])
-    options = [encoding.txt, encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
-    return hashlib.sha256(to_json([images, options])).hexdigest()
-
-
 def _record_file(file: str) -> str:
     """Return the name of the file that records, until its split is complete, that a shard is."""
     return f".{file}.done"
@@ -352,13 +347,12 @@ def _record_file(file: str) -> str:
 def _read_record(out: Folder, file: str, fingerprint: str) -> _Written | None:
     """Return what an earlier run has recorded of a shard, if this run would write the same and it is still there."""
     try:
-        record = json.loads(out.read(_record_file(file)))
-        if record["fingerprint"] != fingerprint or out.sha256(file) != record["facts"]["sha256"]:
-            return None
-        captions_per_image = Counter({int(count): images for count, images in record["captions_per_image"].items()})
-        return _Written(record["facts"], captions_per_image, [RejectedImage(**item) for item in record["rejected"]])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # there is none (a UserError, so a ValueError), or it is not ours
+        record = parse_json(out.read(_record_file(file)), file)
+        written = check_type(record, _Written)
+        is_same = record.get("fingerprint") == fingerprint and out.sha256(file) == written.facts["sha256"]
+        return written if is_same else None
+    except UserError:
+        return None  # there is none, or it is not ours
 
 
 def _remove_traces(name: str, out: Folder) -> None:
@@ -376,7 +370,7 @@ def _manifest_entry(
     options: dict[str, Any],
     rejected: int,
 ) -> dict[str, Any]:
-    captions_per_image = sum((result.captions_per_image for result in written), Counter())
+    captions_per_image = sum((Counter(result.captions_per_image) for result in written), Counter())
     left_out = {item.image for result in written for item in result.rejected}
     groups = {image.group for shard in shards for image in shard.images.values() if image.file not in left_out}
     groups.discard(None)

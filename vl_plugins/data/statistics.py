@@ -84,7 +84,7 @@ class SplitStatistics:
         feature_dims: number of images by the number of values that each of their features has.
         repeated_pictures: files, also of features, of the same content under different image ids.
         repeated_captions: captions of different images whose texts
-            :func:`vl_plugins.data.captions.normalise_caption` makes equal.
+            :func:`vl_plugins.data.captions.normalize_caption` makes equal.
         places: of all samples, unusable ones too.
         groups: number of groups of images, as the manifest has it.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vl_plugins.data.batching import REMEDIES, DistinctBatches, Group, Sample
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.decoding import (
     OnError,
     ShardSlice,
@@ -181,7 +181,7 @@ class TrainingPipeline(IterableDataset):
     def _other_captions(self, sample: Sample, taken: set[str | Group], epoch: int) -> list[str] | None:
         if self.selection in ("first", "all"):
             return None
-        captions = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
+        captions = [caption for caption in sample.captions if normalize_caption(caption) not in taken]
         return self._choose(sample.key, captions, epoch) if captions else None
 
     def _prepare(self, sample: Sample, epoch: int, on_error: OnError) -> tuple[Tensor, Sample] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize
 
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.contact_sheet import FALLBACK_FONTS
 from vl_plugins.data.reader import EvaluationPipeline, evaluation_pipeline
 from vl_plugins.data.shard_files import EXTENSIONS, expand_shards, read_samples
@@ -244,7 +244,7 @@ def _nearest_captions(
         image_positions = batch_positions[image_of_caption].tolist()
         for caption, position in zip(captions, image_positions, strict=True):
             if position in own_captions:
-                own_captions[position].add(normalise_caption(caption))
+                own_captions[position].add(normalize_caption(caption))
         sets = model.encode_text(tokenizer(captions).to(queries.device), normalize=True)  # (C, L, D)
         cosines = (sets.float() @ queries.T).amax(dim=1)  # (C, I * K)
         values, indices = cosines.max(dim=0)
@@ -259,7 +259,7 @@ def _nearest_captions(
         [[caption for caption, _ in of_image] for of_image in chosen],
         [
             # Another image may have the same caption, and have come first.
-            [place == position or normalise_caption(caption) in own_captions[position] for caption, place in of_image]
+            [place == position or normalize_caption(caption) in own_captions[position] for caption, place in of_image]
             for position, of_image in zip(positions, chosen, strict=True)
         ],
     )
