@@ -1018,8 +1018,8 @@ class TestDamage:
         with pytest.raises(UserError, match="it ends after 4 samples, expected 6"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
 
-    @pytest.mark.parametrize("workers", [2])
-    def test_what_an_epoch_did_not_read_is_said_at_its_end(self, shards, tmp_path, monkeypatch, workers):
+    def test_what_an_epoch_did_not_read_is_said_at_its_end(self, shards, tmp_path, monkeypatch):
+        workers = 2
         Path(shards[1]).write_bytes(b"")
         replace_member(shards[2], "numbered-train-00000008.json", b"{")
         reader = training_pipeline(shards, transform, tokenizer, 2)

@@ -171,7 +171,7 @@ class TestReadSamples:
         with pytest.raises(tarfile.ReadError, match=r"b\.txt is in it twice"):
             next(samples)
 
-    @pytest.mark.parametrize("length", range(0, 8 * 1536, 256))
+    @pytest.mark.parametrize("length", range(0, 8 * 1536, 768))
     def test_a_cut_is_found_wherever_it_is(self, shard, length):
         """A member takes 512 bytes for its header and 1024 for its content, a sample has two."""
         with open(shard, "r+b") as stream:

@@ -66,7 +66,7 @@ def expected_pairs(collides, number, batch_size):
     return comb(min(batch_size, number), 2) * sum(collides(*pair) for pair in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 41, 500])
+@pytest.mark.parametrize("batch_size", [1, 7, 500])
 def test_repeated_captions(collection, batch_size):
     texts = [[normalize_caption(caption) for caption in image.captions] for image in collection.images]
 
@@ -86,7 +86,7 @@ def test_repeated_captions(collection, batch_size):
     assert (len(images_of[found.example]), found.example_images) == (most, most)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8, 41, 500])
+@pytest.mark.parametrize("batch_size", [1, 8, 500])
 def test_repeated_pictures(collection, batch_size):
     contents = collection.contents
     counts = Counter(contents)
@@ -135,7 +135,7 @@ def test_numbers(collection):
     assert found.shorter_sides == bins
 
 
-@pytest.mark.parametrize("widths", [[5], [5, 7], [7, 5, 6], [5, 5, 9, 9], [1, 9, 9], [2, 4, 5, 64]])
+@pytest.mark.parametrize("widths", [[5], [5, 7], [7, 5, 6]])
 def test_median(tmp_path, widths):
     write_archive(
         tmp_path / "a.tar",
@@ -149,7 +149,7 @@ def test_median(tmp_path, widths):
     assert found == Range(min(widths), statistics.median(widths), max(widths))
 
 
-@pytest.mark.parametrize(("side", "first"), [(63, 0), (64, 64), (127, 64), (224, 224), (1023, 768), (3000, 1024)])
+@pytest.mark.parametrize(("side", "first"), [(63, 0), (64, 64), (3000, 1024)])
 def test_bins_of_the_shorter_side(tmp_path, side, first):
     samples = [
         ("0.png", encode_image((3001, side))),
@@ -399,7 +399,7 @@ def test_damaged_archive(tmp_path, damage, message):
     assert str(error.value).startswith(f"cannot read {file}: {message}")
 
 
-@pytest.mark.parametrize("size", [-512, -1024, -5000, 1 << 40, 1 << 62, 1 << 70])
+@pytest.mark.parametrize("size", [-512, -5000, 1 << 40, 1 << 70])
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
 def test_header_that_lies(tmp_path, size, kind):
     info = tarfile.TarInfo("0.png")

@@ -153,10 +153,6 @@ def test_sound_folder(folder):
     assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
 
 
-def test_folder_of_several_types(folder):
-    assert verify_shards(str(folder)) == verify_shards(Folder(folder)) == verify_shards(folder)
-
-
 def test_memory(sound):
     folder = Folder("memory://test_verification/shards")
     folder.make()
@@ -279,28 +275,22 @@ def test_captions_that_are_not_known_are_not_missing(folder):
     assert (result.samples, result.captions) == (6, 10)
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.DIRTYPE])
 def test_member_that_is_no_plain_file(folder, kind):
     edit_shard(folder, set_kind(f"{KEY}.png", kind))
     assert problems(folder) == [f"{SECOND}: {KEY}.png is not a plain file", f"{SECOND}: {KEY}: has no image"]
 
 
-# What PIL finds wrong with a short WebP depends on its version.
-@pytest.mark.parametrize(
-    ("image_format", "extension", "expected"),
-    [("PNG", "png", "the image is damaged: "), ("JPEG", "jpg", "the image is damaged: "), ("WEBP", "webp", "the ")],
-)
-def test_image_that_ends_early(folder, image_format, extension, expected):
-    data = encode_image(image_format, (200, 100))
+def test_image_that_ends_early(folder):
+    data = encode_image("PNG", (200, 100))
 
     def edit(members):
-        rename(f"{KEY}.png", f"{KEY}.{extension}")(members)
-        set_data(f"{KEY}.{extension}", data[: len(data) * 3 // 4])(members)
+        set_data(f"{KEY}.png", data[: len(data) * 3 // 4])(members)
         change_record(width=200, height=100)(members)
 
     edit_shard(folder, edit)
     (problem,) = problems(folder)
-    assert problem.startswith(f"{SECOND}: {KEY}: {expected}")
+    assert problem.startswith(f"{SECOND}: {KEY}: the image is damaged: ")
 
 
 def test_txt_with_all_captions(folder):
@@ -374,7 +364,7 @@ def test_samples_in_wrong_order(folder):
     assert problems(folder) == [f"{SECOND}: {KEY}: comes after {NEXT}; keys are in ascending order, each once"]
 
 
-@pytest.mark.parametrize("key", ["tiny-val-00000002", "tiny-train-2", "tiny-train-00000002x", "./tiny-train-00000002"])
+@pytest.mark.parametrize("key", ["tiny-val-00000002", "./tiny-train-00000002"])
 def test_key_of_something_else(folder, key):
     edit_shard(folder, rename(KEY, key))
     assert problems(folder) == [f"{SECOND}: {key}: is not a key of tiny-train, which has the form tiny-train-00000000"]
@@ -397,11 +387,6 @@ def test_file_of_no_sample(folder, name, kind, expected):
     # Between two files of a sample, which it does not part.
     edit_shard(folder, lambda members: [members[0], [name, b"x", kind], *members[1:]])
     assert problems(folder) == [f"{SECOND}: {expected}"]
-
-
-def test_names_cannot_control_the_terminal(folder):
-    edit_shard(folder, lambda members: [[f"{KEY}.\x1b[31m", b"", tarfile.REGTYPE], *members])
-    assert problems(folder) == [rf"{SECOND}: {KEY}: has an unknown file {KEY}.\x1b[31m"]
 
 
 def member_start(data, name):
@@ -443,7 +428,7 @@ def test_cut_off_shard(folder, cut, expected):
     assert problems(folder)[0].startswith(f"{SECOND}: {expected}")
 
 
-@pytest.mark.parametrize("zeros", [0, 1, 18])
+@pytest.mark.parametrize("zeros", [0, 18])
 def test_length_of_the_end_is_free(folder, zeros):
     edit_bytes(folder, lambda data: data[: member_start(data, f"{NEXT}.txt") + 1024] + ZEROS * (2 + zeros))
     assert problems(folder) == []
@@ -494,14 +479,6 @@ def test_shard_that_cannot_be_read(folder, monkeypatch):
 
     monkeypatch.setattr(shard_verification._HashingStream, "read", fail)
     assert problems(folder, splits=["tiny-val"]) == ["tiny-val-000000.tar: cannot be read: Input/output error"]
-
-
-def test_shard_that_cannot_be_opened(folder, monkeypatch):
-    def fail(self, name):
-        raise UserError(f"cannot read {name}: no")
-
-    monkeypatch.setattr(Folder, "open", fail)
-    assert problems(folder, splits=["tiny-val"]) == ["tiny-val-000000.tar: cannot read tiny-val-000000.tar: no"]
 
 
 @pytest.mark.parametrize(
@@ -601,7 +578,7 @@ def test_rejected_of_other_splits(with_rejected):
     assert problems(with_rejected, splits=["tiny-train"]) == []
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", "3", ""])
+@pytest.mark.parametrize("line", ["{", "[]", "{}"])
 def test_rejected_that_cannot_be_read(with_rejected, line):
     file = with_rejected / "rejected.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")
@@ -679,11 +656,6 @@ def test_only_some_splits(folder):
     assert (both.shards, both.samples, both.problems) == (3, 4, (f"{SECOND}: does not exist",))
 
 
-def test_unknown_split(folder):
-    with pytest.raises(UserError, match=r"unknown split 'tiny-trian' \(did you mean 'tiny-train'\?\); known: tiny-t"):
-        verify_shards(folder, splits=["tiny-trian"])
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -698,23 +670,6 @@ def test_no_manifest(tmp_path, files, expected):
     with pytest.raises(UserError) as error:
         verify_shards(tmp_path)
     assert str(error.value) == f"there is no {tmp_path / 'manifest.json'}: {expected}"
-
-
-def test_no_folder(tmp_path):
-    with pytest.raises(UserError, match=r"there is no .*absent/manifest.json: it holds no shards"):
-        verify_shards(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"splits": []}'])
-def test_manifest_of_something_else(folder, content):
-    (folder / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match=r"manifest\.json is not "):
-        verify_shards(folder)
-
-
-def test_wrong_number_of_workers(folder):
-    with pytest.raises(UserError, match="workers must be at least 1, got 0"):
-        verify_shards(folder, workers=0)
 
 
 def test_what_conversion_writes_is_sound(tmp_path):
