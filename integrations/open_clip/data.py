@@ -12,15 +12,9 @@ from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.reader import (
-    batch_loader,
-    check_first_sample,
-    check_shards,
-    evaluation_pipeline,
-    read_shard_info,
-    training_pipeline,
-)
+from vl_plugins.data.reader import batch_loader, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.data.shard_info import check_first_sample, check_shards, read_shard_info
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, set_random_states
-from vl_plugins.data.reader import TrainingPipeline, check_first_sample, evaluation_pipeline, training_pipeline
+from vl_plugins.data.reader import TrainingPipeline, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.data.shard_info import check_first_sample
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (

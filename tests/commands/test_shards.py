@@ -15,7 +15,8 @@ from torchvision.transforms import CenterCrop, Compose, PILToTensor
 
 from vl_plugins.cli import build_parser, main
 from vl_plugins.commands.shards import EXAMPLES
-from vl_plugins.data.reader import evaluation_pipeline, read_shard_info, training_pipeline
+from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
+from vl_plugins.data.shard_info import read_shard_info
 
 
 def run_shards(annotations, images, out, *flags, source="coco"):

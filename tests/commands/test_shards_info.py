@@ -15,8 +15,9 @@ from vl_plugins.cli import main
 from vl_plugins.commands import shards_info
 from vl_plugins.commands.shards_info import format_statistics
 from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.repeats import Repeats
 from vl_plugins.data.shards import write_shards
-from vl_plugins.data.statistics import Range, Repeats, SplitStatistics, shard_statistics
+from vl_plugins.data.statistics import Range, SplitStatistics, shard_statistics
 from vl_plugins.data.storage import Folder
 
 

@@ -34,7 +34,7 @@ def frames(image_format):
 USABLE = {
     "plain.jpg": encode(),
     "cmyk.jpg": encode(mode="CMYK"),
-    "grey.jpg": encode(mode="L"),
+    "gray.jpg": encode(mode="L"),
     "palette.png": encode("PNG", mode="P"),
     "transparent.png": encode("PNG", mode="RGBA"),
     "really_webp.jpg": encode("WEBP"),
@@ -46,7 +46,7 @@ UNUSABLE = {
     "truncated.jpg": (encode(size=(300, 300))[:-300], "the image is damaged: image file is truncated"),
     "text.jpg": (b"A picture of a cat.", "the file is not an image"),
     "page.jpg": (b"<html>404 Not Found</html>", "the file is not an image"),
-    "grey_of_16_bits.png": (encode("PNG", mode="I;16"), "more than 8 bits per channel"),
+    "gray_of_16_bits.png": (encode("PNG", mode="I;16"), "more than 8 bits per channel"),
     "animated.png": (frames("PNG"), "the image is animated, with 2 frames"),
     "animated.webp": (frames("WEBP"), "the image is animated, with 2 frames"),
     "animated.gif": (frames("GIF"), "the format GIF is not supported"),
@@ -132,11 +132,11 @@ def test_what_is_wrong_is_listed_and_the_rest_is_usable(folder, tmp_path, capsys
         *(f"a picture called {name}" for name in USABLE),
         *(caption for captions in GOOD_ENTRIES.values() for caption in captions),
     ]
-    colours = torch.cat([images.flatten(1) for images, *_ in batches]).numpy()
-    expected = np.array([[73] * 3 if name == "grey.jpg" else RED for name in (*USABLE, *GOOD_ENTRIES)])
-    # The palette of PIL's conversion has six steps for each colour.
+    colors = torch.cat([images.flatten(1) for images, *_ in batches]).numpy()
+    expected = np.array([[73] * 3 if name == "gray.jpg" else RED for name in (*USABLE, *GOOD_ENTRIES)])
+    # The palette of PIL's conversion has six steps for each color.
     tolerance = np.array([[26] if name == "palette.png" else [3] for name in (*USABLE, *GOOD_ENTRIES)])
-    assert (np.abs(colours - expected) <= tolerance).all()
+    assert (np.abs(colors - expected) <= tolerance).all()
 
 
 def test_by_default_the_first_one_stops_the_run_before_anything_is_written(folder, tmp_path, capsys):

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vl_plugins.data.batching import DistinctBatches, Group, Sample
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.utils.errors import UserError
 
 
@@ -26,7 +26,7 @@ def batches_of(samples, batch_size, num_batches=100, *, max_waiting=100, **optio
 
 
 def any_caption(sample, taken):
-    free = [caption for caption in sample.captions if normalise_caption(caption) not in taken]
+    free = [caption for caption in sample.captions if normalize_caption(caption) not in taken]
     return free[: len(sample.shown)] or None
 
 
@@ -337,7 +337,7 @@ class TestErrors:
 
 
 def texts_of(sample):
-    return {normalise_caption(caption) for caption in sample.shown}
+    return {normalize_caption(caption) for caption in sample.shown}
 
 
 captions = st.lists(st.sampled_from(["x", "X", "y", " y", "z", *map(str, range(30))]), min_size=1, max_size=5)

@@ -222,8 +222,8 @@ WRONG_ROWS = {
     "too few fields": ("b.jpg,one", "line 3", "the number of fields is 2, of column names 3"),
     "blank caption": ("b.jpg, ,5", "line 3 (b.jpg)", "caption ' ' is blank"),
     "empty caption": ("b.jpg,,5", "line 3 (b.jpg)", "caption '' is blank"),
-    "blank path": (" ,one,5", "line 3", "'image' is blank"),
-    "blank id": ("b.jpg,one,", "line 3 (b.jpg)", "'id' is blank"),
+    "blank path": (" ,one,5", "line 3", "'image' must be text, got '"),
+    "blank id": ("b.jpg,one,", "line 3 (b.jpg)", "'id' must be text, got '"),
     "id of another": ("b.jpg,one,2", "line 3 (b.jpg)", "image id 2 occurs more than once"),
     "absolute path": ("/b.jpg,one,5", "line 3 (/b.jpg)", "'/b.jpg' leads out of the image root"),
     "parent path": ("a/../b.jpg,one,5", "line 3 (a/../b.jpg)", "'a/../b.jpg' leads out of the image root"),
@@ -231,30 +231,38 @@ WRONG_ROWS = {
 }
 WRONG_OBJECTS = {
     "malformed": ('{"image": "b.jpg"', "line 3", r"the line is not valid JSON: Expecting ',' delimiter"),
-    "not an object": ('["b.jpg", "one"]', "line 3", r"expected an object, got \['b.jpg', 'one'\]"),
-    "no path": ('{"caption": "one", "id": 5}', "line 3", "has no 'image'"),
-    "path is a number": ('{"image": 7, "caption": "x", "id": 5}', "line 3", "'image' must be of type str, got 7"),
-    "no caption": ('{"image": "b.jpg", "id": 5}', "line 3 (b.jpg)", "has no 'caption'"),
+    "not an object": ('["b.jpg", "one"]', "line 3", r"Expected `object`, got `array`"),
+    "no path": ('{"caption": "one", "id": 5}', "line 3", "'image' must be text, got None"),
+    "path is a number": ('{"image": 7, "caption": "x", "id": 5}', "line 3", "'image' must be text, got 7"),
+    "no caption": (
+        '{"image": "b.jpg", "id": 5}',
+        "line 3 (b.jpg)",
+        "Expected `str`, got `",
+    ),
     "caption is null": (
         '{"image": "b.jpg", "id": 5, "caption": null}',
         "line 3 (b.jpg)",
-        "'caption' must be of type str, got None",
+        "Expected `str`, got `",
     ),
-    "caption is a number": ('{"image": "b.jpg", "id": 5, "caption": 3}', "line 3 (b.jpg)", "'caption' must be of type"),
+    "caption is a number": (
+        '{"image": "b.jpg", "id": 5, "caption": 3}',
+        "line 3 (b.jpg)",
+        "Expected `str`, got `",
+    ),
     "no captions": ('{"image": "b.jpg", "id": 5, "caption": []}', "line 3 (b.jpg)", "it has no caption in 'caption'"),
     "blank in a list": ('{"image": "b.jpg", "id": 5, "caption": ["a", " "]}', "line 3 (b.jpg)", "caption ' ' is blank"),
     "null in a list": (
         '{"image": "b.jpg", "id": 5, "caption": ["a", null]}',
         "line 3 (b.jpg)",
-        "'caption' must hold strings, got None",
+        r"Expected `str`, got `null`",
     ),
     "half a character": (
         r'{"image": "b.jpg", "id": 5, "caption": "\ud800"}',
         "line 3 (b.jpg)",
         r"caption '\\ud800' is not valid Unicode",
     ),
-    "no id": ('{"image": "b.jpg", "caption": "one"}', "line 3 (b.jpg)", "has no 'id'"),
-    "id is true": ('{"image": "b.jpg", "caption": "one", "id": true}', "line 3 (b.jpg)", "'id' must be of type str"),
+    "no id": ('{"image": "b.jpg", "caption": "one"}', "line 3 (b.jpg)", "'id' must be text, got None"),
+    "id is true": ('{"image": "b.jpg", "caption": "one", "id": true}', "line 3 (b.jpg)", "'id' must be text, got True"),
     "same id as text": ('{"image": "b.jpg", "caption": "one", "id": "2"}', "line 3 (b.jpg)", "image id 2 occurs more"),
     "path of two lines": (r'{"image": "b\n.jpg", "id": 5, "caption": ""}', r"line 3 (b\n.jpg)", "caption '' is blank"),
 }
@@ -322,18 +330,22 @@ def test_a_disagreement_names_the_first_line(write):
 def test_a_first_row_that_is_wrong_takes_the_others_along(write):
     file, rejected = write("image,caption,id\na.jpg,one,\nb.jpg,two,2\na.jpg,three,1\n"), []
     assert [image.file for image in read_caption_table(file, rejected=rejected)] == ["b.jpg"]
-    assert rejected == [RejectedImage("line 2 (a.jpg)", "train", "'id' is blank")]
+    assert rejected == [RejectedImage("line 2 (a.jpg)", "train", "'id' must be text, got ''")]
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
         ("b.csv", ["image,caption,split", "a.jpg,one"], "line 2: the number of fields is 2, of column names 3"),
-        ("b.csv", ["image,caption,split", ",one,train"], "line 2: 'image' is blank"),
-        ("b.csv", ["image,caption,split", "a.jpg,one,"], r"line 2 \(a.jpg\): 'split' is blank"),
+        ("b.csv", ["image,caption,split", ",one,train"], "line 2: 'image' must be text, got '"),
+        ("b.csv", ["image,caption,split", "a.jpg,one,"], r"line 2 \(a.jpg\): 'split' must be text, got '"),
         ("b.csv", ["image,caption,split", "a.jpg,one,a.b"], r"line 2 \(a.jpg\): 'a.b' cannot name a split"),
-        ("b.jsonl", [{"image": "a", "caption": "b", "split": "val"}, {"image": "b", "caption": "c"}], "has no 'split'"),
-        ("b.jsonl", [{"image": "a", "caption": "b", "split": 3}], "'split' must be of type str, got 3"),
+        (
+            "b.jsonl",
+            [{"image": "a", "caption": "b", "split": "val"}, {"image": "b", "caption": "c"}],
+            "'split' must be text, got None",
+        ),
+        ("b.jsonl", [{"image": "a", "caption": "b", "split": 3}], "'split' must be text, got 3"),
         ("b.jsonl", [{"image": "a", "caption": "b", "split": "val"}, "{"], "line 2: the line is not valid JSON"),
     ],
 )

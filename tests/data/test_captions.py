@@ -1,6 +1,6 @@
 import pytest
 
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 
 
 @pytest.mark.parametrize(
@@ -13,13 +13,13 @@ from vl_plugins.data.captions import normalise_caption
     ],
 )
 def test_same(first, second):
-    assert normalise_caption(first) == normalise_caption(second)
+    assert normalize_caption(first) == normalize_caption(second)
 
 
 @pytest.mark.parametrize(("first", "second"), [("a dog", "a dog."), ("a dog", "adog"), ("a dog", "dog a")])
 def test_different(first, second):
-    assert normalise_caption(first) != normalise_caption(second)
+    assert normalize_caption(first) != normalize_caption(second)
 
 
 def test_result_is_readable_and_stays_the_same():
-    assert normalise_caption(" A  Dog\n") == normalise_caption("a dog") == "a dog"
+    assert normalize_caption(" A  Dog\n") == normalize_caption("a dog") == "a dog"

@@ -136,21 +136,30 @@ def test_files_and_names_that_do_not_go_together(write, tmp_path):
 
 # In the document, image 1 has the annotations 2 (id 3) and 3 (id 2).
 WRONG_ENTRIES = {
-    "no file name": (lambda image, one, two: image.pop("file_name"), "image 1: has no 'file_name'"),
-    "file name is a number": (lambda image, one, two: image.update(file_name=1), "'file_name' must be of type str"),
+    "no file name": (
+        lambda image, one, two: image.pop("file_name"),
+        "image 1: Object missing required field `file_name`",
+    ),
+    "file name is a number": (
+        lambda image, one, two: image.update(file_name=1),
+        r"Expected `str`, got `int`",
+    ),
     "absolute path": (lambda image, one, two: image.update(file_name="/etc/x"), "'/etc/x' leads out of the image root"),
     "parent path": (lambda image, one, two: image.update(file_name="../x"), "leads out of the image root"),
     "windows path": (lambda image, one, two: image.update(file_name="..\\x"), "leads out of the image root"),
     "blank caption": (lambda image, one, two: two.update(caption=" "), r"image 1 \(1.jpg\): caption ' ' is blank"),
-    "no caption": (lambda image, one, two: two.pop("caption"), r"image 1 \(1.jpg\): annotation 3: has no 'caption'"),
+    "no caption": (
+        lambda image, one, two: two.pop("caption"),
+        r"image 1 \(1.jpg\): annotation 3: Object missing required field `caption`",
+    ),
     "caption is null": (
         lambda image, one, two: one.update(caption=None),
-        "annotation 2: 'caption' must be of type str",
+        r"annotation 2: Expected `str`, got `null`",
     ),
     "half a character": (lambda image, one, two: one.update(caption="\ud800"), "is not valid Unicode"),
-    "no annotation id": (lambda image, one, two: one.pop("id"), "annotation 2: has no 'id'"),
-    "annotation id is text": (lambda image, one, two: one.update(id="3"), "'id' must be of type int, got '3'"),
-    "annotation id is true": (lambda image, one, two: one.update(id=True), "'id' must be of type int, got True"),
+    "no annotation id": (lambda image, one, two: one.pop("id"), "annotation 2: Object missing required field `id`"),
+    "annotation id is text": (lambda image, one, two: one.update(id="3"), r"Expected `int`, got `str`"),
+    "annotation id is true": (lambda image, one, two: one.update(id=True), r"Expected `int`, got `bool`"),
     "annotation id twice": (lambda image, one, two: one.update(id=2), "caption id 2 occurs more than once"),
     "annotation id of another": (lambda image, one, two: one.update(id=1), "caption id 1 occurs more than once"),
 }
@@ -185,9 +194,9 @@ def test_an_image_without_captions(write):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (3, "image 3: expected an object, got 3"),
-        ({"file_name": "x.jpg"}, r"image 3 \(x.jpg\): has no 'id'"),
-        ({"file_name": "x.jpg", "id": "7"}, r"image 3 \(x.jpg\): 'id' must be of type int, got '7'"),
+        (3, "image 3: Expected `object`, got "),
+        ({"file_name": "x.jpg"}, r"image 3 \(x.jpg\): Object missing required field `id`"),
+        ({"file_name": "x.jpg", "id": "7"}, r"image 3 \(x.jpg\): Expected `int`, got `str`"),
         ({"file_name": "x.jpg", "id": 101}, r"image 3 \(x.jpg\): image id 101 occurs more than once"),
     ],
 )
@@ -205,9 +214,9 @@ def test_an_image_without_an_id_of_its_own(write, item, message):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (None, "annotation 6: expected an object, got None"),
-        ({"id": 9, "caption": "x"}, "annotation 6: has no 'image_id'"),
-        ({"id": 9, "caption": "x", "image_id": [100]}, r"'image_id' must be of type int, got \[100\]"),
+        (None, "annotation 6: Expected `object`, got "),
+        ({"id": 9, "caption": "x"}, "annotation 6: Object missing required field `image_id`"),
+        ({"id": 9, "caption": "x", "image_id": [100]}, r"Expected `int`, got `array`"),
         ({"id": 9, "caption": "x", "image_id": 7}, "its image id 7 is not among the images of the file"),
     ],
 )
@@ -320,9 +329,9 @@ def test_an_image_given_twice_would_have_the_ids_of_the_first(write):
     ("annotation", "message"),
     [
         ({"id": 0, "image_id": 100, "caption": "x"}, "annotation 0: annotation id 0 occurs more than once"),
-        ({"id": 9, "image_id": 100}, "annotation 0: has no 'caption'"),
-        ({"id": 9, "image_id": "100", "caption": "x"}, "'image_id' must be of type int, got '100'"),
-        (None, "annotation 0: expected an object, got None"),
+        ({"id": 9, "image_id": 100}, "annotation 0: Object missing required field `caption`"),
+        ({"id": 9, "image_id": "100", "caption": "x"}, r"Expected `int`, got `str`"),
+        (None, "annotation 0: Expected `object`, got "),
     ],
 )
 def test_wrong_official_file_always_raises(write, annotation, message):

@@ -10,7 +10,6 @@ from webdataset import TarWriter
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import Collection, first_captions, read_collection
 from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.data.shard_files import EXTENSIONS, read_samples
 from vl_plugins.utils.errors import UserError
 
 
@@ -242,42 +241,3 @@ class TestFirstCaptions:
             first_captions(torch.tensor([0]), number)
         with pytest.raises(UserError, match=f"max_captions must be at least 1, got {number}"):
             read_collection(toy_test, max_captions=number)
-
-
-class TestMembers:
-    """Of ``read_samples``."""
-
-    MEMBERS = (("a.jpg", b"1"), ("a.json", b"{}"), ("a.txt", b"2"), ("b.PNG", b"3"), ("b.txt", b"4"), ("c.npy", b"5"))
-
-    @pytest.fixture
-    def shard(self, tmp_path):
-        return write_tar(tmp_path / "x.tar", self.MEMBERS)
-
-    def test_only_these_are_yielded(self, shard):
-        assert list(read_samples(shard, members=("json", "txt"))) == [
-            {"__key__": "a", "json": b"{}", "txt": b"2", "__others__": ["jpg"]},
-            {"__key__": "b", "txt": b"4", "__others__": ["png"]},
-            {"__key__": "c", "__others__": ["npy"]},
-        ]
-        assert list(read_samples(shard, 0, 2, EXTENSIONS)) == [
-            {"__key__": "a", "jpg": b"1", "__others__": ["json", "txt"]},
-            {"__key__": "b", "png": b"3", "__others__": ["txt"]},
-        ]
-        assert list(read_samples(shard, 1, 2, members=())) == [{"__key__": "b", "__others__": ["png", "txt"]}]
-
-    def test_pictures_are_not_read_for_their_texts(self, tmp_path, monkeypatch):
-        picture = bytes(1_000_000)
-        shard = write_tar(tmp_path / "x.tar", [m for key in "abcd" for m in sample(key, picture, captions=["x"])])
-        read = []
-        extract = tarfile.TarFile.extractfile
-
-        def counting(tar, member):
-            read.append(member.name)
-            return extract(tar, member)
-
-        monkeypatch.setattr(tarfile.TarFile, "extractfile", counting)
-        assert len(read_collection([shard]).keys) == 4
-        assert read == ["a.json", "b.json", "c.json", "d.json"]
-        read.clear()
-        assert list(read_collection([shard]).pictures([1])) == [1]
-        assert [name for name in read if name.endswith("jpg")] == ["b.jpg"]

@@ -18,7 +18,7 @@ def encode(image_format="PNG", size=(5, 4), mode="RGB", **options):
     return stream.getvalue()
 
 
-def encode_16_bit_colours(values):
+def encode_16_bit_colors(values):
     """Return a PNG file of one row of pixels with three channels of 16 bits, which PIL reads but does not write."""
 
     def chunk(name, data):
@@ -56,12 +56,12 @@ UNUSABLE = {
     "animated GIF": (encode("GIF", **FRAMES), "the format GIF is not supported"),
     "animated PNG": (encode("PNG", **FRAMES), "the image is animated, with 2 frames; .*the first one only"),
     "animated WebP": (encode("WEBP", **FRAMES), "the image is animated, with 2 frames"),
-    "16 bits of grey": (encode("PNG", mode="I;16"), r"PIL's mode I(;16)?, more than 8 bits per channel; convert it"),
+    "16 bits of gray": (encode("PNG", mode="I;16"), r"PIL's mode I(;16)?, more than 8 bits per channel; convert it"),
 }
 
 USABLE = {
     "JPEG": (encode("JPEG"), ImageInfo("jpg", 5, 4, "RGB")),
-    "grey JPEG": (encode("JPEG", mode="L"), ImageInfo("jpg", 5, 4, "L")),
+    "gray JPEG": (encode("JPEG", mode="L"), ImageInfo("jpg", 5, 4, "L")),
     "CMYK JPEG": (encode("JPEG", mode="CMYK"), ImageInfo("jpg", 5, 4, "CMYK")),
     "progressive JPEG": (encode("JPEG", progressive=True), ImageInfo("jpg", 5, 4, "RGB")),
     "JPEG padded with zeros": (encode("JPEG") + bytes(20), ImageInfo("jpg", 5, 4, "RGB")),
@@ -70,8 +70,8 @@ USABLE = {
     "PNG with a palette": (encode("PNG", mode="P"), ImageInfo("png", 5, 4, "P")),
     "PNG with transparency": (encode("PNG", mode="RGBA"), ImageInfo("png", 5, 4, "RGBA")),
     "black and white PNG": (encode("PNG", mode="1"), ImageInfo("png", 5, 4, "1")),
-    "PNG with 16-bit colours": (
-        encode_16_bit_colours([0, 1 << 15, 65535, 256, 512, 255]),
+    "PNG with 16-bit colors": (
+        encode_16_bit_colors([0, 1 << 15, 65535, 256, 512, 255]),
         ImageInfo("png", 2, 1, "RGB"),
     ),
     "WebP": (encode("WEBP"), ImageInfo("webp", 5, 4, "RGB")),
@@ -101,8 +101,8 @@ def test_usable_images(kind, decode):
     assert inspect_image(data, decode=decode) == info
 
 
-def test_colours_of_16_bits_lose_their_lower_half_only():
-    assert decode(USABLE["PNG with 16-bit colours"][0]).tolist() == [[[0, 128, 255], [1, 2, 0]]]
+def test_colors_of_16_bits_lose_their_lower_half_only():
+    assert decode(USABLE["PNG with 16-bit colors"][0]).tolist() == [[[0, 128, 255], [1, 2, 0]]]
 
 
 def test_without_decoding_a_whole_jpeg_is_read_up_to_its_pixels_only(monkeypatch):
@@ -176,16 +176,16 @@ def test_a_resize_is_antialiased_bicubic(image_format):
         ("JPEG", "CMYK", {}, "RGB"),
     ],
 )
-def test_colours_after_a_resize(image_format, mode, options, expected):
+def test_colors_after_a_resize(image_format, mode, options, expected):
     # The right half is opaque; the left half can be transparent.
-    colour = (255, 255, 255) if mode == "1" else (200, 40, 90)
+    color = (255, 255, 255) if mode == "1" else (200, 40, 90)
     if mode == "P":
         picture = Image.new("P", (40, 20), 1)
-        picture.putpalette([0, 0, 0, *colour])
+        picture.putpalette([0, 0, 0, *color])
         picture.paste(0, (0, 0, 20, 20))
     else:
-        picture = Image.new("RGBA", (40, 20), (*colour, 255))
-        picture.paste((*colour, 0), (0, 0, 20, 20))
+        picture = Image.new("RGBA", (40, 20), (*color, 255))
+        picture.paste((*color, 0), (0, 0, 20, 20))
         picture = (picture if expected == "RGBA" else picture.convert("RGB")).convert(mode)
     stream = io.BytesIO()
     picture.save(stream, image_format, **options)

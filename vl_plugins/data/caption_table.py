@@ -14,10 +14,9 @@ from vl_plugins.data.annotations import (
     check_caption,
     check_name,
     get_group,
-    get_value,
     place_of,
 )
-from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import open_regular
 from vl_plugins.utils.errors import UserError, unknown_name
 
@@ -206,39 +205,32 @@ def _read_delimited(file: Path, delimiter: str) -> tuple[list[str], Iterator[Row
     repeated = [name for name in names if name and names.count(name) > 1]
     if repeated:
         raise UserError(f"{file}: column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one")
+    return names, ((line, _row(names, fields)) for line, fields in records)
 
-    def rows() -> Iterator[Row]:
-        for line, fields in records:
-            if len(fields) != len(names):
-                yield (
-                    line,
-                    UserError(
-                        f"the number of fields is {len(fields)}, of column names {len(names)}; "
-                        "a field with the delimiter in it must be quoted"
-                    ),
-                )
-            else:
-                yield line, dict(zip(names, fields, strict=True))
 
-    return names, rows()
+def _row(names: list[str], fields: list[str]) -> dict[str, Any] | UserError:
+    if len(fields) == len(names):
+        return dict(zip(names, fields, strict=True))
+    return UserError(
+        f"the number of fields is {len(fields)}, of column names {len(names)}; a field with the delimiter in it must "
+        "be quoted"
+    )
 
 
 def _delimited_records(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each row that is not empty, with the number of its first line."""
     reader = csv.reader(_lines(file), delimiter=delimiter, strict=True)
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        # Not a matter of one row: where the next one starts is unknown.
-        except csv.Error as error:
-            # Python's own words are advice on how to open the file.
-            reason = "a carriage return within a field" if str(error).startswith("new-line character") else error
-            raise UserError(f"{file}: line {line}: {reason}; is a quote missing, or one too many?") from error
-        if fields:
-            yield line, fields
+    line = 1
+    try:
+        for fields in reader:
+            if fields:
+                yield line, fields
+            line = reader.line_num + 1
+    # Not a matter of one row: where the next one starts is unknown.
+    except csv.Error as error:
+        # Python's own words are advice on how to open the file.
+        reason = "a carriage return within a field" if str(error).startswith("new-line character") else error
+        raise UserError(f"{file}: line {line}: {reason}; is a quote missing, or one too many?") from error
 
 
 def _read_json_lines(file: Path) -> tuple[list[str], list[Row]]:
@@ -249,7 +241,7 @@ def _read_json_lines(file: Path) -> tuple[list[str], list[Row]]:
         if not line.strip():
             continue
         try:
-            row = _parse_json_line(line)
+            row = check_type(parse_json(line.encode(), "the line"), dict[str, Any])
             names.update(dict.fromkeys(row))
         except UserError as error:
             row = error
@@ -258,13 +250,6 @@ def _read_json_lines(file: Path) -> tuple[list[str], list[Row]]:
         number, row = rows[0]
         raise UserError(f"{file}: line {number}: {row if isinstance(row, UserError) else 'the object is empty'}")
     return list(names), rows
-
-
-def _parse_json_line(line: str) -> dict[str, Any]:
-    row = parse_json(line.encode(), "the line")
-    if not isinstance(row, dict):
-        raise UserError(f"expected an object, got {row!r:.60}")
-    return row
 
 
 def _choose_columns(
@@ -367,9 +352,9 @@ def _check_agreement(image: _Gathered, split: str, image_id: str | None, group: 
 
 
 def _text(row: dict[str, Any], column: str) -> str:
-    value = get_value(row, column, str)
-    if not value.strip():
-        raise UserError(f"{column!r} is blank")
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{column!r} must be text, got {value!r:.60}")
     return value
 
 
@@ -387,10 +372,12 @@ def _captions(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
         value = row.get(column)
         if len(columns) > 1 and (value is None or (isinstance(value, str) and not value.strip())):
             continue
-        values = value if isinstance(value, list) else [get_value(row, column, str)]
+        values = value if isinstance(value, list) else [value]
+        try:
+            check_type(values, list[str])
+        except UserError as error:
+            raise UserError(f"{column!r} must hold captions: {error}") from None
         for caption in values:
-            if not isinstance(caption, str):
-                raise UserError(f"{column!r} must hold strings, got {caption!r:.60}")
             check_caption(caption)
         captions += values
     if not captions:

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["TXT", "normalise_caption", "parse_captions_per_image", "txt_content"]
+__all__ = ["TXT", "normalize_caption", "parse_captions_per_image", "txt_content"]
 
 # What the `.txt` of a sample has: a caption, or a line for each.
 TXT = ("first", "all")
 
 
-def normalise_caption(text: str) -> str:
+def normalize_caption(text: str) -> str:
     r"""Return a caption in the form in which two captions that say the same are equal.
 
     Case and white space do not survive CLIP's tokenizer, so captions that differ in nothing else become the same
     tokens and the same embedding. As captions of different images they are false negatives of each other: a loss
     pushes apart what no model can tell apart.
 
-    >>> normalise_caption(" A Dog\n runs. ") == normalise_caption("a dog runs.")
+    >>> normalize_caption(" A Dog\n runs. ") == normalize_caption("a dog runs.")
     True
     """
     return " ".join(text.split()).casefold()

@@ -13,14 +13,27 @@ from vl_plugins.data.annotations import (
     check_name,
     check_unique,
     get_group,
-    get_value,
     place_of,
     read_json,
 )
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
+from vl_plugins.data.json_text import check_type
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["read_coco_captions", "with_annotation_ids"]
+
+
+@dataclass
+class _Image:
+    id: int
+    file_name: str
+
+
+@dataclass
+class _Annotation:
+    id: int
+    image_id: int
+    caption: str
 
 
 @dataclass
@@ -28,7 +41,8 @@ class _Entry:
     """An entry of ``images`` while its annotations are gathered; ``problem`` is the first that is wrong with them."""
 
     place: str
-    item: dict[str, Any]
+    image: _Image
+    group: int | str | None
     captions: list[str] = field(default_factory=list)
     caption_ids: list[int] = field(default_factory=list)
     problem: UserError | None = None
@@ -90,20 +104,20 @@ def read_coco_captions(
     collector = ImageCollector(rejected)
     for split, file in splits.items():
         folder = _image_folder(image_root, (_split_of(file), split))
-        for entry in _read_entries(file, split, collector):
+        for entry in _read_entries(file, split, group_key, collector):
             try:
                 if entry.problem is not None:
                     raise entry.problem
-                filename = get_value(entry.item, "file_name", str)
+                filename = entry.image.file_name
                 image = CaptionedImage(
-                    image_id=entry.item["id"],
+                    image_id=entry.image.id,
                     file=str(PurePosixPath(folder, filename)),
                     captions=tuple(entry.captions),
                     caption_ids=tuple(entry.caption_ids),
                     split=split,
                     dataset=dataset_name,
                     filename=filename,
-                    group=get_group(entry.item, group_key),
+                    group=entry.group,
                 )
                 collector.add(image)
             except UserError as error:
@@ -143,12 +157,12 @@ def with_annotation_ids(
     for file in map(Path, annotation_files):
         for position, item in enumerate(_read_document(file)["annotations"]):
             try:
-                image_id, annotation_id, caption = _parse_annotation(item)
-                check_unique("annotation", [annotation_id], seen)
+                annotation = check_type(item, _Annotation)
+                check_unique("annotation", [annotation.id], seen)
             except UserError as error:
                 raise UserError(f"{file}: {place_of('annotation', position)}: {error}") from error
-            seen.add(annotation_id)
-            official[image_id].append((caption, annotation_id))
+            seen.add(annotation.id)
+            official[annotation.image_id].append((annotation.caption, annotation.id))
 
     names = ", ".join(map(str, annotation_files))
     collector = ImageCollector(rejected)
@@ -186,12 +200,7 @@ def _read_document(file: Path) -> dict[str, Any]:
     return document
 
 
-def _parse_annotation(item: Any) -> tuple[int, int, str]:
-    """Return image id, annotation id and caption."""
-    return get_value(item, "image_id", int), get_value(item, "id", int), get_value(item, "caption", str)
-
-
-def _read_entries(file: Path, split: str, collector: ImageCollector) -> list[_Entry]:
+def _read_entries(file: Path, split: str, group_key: str | None, collector: ImageCollector) -> list[_Entry]:
     """Return the entries of ``images`` with their annotations; what belongs to none of them is rejected."""
     document = _read_document(file)
     items = document.get("images")
@@ -199,37 +208,37 @@ def _read_entries(file: Path, split: str, collector: ImageCollector) -> list[_En
         raise UserError(f"{file} has no images; expected a list under 'images'")
 
     entries: dict[int, _Entry] = {}
+    strangers: set[int] = set()
     for position, item in enumerate(items):
-        place = place_of("image", position, item.get("file_name") if isinstance(item, dict) else None)
+        known = item if isinstance(item, dict) else {}
+        place = place_of("image", position, known.get("file_name"))
         try:
-            image_id = get_value(item, "id", int)
-            check_unique("image", [image_id], entries)
+            image = check_type(item, _Image)
+            check_unique("image", [image.id], entries)
+            entries[image.id] = _Entry(place, image, get_group(item, group_key))
         except UserError as error:
             collector.reject(file, place, split, error)
-        else:
-            entries[image_id] = _Entry(place, item)
+            if type(known.get("id")) is int:
+                strangers.add(known["id"])
 
-    strangers: set[int] = set()
     for position, item in enumerate(document["annotations"]):
-        entry = None
+        image_id = item.get("image_id") if isinstance(item, dict) else None
+        entry = entries.get(image_id) if type(image_id) is int else None
+        place = place_of("annotation", position)
         try:
-            image_id = get_value(item, "image_id", int)
-            entry = entries.get(image_id)
-            if entry is None and image_id in strangers:
-                continue
-            if entry is None:
+            annotation = check_type(item, _Annotation)
+            if entry is None and image_id not in strangers:
                 strangers.add(image_id)
                 raise UserError(f"its image id {image_id} is not among the images of the file")
-            _, annotation_id, caption = _parse_annotation(item)
         except UserError as error:
-            place = place_of("annotation", position)
             if entry is None:
                 collector.reject(file, place, split, error)
             else:
                 entry.problem = entry.problem or UserError(f"{place}: {error}")
             continue
-        entry.captions.append(caption)
-        entry.caption_ids.append(annotation_id)
+        if entry is not None:
+            entry.captions.append(annotation.caption)
+            entry.caption_ids.append(annotation.id)
     return list(entries.values())
 
 
@@ -237,7 +246,7 @@ def _match_captions(captions: Sequence[str], official: Iterable[tuple[str, int]]
     """Return the annotation id of each caption; each id is used once."""
     caption_ids: list[int | None] = [None] * len(captions)
     used: set[int] = set()
-    for form in (str, normalise_caption):
+    for form in (str, normalize_caption):
         unused = _ids_by_text(official, form, used)
         for position, caption in enumerate(captions):
             if caption_ids[position] is None and unused[form(caption)]:

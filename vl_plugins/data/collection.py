@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vl_plugins.data.reader import read_captions
+from vl_plugins.data.decoding import read_captions
 from vl_plugins.data.shard_files import EXTENSIONS, TEXTS, expand_shards, input_of, read_samples
+from vl_plugins.data.shard_scanner import ScannedSample
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["Collection", "Id", "first_captions", "read_collection"]
@@ -69,10 +70,10 @@ class Collection:
             here = [index - first for index in wanted if first <= index < first + size]
             if here:
                 try:
-                    samples = read_samples(shard, here[0], here[-1] + 1, members=EXTENSIONS)
+                    samples = read_samples(shard, here[0], here[-1] + 1, extensions=EXTENSIONS)
                     for index, sample in enumerate(samples, here[0]):
                         if index in here:
-                            key = sample["__key__"]
+                            key = sample.key
                             if key != self.keys[first + index]:
                                 raise ValueError(f"sample {index} is {key}, not {self.keys[first + index]}")
                             found[first + index] = input_of(sample)
@@ -102,7 +103,7 @@ def read_collection(shards: str | Sequence[str], max_captions: int | None = None
     for shard in shards:
         before = len(records)
         try:
-            for sample in read_samples(shard, members=TEXTS):
+            for sample in read_samples(shard, extensions=TEXTS):
                 records.append(_Record(sample))
         except Exception as error:
             raise UserError(f"cannot read sample {len(records) - before} of shard {shard}: {error}") from error
@@ -148,10 +149,10 @@ def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
 class _Record:
     """The texts of a sample."""
 
-    def __init__(self, sample: dict[str, Any]):
-        self.key = sample["__key__"]
+    def __init__(self, sample: ScannedSample):
+        self.key = sample.key
         self.captions = read_captions(sample)
-        texts = json.loads(sample["json"]) if "json" in sample else {}
+        texts = json.loads(sample.data["json"]) if "json" in sample.data else {}
         texts = texts if isinstance(texts, dict) else {}
         image_id, caption_ids = texts.get("image_id"), texts.get("caption_ids")
         self.image_id = image_id if _is_id(image_id) else self.key

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from vl_plugins.data.shard_files import MAX_MEMBER_BYTES
+from vl_plugins.data.shard_scanner import MAX_MEMBER_BYTES
 from vl_plugins.data.storage import error_text, open_regular
 from vl_plugins.utils.errors import UserError
 

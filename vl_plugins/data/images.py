@@ -29,7 +29,7 @@ class ImageInfo(NamedTuple):
         extension: ``"jpg"``, ``"png"`` or ``"webp"``, by the content.
         width: in pixels.
         height: in pixels.
-        mode: PIL's name of the pixel format, such as ``"RGB"``, ``"L"`` (grey) or ``"CMYK"``.
+        mode: PIL's name of the pixel format, such as ``"RGB"``, ``"L"`` (gray) or ``"CMYK"``.
     """
 
     extension: str
@@ -61,7 +61,7 @@ def resize_image(data: bytes, shorter_side: int, *, quality: int = 95) -> tuple[
     """Return an image whose shorter side has at most ``shorter_side`` pixels, and what is in it.
 
     A smaller image comes back as it is, byte for byte. Others are scaled with antialiased bicubic interpolation, as
-    CLIP's preprocessing does, and stored in the format they had, without metadata. Colours are RGB, or grey, with
+    CLIP's preprocessing does, and stored in the format they had, without metadata. Colors are RGB, or gray, with
     transparency where there was some.
 
     Args:
@@ -102,7 +102,7 @@ def scaled_picture(
     Args:
         data: of an image file.
         fit: from width and height in pixels to those that the picture is to have.
-        background: colour behind what is transparent.
+        background: color behind what is transparent.
         formats: PIL's names of those that are opened; any by default.
 
     Returns:

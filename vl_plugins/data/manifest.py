@@ -5,11 +5,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from vl_plugins import __version__
 from vl_plugins.data.annotations import RejectedImage
-from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import Folder
 from vl_plugins.utils.errors import UserError, unknown_name
 
@@ -17,7 +17,10 @@ __all__ = [
     "MANIFEST_FILE",
     "REJECTED_FILE",
     "SIZES_FILE",
+    "CaptionsPerImage",
     "ForeignManifestError",
+    "ShardFacts",
+    "SplitEntry",
     "is_shard_of",
     "number_of_captions",
     "read_manifest",
@@ -36,15 +39,48 @@ REJECTED_FILE = "rejected.jsonl"
 MAX_SAMPLES = 10**7
 
 
+class ShardFacts(TypedDict):
+    """What the manifest says of a shard."""
+
+    samples: int
+    captions: int
+    bytes: int
+    sha256: str
+
+
+class CaptionsPerImage(TypedDict):
+    """How many captions images have; the histogram is the number of images by number of captions."""
+
+    min: int
+    max: int
+    histogram: dict[int, int]
+
+
+class _RequiredFields(TypedDict):
+    source: dict[str, Any]
+    options: dict[str, Any]
+    images: int
+    captions: int
+    rejected: int
+    captions_per_image: CaptionsPerImage
+    shards: dict[str, ShardFacts]
+
+
+class SplitEntry(_RequiredFields, total=False):
+    """What the manifest says of a split."""
+
+    groups: int
+
+
 class ForeignManifestError(UserError):
     """A ``manifest.json`` that ``vl-plugins shards`` did not write."""
 
 
-def read_manifest(folder: Folder | str | os.PathLike) -> dict[str, dict[str, Any]] | None:
+def read_manifest(folder: Folder | str | os.PathLike) -> dict[str, SplitEntry] | None:
     """Return the entries of a folder's ``manifest.json`` by ``<dataset>-<split>``; None when there is no manifest.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or an entry is damaged.
         ForeignManifestError: it is something else.
     """
     manifest = _read_json(_folder(folder), MANIFEST_FILE)
@@ -52,6 +88,10 @@ def read_manifest(folder: Folder | str | os.PathLike) -> dict[str, dict[str, Any
         return None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
         raise ForeignManifestError(f"{_folder(folder) / MANIFEST_FILE} is not a manifest of vl-plugins shards")
+    try:
+        check_type(manifest["splits"], dict[str, SplitEntry])
+    except UserError as error:
+        raise UserError(f"{_folder(folder) / MANIFEST_FILE} is damaged: {error} (below 'splits')") from None
     return manifest["splits"]
 
 
@@ -62,19 +102,19 @@ def read_sizes(folder: Folder | str | os.PathLike) -> dict[str, int] | None:
         UserError: the file cannot be read, or is something else.
     """
     sizes = _read_json(_folder(folder), SIZES_FILE)
-    if sizes is not None and not (
-        isinstance(sizes, dict) and all(type(size) is int and 0 <= size <= MAX_SAMPLES for size in sizes.values())
-    ):
-        raise UserError(
-            f"{_folder(folder) / SIZES_FILE} must hold an object of shard names and numbers of samples, at most "
-            f"{MAX_SAMPLES:,} each"
-        )
-    return sizes
+    if sizes is None:
+        return None
+    try:
+        sizes = check_type(sizes, dict[str, int])
+        if all(0 <= size <= MAX_SAMPLES for size in sizes.values()):
+            return sizes
+        problem = f"a number is not 0 to {MAX_SAMPLES:,}"
+    except UserError as error:
+        problem = str(error)
+    raise UserError(f"{_folder(folder) / SIZES_FILE} must hold numbers of samples by name of shard: {problem}")
 
 
-def update_index(
-    folder: Folder, name: str, entry: dict[str, Any] | None, rejected: Sequence[RejectedImage] = ()
-) -> None:
+def update_index(folder: Folder, name: str, entry: SplitEntry | None, rejected: Sequence[RejectedImage] = ()) -> None:
     """Put the entry of one split into the files beside the shards, or with None take it out of them.
 
     Other entries stay, also those that another process writes at the same time into the same local folder.

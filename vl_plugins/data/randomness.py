@@ -40,10 +40,10 @@ def seeded(*parts: int | str) -> Iterator[None]:
     try:
         yield
     finally:
-        of_python, of_numpy, of_torch = before
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        torch.random.set_rng_state(of_torch)
+        python_state, numpy_state, torch_state = before
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.random.set_rng_state(torch_state)
 
 
 def random_states() -> dict[str, Any]:

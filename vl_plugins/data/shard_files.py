@@ -1,17 +1,16 @@
 """Shards as files: where they are, and the samples in them."""
 
 import os
-import re
-import tarfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.parse import urlparse
 
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
+from vl_plugins.data.shard_scanner import ScannedSample, scan_samples
 from vl_plugins.data.storage import Folder
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
@@ -19,11 +18,9 @@ from vl_plugins.utils.optional import require
 __all__ = [
     "EXTENSIONS",
     "INPUTS",
-    "MAX_MEMBER_BYTES",
     "TEXTS",
     "Place",
     "expand_shards",
-    "headers",
     "input_of",
     "locate",
     "missing_shards",
@@ -35,9 +32,6 @@ __all__ = [
 EXTENSIONS = (*dict.fromkeys(IMAGE_EXTENSIONS.values()), "jpeg")
 TEXTS = ("json", "txt")
 MEMBERS = {*EXTENSIONS, *TEXTS}
-
-# Far above any image, array of features or text: what is larger would fill the memory of a process that reads it.
-MAX_MEMBER_BYTES = 1 << 30
 
 # What a model takes of an image -> extensions.
 INPUTS = {"images": EXTENSIONS, "features": (FEATURE_EXTENSION,)}
@@ -158,71 +152,37 @@ def missing_shards(shards: Sequence[str]) -> list[Place]:
 
 
 def read_samples(
-    shard: str, start: int = 0, stop: int | None = None, members: Collection[str] = MEMBERS
-) -> Iterator[dict[str, Any]]:
-    """Yield samples ``start`` to ``stop`` of a shard: ``__key__``, and bytes by extension of what readers need.
-
-    ``__others__`` lists the extensions of what else a sample has. Consecutive files of the same name up to the first
-    dot are a sample, as for webdataset. Of a file that is not needed, or belongs to a sample before ``start``, nothing
-    is read but its header where the shard is a file.
+    shard: str, start: int = 0, stop: int | None = None, extensions: Collection[str] = MEMBERS
+) -> Iterator[ScannedSample]:
+    """Yield samples ``start`` to ``stop`` of a shard, see :func:`vl_plugins.data.shard_scanner.scan_samples`.
 
     Args:
         shard: path or URL.
         start: first sample.
         stop: the one after the last; all with None.
-        members: extensions of the files that are needed.
+        extensions: of the files whose content is read.
 
     Raises:
         Exception: the shard cannot be read, or ends too early; samples before that place have been yielded.
     """
-    split_name = require("webdataset.tariterators", extra="data").base_plus_ext
     with _open(shard) as stream:
-        is_seekable = hasattr(stream, "seekable") and stream.seekable()
-        tar = _open_tar(stream, "r:" if is_seekable else "r|")
-        sample: dict[str, Any] = {"__key__": None, "__others__": []}
-        position, end = -1, 0
-        for member in headers(tar):
-            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-            key, extension = split_name(member.name)
-            if key is None or not member.isreg() or re.match(r"__[^/]*__($|/)", member.name):
-                continue
-            if key != sample["__key__"]:
-                if position >= start:
-                    yield sample
-                position += 1
-                if position == stop:
-                    return
-                sample = {"__key__": key, "__others__": []}
-            extension = extension.lower()
-            if extension not in members:
-                sample["__others__"].append(extension)
-            elif position >= start:
-                if extension in sample:
-                    raise ValueError(f"{member.name} is in it twice")
-                sample[extension] = tar.extractfile(member).read()
-        if is_seekable:
-            # tarfile takes a cut between two members, or garbage, for the end.
-            stream.seek(end)
-            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise ValueError("it is cut off: an archive ends with zeros")
-        if position >= start:
-            yield sample
+        yield from scan_samples(stream, extensions, start, stop)
 
 
-def input_of(sample: dict[str, Any], inputs: str = "images") -> bytes:
+def input_of(sample: ScannedSample, inputs: str = "images") -> bytes:
     """Return the file that a sample of :func:`read_samples` has for its image: a picture, or an array of features.
 
     Args:
-        sample: read with ``INPUTS[inputs]`` among its members.
+        sample: read with ``INPUTS[inputs]`` among the extensions.
         inputs: ``"images"`` or ``"features"``.
 
     Raises:
         ValueError: there is none; the message says what the sample has instead.
     """
-    found = next((sample[extension] for extension in INPUTS[inputs] if extension in sample), None)
+    found = next((sample.data[extension] for extension in INPUTS[inputs] if extension in sample.data), None)
     if found is not None:
         return found
-    expected, others = ", ".join(INPUTS[inputs]), sample["__others__"]
+    expected, others = ", ".join(INPUTS[inputs]), sample.members
     if inputs == "features":
         problem = f"no features; expected {expected}"
         pictures = [extension for extension in others if extension in EXTENSIONS]
@@ -230,26 +190,7 @@ def input_of(sample: dict[str, Any], inputs: str = "images") -> bytes:
     else:
         problem = f"no image; expected one of {expected}"
         hint = f", but it has features ({FEATURE_EXTENSION}) in its place" if FEATURE_EXTENSION in others else ""
-    raise ValueError(f"sample {sample['__key__']} has {problem}{hint}")
-
-
-def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of an archive that has just been opened, without keeping them.
-
-    Raises:
-        tarfile.TarError: the archive is cut off or damaged, as far as ``tarfile`` sees it; a member is sparse or
-            larger than ``MAX_MEMBER_BYTES``.
-    """
-    if tar.firstmember is None:
-        return  # nothing is in it, and `next` of Python 3.10 would seek to before its beginning
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # the index of a large shard would grow in memory
-        # By a negative size, some versions of tarfile would go back and read the same for ever.
-        if not 0 <= member.size <= MAX_MEMBER_BYTES:
-            raise tarfile.ReadError(f"the header of {member.name} says {member.size} bytes")
-        if member.issparse():
-            raise tarfile.ReadError(f"{member.name} is a sparse file, which may be zeros without end")
-        yield member
+    raise ValueError(f"sample {sample.key} has {problem}{hint}")
 
 
 def _open(shard: str) -> AbstractContextManager[BinaryIO]:
@@ -259,12 +200,3 @@ def _open(shard: str) -> AbstractContextManager[BinaryIO]:
     stream = require("webdataset.gopen", extra="data").gopen(shard)
     # To close the pipe of a program that has not finished is an error; it ends when the stream is dropped.
     return stream if place is not None else nullcontext(stream)
-
-
-def _open_tar(stream: BinaryIO, mode: str) -> tarfile.TarFile:
-    try:
-        # Never `*`: a compressed archive of kilobytes may go on without end.
-        return tarfile.open(fileobj=stream, mode=mode)
-    except tarfile.ReadError as error:
-        hint = "; a compressed shard must be unpacked" if "header" in str(error) else ""
-        raise tarfile.ReadError(f"{error}{hint}") from error

@@ -1,13 +1,11 @@
 """Writer of WebDataset shards: plain tar files that any reader of open_clip, img2dataset or webdataset understands."""
 
 import hashlib
-import json
 import os
 import random
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -15,47 +13,38 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
-from vl_plugins.data.captions import TXT, txt_content
-from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, inspect_features, with_array_files
+from vl_plugins.data.captions import TXT
+from vl_plugins.data.feature_arrays import with_array_files
 from vl_plugins.data.image_files import FileFolder, FileSource
-from vl_plugins.data.images import inspect_image, resize_image
-from vl_plugins.data.manifest import is_shard_of, number_of_captions, read_manifest, shard_name, to_json, update_index
+from vl_plugins.data.json_text import check_type, parse_json
+from vl_plugins.data.manifest import (
+    ShardFacts,
+    is_shard_of,
+    number_of_captions,
+    read_manifest,
+    shard_name,
+    to_json,
+    update_index,
+)
 from vl_plugins.data.parallel import map_in_processes
+from vl_plugins.data.sample_encoding import (
+    SampleEncoding,
+    content_fingerprint,
+    cut_by_size,
+    encode_sample,
+    first_feature_dim,
+    padded,
+    sample_sizes,
+    tar_pieces,
+)
 from vl_plugins.data.storage import Folder
 from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
 
 __all__ = ["is_training_split", "write_shards"]
 
-# Images that a worker measures at a time; a shard is not known yet when shards are cut by size after a resize.
-MEASURED_TOGETHER = 256
-
 # Tar headers have room for 100 characters, and "-00000000.webp" follows.
 LONGEST_NAME = 86
-
-# Of pixels or features; a number has at most as many digits.
-MOST = 10**9
-
-
-@dataclass(frozen=True)
-class _Encoding:
-    """How an image becomes a sample.
-
-    Args:
-        files: where the image files are, or the array files in their place.
-        txt: see :func:`write_shards`.
-        resize: likewise.
-        quality: likewise.
-        on_error: likewise.
-        feature_dim: number of values of every feature, 0 where no array file can be used; None for image files.
-    """
-
-    files: FileSource
-    txt: str
-    resize: int | None
-    quality: int
-    on_error: str
-    feature_dim: int | None
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class _Written:
         rejected: images that could not be used.
     """
 
-    facts: dict[str, Any]
-    captions_per_image: Counter[int]
+    facts: ShardFacts
+    captions_per_image: dict[int, int]
     rejected: list[RejectedImage]
 
 
@@ -181,8 +170,8 @@ def write_shards(
 
     root = image_root if features is None else features
     files = FileFolder(root) if isinstance(root, (str, os.PathLike)) else root
-    feature_dim = None if features is None else _first_feature_dim(images, files)
-    encoding = _Encoding(files, txt, resize, quality, on_error, feature_dim)
+    feature_dim = None if features is None else first_feature_dim(images, files)
+    encoding = SampleEncoding(files, txt, resize, quality, on_error, feature_dim)
     options = {
         **({} if features is None else {"inputs": "features"}),
         **({"samples_per_shard": samples_per_shard} if shard_size_mb is None else {"shard_size_mb": shard_size_mb}),
@@ -195,15 +184,15 @@ def write_shards(
         if shard_size_mb is None:
             starts = range(0, len(members), samples_per_shard)
         else:
-            starts = _cut_by_size(_sample_sizes(name, members, encoding, workers), shard_size_mb * 1e6)
+            starts = cut_by_size(sample_sizes(name, members, encoding, workers), shard_size_mb * 1e6)
         shards = _shards(name, members, starts)
         written = _write_split(name, shards, encoding, out, workers, overwrite, dry_run)
-        of_split = [item for item in rejected if item.split == members[0].split]
-        of_split += [item for shard in written for item in shard.rejected]
+        left_out = [item for item in rejected if item.split == members[0].split]
+        left_out += [item for shard in written for item in shard.rejected]
         shuffled = {"seed": seed} if seed is not None and is_training_split(members[0].split) else {}
-        entries[name] = _manifest_entry(shards, written, dict(source or {}), options | shuffled, len(of_split))
+        entries[name] = _manifest_entry(shards, written, dict(source or {}), options | shuffled, len(left_out))
         if not dry_run:
-            update_index(out, name, entries[name], of_split)
+            update_index(out, name, entries[name], left_out)
     # Not before, or a run that stops in the last split would begin again with the first.
     for name in () if dry_run else splits:
         _remove_traces(name, out)
@@ -233,14 +222,6 @@ def _check_options(
         raise UserError(f"quality must be 1 to 100, got {quality}")
 
 
-def _first_feature_dim(images: Iterable[CaptionedImage], files: FileSource) -> int:
-    """Return the number of values of each feature of the first image whose array file can be used, 0 without any."""
-    for image in images:
-        with suppress(UserError):  # said where it is written
-            return inspect_features(files.read(image.file)).feature_dim
-    return 0
-
-
 def _shuffle_training_splits(splits: dict[str, list[CaptionedImage]], seed: int) -> None:
     training = [name for name, members in splits.items() if is_training_split(members[0].split)]
     if not training:
@@ -257,64 +238,10 @@ def _shards(name: str, images: Sequence[CaptionedImage], starts: Sequence[int]) 
     ]
 
 
-def _sample_sizes(name: str, images: Sequence[CaptionedImage], encoding: _Encoding, workers: int) -> Iterable[int]:
-    """Yield the bytes that each image will take in a shard, or slightly more; 0 for one that cannot be used."""
-    keyed = [(f"{name}-{index:08d}", image) for index, image in enumerate(images)]
-    if encoding.resize is None:
-        return (_size_from_file(key, image, encoding) for key, image in keyed)
-    chunks = [keyed[start : start + MEASURED_TOGETHER] for start in range(0, len(keyed), MEASURED_TOGETHER)]
-    results = map_in_processes(partial(_sizes_encoded, encoding), chunks, workers)
-    progress = tqdm(results, desc=f"{name}: sizes", total=len(chunks), unit=f"{MEASURED_TOGETHER} images", disable=None)
-    return (size for sizes in progress for size in sizes)
-
-
-def _size_from_file(key: str, image: CaptionedImage, encoding: _Encoding) -> int:
-    state = encoding.files.state(image.file)
-    if state is None:
-        return 0
-    if encoding.feature_dim is None:
-        members = _members(key, image, encoding.txt, "webp", b"", {"width": MOST, "height": MOST})
-    else:
-        most = {"num_features": MOST, "feature_dim": MOST}
-        members = _members(key, image, encoding.txt, FEATURE_EXTENSION, b"", most)
-    return _size_in_tar(members) + _padded(state[0])
-
-
-def _sizes_encoded(encoding: _Encoding, keyed: Sequence[tuple[str, CaptionedImage]]) -> list[int]:
-    sizes = []
-    for key, image in keyed:
-        try:
-            sizes.append(_size_in_tar(_encode(key, image, encoding)))
-        except UserError:
-            sizes.append(0)  # said where it is written
-    return sizes
-
-
-def _size_in_tar(members: Mapping[str, bytes]) -> int:
-    return sum(tarfile.BLOCKSIZE + _padded(len(data)) for data in members.values())
-
-
-def _padded(size: int, unit: int = tarfile.BLOCKSIZE) -> int:
-    return -(-size // unit) * unit
-
-
-def _cut_by_size(sizes: Iterable[int], limit: float) -> list[int]:
-    """Return where each shard starts, when none has more than ``limit`` bytes unless it holds one sample."""
-    # What the end of an archive takes at most.
-    start_bytes = tarfile.RECORDSIZE + 2 * tarfile.BLOCKSIZE
-    starts, filled = [0], start_bytes
-    for index, size in enumerate(sizes):
-        if index > starts[-1] and filled + size > limit:
-            starts.append(index)
-            filled = start_bytes
-        filled += size
-    return starts
-
-
 def _write_split(
     name: str,
     shards: Sequence[_Shard],
-    encoding: _Encoding,
+    encoding: SampleEncoding,
     out: Folder,
     workers: int,
     overwrite: bool,
@@ -356,9 +283,9 @@ def _write_split(
     return written
 
 
-def _write_shard(encoding: _Encoding, out: Folder, overwrite: bool, dry_run: bool, shard: _Shard) -> _Written:
+def _write_shard(encoding: SampleEncoding, out: Folder, overwrite: bool, dry_run: bool, shard: _Shard) -> _Written:
     """Write one shard, unless the record of an earlier run shows that it is there."""
-    fingerprint = _fingerprint(shard, encoding)
+    fingerprint = content_fingerprint(shard.images, encoding)
     written = _read_record(out, shard.file, fingerprint)
     if written is not None:
         return written
@@ -373,82 +300,31 @@ def _write_shard(encoding: _Encoding, out: Folder, overwrite: bool, dry_run: boo
     return written
 
 
-def _write_samples(shard: _Shard, encoding: _Encoding, stream: BinaryIO) -> _Written:
+def _write_samples(shard: _Shard, encoding: SampleEncoding, stream: BinaryIO) -> _Written:
     captions_per_image: Counter[int] = Counter()
     rejected = []
     hashed = _HashedStream(stream)
     for key, image in shard.images.items():
         try:
-            members = _encode(key, image, encoding)
+            members = encode_sample(key, image, encoding)
         except UserError as error:
             if encoding.on_error == "raise":
                 place = encoding.files.place(image.file)
                 raise UserError(f"{place} (image id {image.image_id}): {error}") from error
             rejected.append(RejectedImage(image.file, image.split, str(error)))
             continue
-        for piece in _tar_pieces(members):
+        for piece in tar_pieces(members):
             hashed.write(piece)
         captions_per_image[len(image.captions)] += 1
     # The end of an archive: two empty blocks, filled up to a record.
-    hashed.write(bytes(_padded(hashed.size + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - hashed.size))
+    hashed.write(bytes(padded(hashed.size + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - hashed.size))
     facts = {
         "samples": captions_per_image.total(),
         "captions": number_of_captions(captions_per_image),
         "bytes": hashed.size,
         "sha256": hashed.digest.hexdigest(),
     }
-    return _Written(facts, captions_per_image, rejected)
-
-
-def _encode(key: str, image: CaptionedImage, encoding: _Encoding) -> dict[str, bytes]:
-    """Return the members of one sample by name."""
-    data = encoding.files.read(image.file)
-    if encoding.feature_dim is not None:
-        info = inspect_features(data)
-        if info.feature_dim != encoding.feature_dim:
-            raise UserError(
-                f"its features have {info.feature_dim} values each, those of the first image {encoding.feature_dim}"
-            )
-        return _members(key, image, encoding.txt, FEATURE_EXTENSION, data, info._asdict())
-    if encoding.resize is None:
-        info = inspect_image(data, decode=False)
-    else:
-        data, info = resize_image(data, encoding.resize, quality=encoding.quality)
-    return _members(key, image, encoding.txt, info.extension, data, {"width": info.width, "height": info.height})
-
-
-def _members(
-    key: str, image: CaptionedImage, txt: str, extension: str, data: bytes, size: Mapping[str, int]
-) -> dict[str, bytes]:
-    metadata = {
-        "image_id": image.image_id,
-        "captions": image.captions,
-        "caption_ids": image.caption_ids,
-        "split": image.split,
-        "dataset": image.dataset,
-        "filename": image.filename,
-        **({} if image.group is None else {"group": image.group}),
-        **size,
-    }
-    return {
-        f"{key}.{extension}": data,
-        f"{key}.txt": txt_content(image.captions, txt).encode(),
-        f"{key}.json": to_json(metadata),
-    }
-
-
-def _tar_pieces(members: Mapping[str, bytes]) -> Iterator[bytes]:
-    """Yield the bytes of one sample in a tar file.
-
-    ``tarfile`` makes the headers; its ``addfile`` would take as long again to copy the data in small pieces.
-    """
-    for name, data in sorted(members.items()):
-        # The defaults make the bytes reproducible: time 0, no owner, mode 644.
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        yield member.tobuf(tarfile.USTAR_FORMAT)
-        yield data
-        yield bytes(_padded(len(data)) - len(data))
+    return _Written(facts, dict(captions_per_image), rejected)
 
 
 class _HashedStream:
@@ -465,13 +341,6 @@ class _HashedStream:
         self.stream.write(data)
 
 
-def _fingerprint(shard: _Shard, encoding: _Encoding) -> str:
-    """Return a hash of all that the content of a shard depends on."""
-    images = [[key, vars(image), encoding.files.state(image.file)] for key, image in shard.images.items()]
-    options = [encoding.txt, encoding.resize, encoding.quality, encoding.on_error, encoding.feature_dim]
-    return hashlib.sha256(to_json([images, options])).hexdigest()
-
-
 def _record_file(file: str) -> str:
     """Return the name of the file that records, until its split is complete, that a shard is."""
     return f".{file}.done"
@@ -480,13 +349,12 @@ def _record_file(file: str) -> str:
 def _read_record(out: Folder, file: str, fingerprint: str) -> _Written | None:
     """Return what an earlier run has recorded of a shard, if this run would write the same and it is still there."""
     try:
-        record = json.loads(out.read(_record_file(file)))
-        if record["fingerprint"] != fingerprint or out.sha256(file) != record["facts"]["sha256"]:
-            return None
-        captions_per_image = Counter({int(count): images for count, images in record["captions_per_image"].items()})
-        return _Written(record["facts"], captions_per_image, [RejectedImage(**item) for item in record["rejected"]])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # there is none (a UserError, so a ValueError), or it is not ours
+        record = parse_json(out.read(_record_file(file)), file)
+        written = check_type(record, _Written)
+        is_same = record.get("fingerprint") == fingerprint and out.sha256(file) == written.facts["sha256"]
+        return written if is_same else None
+    except UserError:
+        return None  # there is none, or it is not ours
 
 
 def _remove_traces(name: str, out: Folder) -> None:
@@ -504,7 +372,7 @@ def _manifest_entry(
     options: dict[str, Any],
     rejected: int,
 ) -> dict[str, Any]:
-    captions_per_image = sum((result.captions_per_image for result in written), Counter())
+    captions_per_image = sum((Counter(result.captions_per_image) for result in written), Counter())
     left_out = {item.image for result in written for item in result.rejected}
     groups = {image.group for shard in shards for image in shard.images.values() if image.file not in left_out}
     groups.discard(None)

@@ -1,11 +1,14 @@
 """What is in shards: numbers, lengths and sizes, and the pictures and captions that occur more than once."""
 
+import bisect
 import hashlib
+import io
 import os
 import re
+import statistics
 import tarfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +16,12 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, BinaryIO, NamedTuple
 
-from vl_plugins.data.captions import normalise_caption
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.json_text import parse_json
-from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, read_manifest, select_splits
-from vl_plugins.data.shard_files import EXTENSIONS, headers
+from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, SplitEntry, read_manifest, select_splits
+from vl_plugins.data.repeats import Occurrence, Repeats, repeated_captions, repeats
+from vl_plugins.data.shard_files import EXTENSIONS, TEXTS
+from vl_plugins.data.shard_scanner import ScannedSample, scan_samples
 from vl_plugins.data.storage import Folder, error_text
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
@@ -25,7 +29,6 @@ from vl_plugins.utils.optional import require
 __all__ = [
     "Place",
     "Range",
-    "Repeats",
     "ShardSample",
     "SplitStatistics",
     "read_place",
@@ -37,8 +40,7 @@ __all__ = [
 SHORTER_SIDES = (0, 64, 128, 224, 336, 512, 768, 1024)
 
 TAIL = 4096  # bytes
-# No captions are so long; only a wrong header claims that.
-LARGEST_TEXT = 1 << 24  # bytes
+HEADER = 8192  # bytes, which hold the size of most pictures
 
 
 class Range(NamedTuple):
@@ -62,31 +64,6 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """Pictures, or texts of captions, that more than one image has.
-
-    Args:
-        number: how many images, or captions, have one of them.
-        share: the same as part of all, [0, 1].
-        different: how many different pictures, or texts, they are.
-        batch_size: images in a batch; no more than there are.
-        expected_pairs: expected number of pairs of images that repeat one another in a batch drawn at random without
-            replacement, each image with one of its captions at random.
-        example: the key of the first image with the most frequent picture, or the most frequent text as
-            :func:`vl_plugins.data.captions.normalise_caption` returns it; None when nothing repeats.
-        example_images: how many images have that.
-    """
-
-    number: int
-    share: float
-    different: int
-    batch_size: int
-    expected_pairs: float
-    example: str | None
-    example_images: int
-
-
-@dataclass(frozen=True)
 class SplitStatistics:
     """What the shards of one split contain.
 
@@ -107,7 +84,7 @@ class SplitStatistics:
         feature_dims: number of images by the number of values that each of their features has.
         repeated_pictures: files, also of features, of the same content under different image ids.
         repeated_captions: captions of different images whose texts
-            :func:`vl_plugins.data.captions.normalise_caption` makes equal.
+            :func:`vl_plugins.data.captions.normalize_caption` makes equal.
         places: of all samples, unusable ones too.
         groups: number of groups of images, as the manifest has it.
     """
@@ -197,21 +174,18 @@ def read_place(folder: Folder, place: Place) -> ShardSample:
     """
     with _readable(folder, place.shard), folder.open(place.shard) as stream:
         stream.seek(place.offset)
-        files = next(_files_of_samples(stream))
-        picture = _picture(files)
-        captions = _captions(_text_files(stream, files))
-        return ShardSample(_key(files), None if picture is None else _read(stream, picture), captions)
+        sample = next(scan_samples(stream, (*EXTENSIONS, *TEXTS)))
+        picture = next((sample.data[extension] for extension in EXTENSIONS if extension in sample.data), None)
+        return ShardSample(sample.key, picture, _captions(sample, _record(sample)))
 
 
-def _find_shards(folder: Folder) -> tuple[dict[str, list[str]], dict[str, Any]]:
+def _find_shards(folder: Folder) -> tuple[dict[str, list[str]], dict[str, SplitEntry]]:
     """Return the shards of each split, and its entry in the manifest where there is one of ours."""
     try:
         entries = read_manifest(folder)
     except ForeignManifestError:
         entries = None
     if entries:
-        if not all(map(_is_entry, entries.values())):
-            raise UserError(f"{folder / MANIFEST_FILE} is damaged; `vl-plugins shards verify {folder}` says more")
         # Neither is a name such as ../x.tar.
         present = set(folder.names())
         for entry in entries.values():
@@ -231,74 +205,46 @@ def _find_shards(folder: Folder) -> tuple[dict[str, list[str]], dict[str, Any]]:
     return shards, {}
 
 
-def _is_entry(entry: Any) -> bool:
-    """Return whether an entry of the manifest has what is used here."""
-    if not isinstance(entry, dict) or type(entry.get("rejected")) is not int:
-        return False
-    if type(entry.get("groups", 0)) is not int:
-        return False
-    shards = entry.get("shards")
-    return (
-        isinstance(entry.get("source"), dict)
-        and isinstance(shards, dict)
-        and all(isinstance(facts, dict) and type(facts.get("samples")) is int for facts in shards.values())
-    )
-
-
 def _split_statistics(
-    folder: Folder, files: Sequence[str], entry: Mapping[str, Any] | None, batch_size: int, bar: Any
+    folder: Folder, files: Sequence[str], entry: SplitEntry | None, batch_size: int, bar: Any
 ) -> SplitStatistics:
-    places, pictures, size = [], [], 0
-    captions_per_image: Counter[int] = Counter()
-    words: Counter[int] = Counter()
-    widths: Counter[int] = Counter()
-    heights: Counter[int] = Counter()
-    shorter_sides: Counter[int] = Counter()
-    features: Counter[int] = Counter()
-    feature_dims: Counter[int] = Counter()
-    texts = _CaptionTexts()
+    places: list[Place] = []
+    samples: list[_Scanned] = []
+    size = 0
     for file in files:
         before = len(places)
-        for sample in _scan(folder, file, own=entry is not None):
-            places.append(Place(file, sample.offset))
-            if sample.picture is None or not sample.captions:
-                continue
-            pictures.append(sample.picture)
-            captions_per_image[len(sample.captions)] += 1
-            words.update(len(caption.split()) for caption in sample.captions)
-            texts.add(sample.captions)
-            if sample.features is not None:
-                features[sample.features[0]] += 1
-                feature_dims[sample.features[1]] += 1
-            if sample.size is not None:
-                widths[sample.size[0]] += 1
-                heights[sample.size[1]] += 1
-                shorter_sides[min(sample.size)] += 1
+        with _readable(folder, file), folder.open(file) as stream:
+            for sample in scan_samples(stream, TEXTS):
+                places.append(Place(file, next(iter(sample.members.values())).offset))
+                scanned = _scan(stream, file, sample, has_sizes=entry is not None)
+                if scanned is not None:
+                    samples.append(scanned)
+            size += stream.seek(0, os.SEEK_END)
         if entry is not None and len(places) - before != entry["shards"][file]["samples"]:
             raise UserError(
                 f"{folder / file} has {len(places) - before:,} samples, {MANIFEST_FILE} says "
                 f"{entry['shards'][file]['samples']:,}; `vl-plugins shards verify {folder}` says more"
             )
-        with _readable(folder, file), folder.open(file) as stream:
-            size += stream.seek(0, os.SEEK_END)
         bar.update()
+    sizes = [sample.size for sample in samples if sample.size is not None]
+    features = [sample.features for sample in samples if sample.features is not None]
     return SplitStatistics(
         shards=len(files),
         bytes=size,
-        images=len(pictures),
-        captions=words.total(),
-        unusable=len(places) - len(pictures),
+        images=len(samples),
+        captions=sum(len(sample.captions) for sample in samples),
+        unusable=len(places) - len(samples),
         rejected=entry["rejected"] if entry is not None else None,
         source=entry["source"] if entry is not None else None,
-        captions_per_image=dict(sorted(captions_per_image.items())),
-        words=_range(words),
-        widths=_range(widths),
-        heights=_range(heights),
-        shorter_sides=_bins(shorter_sides),
-        features=_range(features),
-        feature_dims=dict(sorted(feature_dims.items())),
-        repeated_pictures=_repeated_pictures(folder, pictures, batch_size),
-        repeated_captions=texts.repeats(batch_size),
+        captions_per_image=_counts(len(sample.captions) for sample in samples),
+        words=_range([len(caption.split()) for sample in samples for caption in sample.captions]),
+        widths=_range([width for width, _ in sizes]),
+        heights=_range([height for _, height in sizes]),
+        shorter_sides=_bins([min(size) for size in sizes]),
+        features=_range([number for number, _ in features]),
+        feature_dims=_counts(dim for _, dim in features),
+        repeated_pictures=_repeated_pictures(folder, [sample.picture for sample in samples], batch_size),
+        repeated_captions=repeated_captions([sample.captions for sample in samples], batch_size),
         places=places,
         groups=entry.get("groups", 0) if entry is not None else 0,
     )
@@ -318,111 +264,58 @@ class _Picture(NamedTuple):
 class _Scanned(NamedTuple):
     """What is read of a sample: ``size`` is width and height in pixels, ``features`` their number and size."""
 
-    offset: int
-    picture: _Picture | None
+    picture: _Picture
     captions: list[str]
     size: tuple[int, int] | None
     features: tuple[int, int] | None
 
 
-def _scan(folder: Folder, file: str, *, own: bool) -> Iterator[_Scanned]:
-    """Yield the samples of a shard in order. ``own``: the json of the samples has their width and height."""
-    with _readable(folder, file), folder.open(file) as stream:
-        for files in _files_of_samples(stream):
-            texts = _text_files(stream, files)
-            record = texts.get("json", {})
-            member, picture, size, features = _picture(files), None, None, None
-            if member is not None:
-                size = _recorded(record, "width", "height") if own else _header_size(stream, member)
-            elif FEATURE_EXTENSION in files:
-                member, features = files[FEATURE_EXTENSION], _recorded(record, "num_features", "feature_dim")
-            # A picture that nothing can be said of is none.
-            if member is not None and (own or size is not None or features is not None):
-                key = _key(files)
-                image_id = record.get("image_id")
-                # Without an id, every sample is an image of its own.
-                image_id = image_id if type(image_id) in (int, str) else key
-                picture = _Picture(file, member.offset_data, member.size, _tail(stream, member), key, image_id)
-            yield _Scanned(next(iter(files.values())).offset, picture, _captions(texts), size, features)
+def _scan(stream: BinaryIO, file: str, sample: ScannedSample, *, has_sizes: bool) -> _Scanned | None:
+    """Return what is in a sample, None when it has no picture, or features, or no caption."""
+    record = _record(sample)
+    captions = _captions(sample, record)
+    extension = next((name for name in (*EXTENSIONS, FEATURE_EXTENSION) if name in sample.members), None)
+    if extension is None or not captions:
+        return None
+    member, size, features = sample.members[extension], None, None
+    if extension == FEATURE_EXTENSION:
+        features = _two_numbers(record, "num_features", "feature_dim")
+    elif has_sizes:
+        size = _two_numbers(record, "width", "height")
+    else:
+        size = _header_size(stream, member)
+    # A picture of other programs that nothing can be said of is none.
+    if not has_sizes and size is None and features is None:
+        return None
+    image_id = record.get("image_id")
+    # Without an id, every sample is an image of its own.
+    image_id = image_id if type(image_id) in (int, str) else sample.key
+    tail = min(member.size, TAIL)
+    digest = hashlib.blake2b(_read(stream, member.offset_data + member.size - tail, tail), digest_size=16).digest()
+    picture = _Picture(file, member.offset_data, member.size, digest, sample.key, image_id)
+    return _Scanned(picture, captions, size, features)
 
 
-def _files_of_samples(stream: BinaryIO) -> Iterator[dict[str, tarfile.TarInfo]]:
-    """Yield the headers of the files of each sample, by extension, from where the stream is."""
-    key, files = None, {}
-    for member in _headers(stream):
-        # As webdataset splits names.
-        match = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name, re.DOTALL)
-        if not match or not member.isreg():
-            continue
-        if match[1] != key and files:
-            yield files
-            files = {}
-        key = match[1]
-        files.setdefault(match[2].lower(), member)
-    if files:
-        yield files
-
-
-def _headers(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of an archive from where the stream is; it may be moved meanwhile.
-
-    Raises:
-        tarfile.TarError: there is no archive, or it is cut off or damaged.
-    """
-    start = stream.tell()
-    end = stream.seek(0, os.SEEK_END)
-    stream.seek(start)
+def _record(sample: ScannedSample) -> dict[str, Any]:
+    """Return the object of ``json``, an empty one where there is none that can be read."""
     try:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in headers(tar):
-                if member.size > end - member.offset_data:
-                    raise tarfile.ReadError(
-                        f"it is cut off or damaged: {member.name!r} cannot have {member.size:,} bytes"
-                    )
-                yield member
-            # tarfile takes a cut between two files, or garbage, for the end.
-            stream.seek(tar.offset)
-            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it is cut off or damaged: an archive ends with zeros")
-    # A header that says how long the name of the next one is may be wrong in ways that tarfile does not expect.
-    except (ValueError, OverflowError, MemoryError, RecursionError) as error:
-        raise tarfile.ReadError(f"it is damaged: {error or type(error).__name__}") from error
+        record = parse_json(sample.data.get("json", b""), "json")
+    except UserError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
-def _key(files: Mapping[str, tarfile.TarInfo]) -> str:
-    extension, member = next(iter(files.items()))
-    return member.name[: -len(extension) - 1]
-
-
-def _picture(files: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    return next((files[extension] for extension in EXTENSIONS if extension in files), None)
-
-
-def _text_files(stream: BinaryIO, files: Mapping[str, tarfile.TarInfo]) -> dict[str, Any]:
-    """Return the text of ``txt`` and the object of ``json``, where they are there and can be read."""
-    texts = {}
-    for extension in ("txt", "json"):
-        member = files.get(extension)
-        if member is None or member.size > LARGEST_TEXT:
-            continue
-        data = _read(stream, member)
-        try:
-            content = data.decode() if extension == "txt" else parse_json(data, member.name)
-        except ValueError:  # not UTF-8, or a UserError
-            continue
-        if extension == "txt" or isinstance(content, dict):
-            texts[extension] = content
-    return texts
-
-
-def _captions(texts: Mapping[str, Any]) -> list[str]:
-    captions = texts.get("json", {}).get("captions", [texts.get("txt")])
+def _captions(sample: ScannedSample, record: Mapping[str, Any]) -> list[str]:
+    captions = record.get("captions")
+    if captions is None:
+        # What is not UTF-8 is no caption.
+        captions = [sample.data.get("txt", b"").decode(errors="ignore")]
     if not isinstance(captions, list):
         return []
     return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
 
 
-def _recorded(record: Mapping[str, Any], *fields: str) -> tuple[int, int] | None:
+def _two_numbers(record: Mapping[str, Any], *fields: str) -> tuple[int, int] | None:
     """Return two fields of a json, None unless both are whole numbers."""
     numbers = tuple(record.get(field) for field in fields)
     return numbers if all(type(number) is int for number in numbers) else None
@@ -431,52 +324,25 @@ def _recorded(record: Mapping[str, Any], *fields: str) -> tuple[int, int] | None
 def _header_size(stream: BinaryIO, member: tarfile.TarInfo) -> tuple[int, int] | None:
     """Return width and height of a picture without decoding it, None when it is not one."""
     image_module = require("PIL.Image", extra="data")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", image_module.DecompressionBombWarning)
-        try:
-            with image_module.open(_Section(stream, member)) as image:
-                return image.size
-        # Decoders of damaged files raise nearly anything.
-        except Exception:
-            return None
+    # All of it where the beginning is not enough, as for a long comment.
+    for length in (min(HEADER, member.size), member.size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", image_module.DecompressionBombWarning)
+            try:
+                with image_module.open(io.BytesIO(_read(stream, member.offset_data, length))) as image:
+                    return image.size
+            # Decoders of damaged files raise nearly anything.
+            except Exception:
+                continue
+    return None
 
 
-class _Section:
-    """The part of a stream that is one file of an archive, for reading.
-
-    ``TarFile.extractfile`` returns the same, ten times as slowly for the few bytes of a header.
-    """
-
-    def __init__(self, stream: BinaryIO, member: tarfile.TarInfo):
-        self._stream, self._start, self._size, self._position = stream, member.offset_data, member.size, 0
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._position, 0)
-        self._stream.seek(self._start + self._position)
-        data = self._stream.read(left if size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-
-def _read(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
-    stream.seek(member.offset_data)
-    data = stream.read(member.size)
-    if len(data) < member.size:
-        raise tarfile.ReadError(f"it is cut off in {member.name!r}")
+def _read(stream: BinaryIO, offset: int, size: int) -> bytes:
+    stream.seek(offset)
+    data = stream.read(size)
+    if len(data) < size:
+        raise tarfile.ReadError("it is cut off")
     return data
-
-
-def _tail(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
-    size = min(member.size, TAIL)
-    stream.seek(member.offset_data + member.size - size)
-    return hashlib.blake2b(stream.read(size), digest_size=16).digest()
 
 
 @contextmanager
@@ -489,140 +355,43 @@ def _readable(folder: Folder, file: str) -> Iterator[None]:
         raise UserError(f"cannot read {folder / file}: {error_text(error)}") from error
 
 
-class _CaptionTexts:
-    """Counts which texts occur with which images."""
-
-    def __init__(self) -> None:
-        # Most texts occur with one image, and need no more than this.
-        self._of_one_image: dict[str, tuple[int, int]] = {}  # captions of this text, captions of the image
-        self._of_several: dict[str, list[tuple[int, int]]] = {}
-        self._images = 0
-        self._captions = 0
-
-    def add(self, captions: Sequence[str]) -> None:
-        """Count the captions of another image."""
-        self._images += 1
-        self._captions += len(captions)
-        for text, number in Counter(map(normalise_caption, captions)).items():
-            counts = (number, len(captions))
-            if text in self._of_several:
-                self._of_several[text].append(counts)
-            elif text in self._of_one_image:
-                self._of_several[text] = [self._of_one_image.pop(text), counts]
-            else:
-                self._of_one_image[text] = counts
-
-    def repeats(self, batch_size: int) -> Repeats:
-        """Return the texts of several images."""
-        pairs = 0.0
-        for images in self._of_several.values():
-            # That an image shows the text has this probability; that two do, the product of theirs. The square of
-            # the sum is the sum over all ordered pairs, which contains each image with itself.
-            probabilities = [number / captions for number, captions in images]
-            pairs += (sum(probabilities) ** 2 - sum(value**2 for value in probabilities)) / 2
-        example = max(self._of_several, key=lambda text: len(self._of_several[text]), default=None)
-        return _repeats(
-            number=sum(number for images in self._of_several.values() for number, _ in images),
-            total=self._captions,
-            different=len(self._of_several),
-            pairs=pairs,
-            images=self._images,
-            batch_size=batch_size,
-            example=example,
-            example_images=len(self._of_several.get(example, ())),
-        )
-
-
 def _repeated_pictures(folder: Folder, pictures: Sequence[_Picture], batch_size: int) -> Repeats:
     """Return the pictures of several image ids; only those of the same size and end are read."""
     candidates = _groups(pictures, lambda picture: (picture.size, picture.tail))
     short = [group for group in candidates if group[0].size <= TAIL]
     digests = _digests(folder, [picture for group in candidates if group[0].size > TAIL for picture in group])
     same = [*short, *_groups(digests, digests.get)]
-    # Of one image that occurs twice, nothing is a negative of the other.
-    groups = [group for group in same if len({picture.image_id for picture in group}) > 1]
-    pairs = 0
-    for group in groups:
-        of_one_image = Counter(picture.image_id for picture in group).values()
-        pairs += _number_of_pairs(len(group)) - sum(map(_number_of_pairs, of_one_image))
-    largest = max(groups, key=len, default=[])
-    return _repeats(
-        number=sum(map(len, groups)),
-        total=len(pictures),
-        different=len(groups),
-        pairs=pairs,
-        images=len(pictures),
-        batch_size=batch_size,
-        example=largest[0].key if largest else None,
-        example_images=len(largest),
-    )
+    occurrences = [(group[0].key, [Occurrence(picture.image_id, 1, 1.0) for picture in group]) for group in same]
+    return repeats(occurrences, len(pictures), len(pictures), batch_size)
 
 
 def _groups(pictures: Iterable[_Picture], key: Callable[[_Picture], Any]) -> list[list[_Picture]]:
     """Return those that share their key with others."""
-    groups: dict[Any, list[_Picture]] = {}
+    groups: dict[Any, list[_Picture]] = defaultdict(list)
     for picture in pictures:
-        groups.setdefault(key(picture), []).append(picture)
+        groups[key(picture)].append(picture)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def _digests(folder: Folder, pictures: Iterable[_Picture]) -> dict[_Picture, bytes]:
     """Return a hash of the whole content of each picture, shard by shard."""
     digests = {}
-    for shard, of_shard in groupby(sorted(pictures), key=attrgetter("shard")):
+    for shard, pictures_of_shard in groupby(sorted(pictures), key=attrgetter("shard")):
         with _readable(folder, shard), folder.open(shard) as stream:
-            for picture in of_shard:
-                stream.seek(picture.offset)
-                digests[picture] = hashlib.sha256(stream.read(picture.size)).digest()
+            for picture in pictures_of_shard:
+                digests[picture] = hashlib.sha256(_read(stream, picture.offset, picture.size)).digest()
     return digests
 
 
-def _repeats(
-    *,
-    number: int,
-    total: int,
-    different: int,
-    pairs: float,
-    images: int,
-    batch_size: int,
-    example: str | None,
-    example_images: int,
-) -> Repeats:
-    """Return repeats of which ``pairs`` pairs of all ``images`` images collide, on average over their captions."""
-    batch_size = min(batch_size, images)
-    all_pairs = _number_of_pairs(images)
-    return Repeats(
-        number=number,
-        share=number / total if total else 0.0,
-        different=different,
-        batch_size=batch_size,
-        # Every pair of images is as likely to be in the batch as any other.
-        expected_pairs=_number_of_pairs(batch_size) * pairs / all_pairs if all_pairs else 0.0,
-        example=example,
-        example_images=example_images,
-    )
+def _counts(numbers: Iterable[int]) -> dict[int, int]:
+    return dict(sorted(Counter(numbers).items()))
 
 
-def _number_of_pairs(number: int) -> int:
-    return number * (number - 1) // 2
+def _range(numbers: Sequence[int]) -> Range | None:
+    return Range(min(numbers), statistics.median(numbers), max(numbers)) if numbers else None
 
 
-def _range(numbers: Mapping[int, int]) -> Range | None:
-    """Return the range of numbers that occur so many times."""
-    total = sum(numbers.values())
-    if not total:
-        return None
-    middle, seen = [], 0
-    for number in sorted(numbers):
-        # Of an even number of them, two are in the middle.
-        middle += [number for index in {(total - 1) // 2, total // 2} if seen <= index < seen + numbers[number]]
-        seen += numbers[number]
-    return Range(min(numbers), sum(middle) / len(middle), max(numbers))
-
-
-def _bins(sides: Mapping[int, int]) -> dict[int, int]:
-    ends = (*SHORTER_SIDES[1:], float("inf"))
-    return {
-        first: sum(images for side, images in sides.items() if first <= side < end)
-        for first, end in zip(SHORTER_SIDES, ends, strict=True)
-    }
+def _bins(sides: Iterable[int]) -> dict[int, int]:
+    """Return the number of images by the first side of a bin."""
+    counts = Counter(bisect.bisect_right(SHORTER_SIDES, side) - 1 for side in sides)
+    return {first: counts[index] for index, first in enumerate(SHORTER_SIDES)}

@@ -1,4 +1,4 @@
-"""Toy data set: pictures of coloured shapes with captions from vague to exact, made from a seed."""
+"""Toy data set: pictures of colored shapes with captions from vague to exact, made from a seed."""
 
 import json
 import random
@@ -14,7 +14,7 @@ __all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
 
 TOY_ANNOTATIONS = "dataset_toy.json"
 
-COLOURS = {
+COLORS = {
     "red": (220, 40, 40),
     "green": (40, 165, 70),
     "blue": (50, 90, 230),
@@ -40,7 +40,7 @@ class Shape:
     """One object of a scene."""
 
     size: str
-    colour: str
+    color: str
     kind: str
 
 
@@ -56,10 +56,10 @@ class Scene:
 def write_toy_scenes(
     out: str | Path, seed: int = 0, train: int = 1600, val: int = 200, test: int = 200, image_size: int = 64
 ) -> Path:
-    """Write pictures of coloured shapes, with five captions each, in the format of Karpathy's COCO splits.
+    """Write pictures of colored shapes, with five captions each, in the format of Karpathy's COCO splits.
 
-    A scene has two or three shapes in a row or a column, each of a colour and a size, on a plain background. Its
-    captions give the colours; the shapes; colours and shapes; those with the relation of neighbours; and everything.
+    A scene has two or three shapes in a row or a column, each of a color and a size, on a plain background. Its
+    captions give the colors; the shapes; colors and shapes; those with the relation of neighbours; and everything.
     The last one fits no other image of the data set; the first ones fit several.
 
     Args:
@@ -104,7 +104,7 @@ def write_toy_scenes(
 def _draw_new(rng: random.Random, scenes: set[Scene]) -> Scene:
     while True:
         shapes = tuple(
-            Shape(rng.choice(list(SIZES)), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+            Shape(rng.choice(list(SIZES)), rng.choice(list(COLORS)), rng.choice(SHAPES))
             for _ in range(rng.choice((2, 3)))
         )
         scene = Scene(shapes, rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
@@ -119,13 +119,13 @@ def _describe(scene: Scene, rng: random.Random) -> list[str]:
     # The same relation in either wording: only the order of the words tells them apart.
     relation, ordered = rng.choice(((forward, scene.shapes), (backward, scene.shapes[::-1])))
     # In any order, so that the captions without a relation do not give it away.
-    colours, kinds, both = (rng.sample(scene.shapes, len(scene.shapes)) for _ in range(3))
+    colors, kinds, both = (rng.sample(scene.shapes, len(scene.shapes)) for _ in range(3))
     return [
-        " and ".join(f"a {shape.colour} shape" for shape in colours),
+        " and ".join(f"a {shape.color} shape" for shape in colors),
         " and ".join(f"a {shape.kind}" for shape in kinds),
-        " and ".join(f"a {shape.colour} {shape.kind}" for shape in both),
-        f" {relation} ".join(f"a {shape.colour} {shape.kind}" for shape in ordered),
-        f" {forward} ".join(f"a {shape.size} {shape.colour} {shape.kind}" for shape in scene.shapes)
+        " and ".join(f"a {shape.color} {shape.kind}" for shape in both),
+        f" {relation} ".join(f"a {shape.color} {shape.kind}" for shape in ordered),
+        f" {forward} ".join(f"a {shape.size} {shape.color} {shape.kind}" for shape in scene.shapes)
         + f" on a {scene.background} background",
     ]
 
@@ -167,13 +167,13 @@ def _paint(scene: Scene, image_size: int, rng: random.Random) -> Any:
         else:
             outline, draw_outline = _corners(shape.kind), draw.polygon
         points = [((x + radius * dx) * image.width, (y + radius * dy) * image.height) for dx, dy in outline]
-        draw_outline(points, fill=COLOURS[shape.colour])
+        draw_outline(points, fill=COLORS[shape.color])
     return image.reduce(scale)
 
 
 def _corners(kind: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape in the unit circle around its centre."""
-    # Number of corners, distance of every other corner from the centre, and turn of the first one from the top.
+    """Return the corners of a shape in the unit circle around its center."""
+    # Number of corners, distance of every other corner from the center, and turn of the first one from the top.
     number, inner, turn = {"square": (4, 1.0, pi / 4), "triangle": (3, 1.0, 0.0), "star": (10, 0.4, 0.0)}[kind]
     corners = []
     for corner in range(number):

@@ -11,7 +11,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from vl_plugins.data.reader import read_captions
+from vl_plugins.data.decoding import read_captions
 from vl_plugins.data.shard_files import TEXTS, expand_shards, read_samples
 from vl_plugins.data.storage import error_text, open_regular
 from vl_plugins.utils.errors import UserError
@@ -117,7 +117,7 @@ def read_shard_captions(shards: str | Sequence[str]) -> Iterator[str]:
     """
     for shard in expand_shards(shards):
         try:
-            for sample in read_samples(shard, members=TEXTS):
+            for sample in read_samples(shard, extensions=TEXTS):
                 yield from read_captions(sample)
         # Damaged archives raise nearly anything.
         except Exception as error:

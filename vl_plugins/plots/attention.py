@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize
 
-from vl_plugins.data.captions import normalise_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.contact_sheet import FALLBACK_FONTS
 from vl_plugins.data.reader import EvaluationPipeline, evaluation_pipeline
 from vl_plugins.data.shard_files import EXTENSIONS, expand_shards, read_samples
+from vl_plugins.data.shard_scanner import ScannedSample
 from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
 from vl_plugins.utils.checks import positive
 from vl_plugins.utils.errors import UserError, unknown_name
@@ -166,11 +167,11 @@ def _find_images(shards: Sequence[str], number: int, names: Sequence[str]) -> li
             own_names = _names(sample)
             hits = wanted.intersection(own_names) - set(found) if names else {position}
             if hits:
-                content = next(sample[extension] for extension in EXTENSIONS if extension in sample)
+                content = next(sample.data[extension] for extension in EXTENSIONS if extension in sample.data)
                 found |= dict.fromkeys(hits, (position, pillow.open(io.BytesIO(content)).convert("RGB")))
         # Decoders of damaged files raise nearly anything.
         except Exception as error:
-            raise UserError(f"cannot read sample {sample['__key__']} of {place}: {error!r}") from error
+            raise UserError(f"cannot read sample {sample.key} of {place}: {error!r}") from error
         known += own_names
     for name in names:
         if name not in found:
@@ -178,7 +179,7 @@ def _find_images(shards: Sequence[str], number: int, names: Sequence[str]) -> li
     return [found[name] for name in dict.fromkeys(names)] if names else list(found.values())
 
 
-def _samples(shards: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _samples(shards: Sequence[str]) -> Iterator[tuple[str, ScannedSample]]:
     for shard in shards:
         try:
             for sample in read_samples(shard):
@@ -187,11 +188,11 @@ def _samples(shards: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(f"cannot read shard {shard}: {error!r}") from error
 
 
-def _names(sample: Mapping[str, Any]) -> list[str]:
+def _names(sample: ScannedSample) -> list[str]:
     """Return the names that a sample goes by: its key, and the file that it was."""
-    metadata = json.loads(sample.get("json", b"{}"))
+    metadata = json.loads(sample.data.get("json", b"{}"))
     filename = metadata.get("filename") if isinstance(metadata, dict) else None
-    names = [sample["__key__"]]
+    names = [sample.key]
     if isinstance(filename, str):
         names += [filename, PurePosixPath(filename).name]
     return names
@@ -243,7 +244,7 @@ def _nearest_captions(
         image_positions = batch_positions[image_of_caption].tolist()
         for caption, position in zip(captions, image_positions, strict=True):
             if position in own_captions:
-                own_captions[position].add(normalise_caption(caption))
+                own_captions[position].add(normalize_caption(caption))
         sets = model.encode_text(tokenizer(captions).to(queries.device), normalize=True)  # (C, L, D)
         cosines = (sets.float() @ queries.T).amax(dim=1)  # (C, I * K)
         values, indices = cosines.max(dim=0)
@@ -258,7 +259,7 @@ def _nearest_captions(
         [[caption for caption, _ in of_image] for of_image in chosen],
         [
             # Another image may have the same caption, and have come first.
-            [place == position or normalise_caption(caption) in own_captions[position] for caption, place in of_image]
+            [place == position or normalize_caption(caption) in own_captions[position] for caption, place in of_image]
             for position, of_image in zip(positions, chosen, strict=True)
         ],
     )
