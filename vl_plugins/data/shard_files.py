@@ -24,7 +24,6 @@ __all__ = [
     "input_of",
     "locate",
     "missing_shards",
-    "opened_by_fsspec",
     "read_samples",
 ]
 
@@ -126,12 +125,6 @@ def _expand(pattern: str) -> list[str]:
     # The same without variables, but without importing torch, so that a missing shard is reported at once.
     braceexpand = require("braceexpand", extra="data").braceexpand
     return [url for part in pattern.split("::") for url in braceexpand(part)]
-
-
-def opened_by_fsspec(shard: str) -> bool:
-    """Return whether a shard is behind a URL that webdataset, and so open_clip's reader, cannot open."""
-    place = locate(shard)
-    return place is not None and not place.is_local
 
 
 def missing_shards(shards: Sequence[str]) -> list[Place]:
