@@ -157,7 +157,7 @@ def test_ranks_without_the_sort(monkeypatch, capsys):
 
 
 def test_half_precision(capsys):
-    losses.main("--dtype bfloat16 --batch-sizes 32 --dimension 64 --rounds 1".split())
+    losses.main("--losses unified --peers clip --dtype bfloat16 --batch-sizes 32 --dimension 64 --rounds 1".split())
     assert "B 32, D 64, bfloat16" in capsys.readouterr().out
 
 
