@@ -18,7 +18,7 @@ from vl_plugins.data.shard_info import check_first_sample, check_shards, read_sh
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards
-from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
 from vl_plugins.utils.errors import UserError
 
 __all__ = [
@@ -118,7 +118,7 @@ def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
     for flag, default in (("allow_duplicate_captions", False), ("same_group", "apart"), ("on_read_error", "skip")):
         if getattr(options, flag) != default:
             raise UserError(
-                f"--{flag.replace('_', '-')} is for training shards that the reader of vl_plugins reads, and here it "
+                f"{option_flag(flag)} is for training shards that the reader of vl_plugins reads, and here it "
                 "reads none: give --captions-per-image too"
             )
     return Reader()
@@ -240,7 +240,7 @@ def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[st
     for name, instead in sorted(not_supported.items()):
         if getattr(args, name, None) != defaults.get(name):
             raise UserError(
-                f"--{name.replace('_', '-')} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
+                f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
                 f"{instead}; leave the flag out"
             )
 

@@ -18,7 +18,7 @@ from vl_plugins.integrations.open_clip.host import (
     trainer,
 )
 from vl_plugins.integrations.open_clip.names import check_command_line
-from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
+from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import occupied
 from vl_plugins.registry import format_options
 from vl_plugins.utils.errors import UserError
@@ -121,7 +121,7 @@ def _check(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> 
     for name in ("loss", "head", "captions_per_image"):
         given = getattr(options, name)
         if other_data is not None and given is not None:
-            raise UserError(f"{_flag(name)} {given} is for images and captions, and {other_data} is not")
+            raise UserError(f"{option_flag(name)} {given} is for images and captions, and {other_data} is not")
     for kind in ("miner", "reducer", "distance", "head"):
         if getattr(options, f"{kind}_kwargs") and getattr(options, kind) is None:
             raise UserError(f"--{kind}-kwargs needs --{kind}")
@@ -132,7 +132,7 @@ def _check(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> 
 def _check_without_loss(options: PluginOptions) -> None:
     for name in LOSS_OPTIONS:
         if getattr(options, name):
-            raise UserError(f"{_flag(name)} needs --loss")
+            raise UserError(f"{option_flag(name)} needs --loss")
     if options.captions_per_image not in (None, "random", "first", 1):
         raise UserError(
             f"--captions-per-image {options.captions_per_image} needs --loss: open_clip's own loss takes one caption "
@@ -147,7 +147,7 @@ def _check_with_loss(loss: str, host_options: Namespace) -> None:
         raise UserError(f"--loss {loss} does not support --horovod: start the processes with torchrun")
     for other in ("siglip", "distill_model"):
         if getattr(host_options, other):
-            raise UserError(f"--loss {loss} and {_flag(other)} both name a loss: give one of them")
+            raise UserError(f"--loss {loss} and {option_flag(other)} both name a loss: give one of them")
     if "coca" in host_options.model.lower():
         raise UserError(
             f"--loss {loss} has no captioning term, which model {host_options.model} needs; train it without --loss"
@@ -165,13 +165,9 @@ def _check_head(options: PluginOptions, host_options: Namespace, host: OpenCLIP3
         not_supported += ["imagenet_val", "imagenet_v2"]  # open_clip's zero-shot classifier takes single vectors
     for name in not_supported:
         if getattr(host_options, name):
-            raise UserError(f"--head {options.head} does not support {_flag(name)}: give one of them")
+            raise UserError(f"--head {options.head} does not support {option_flag(name)}: give one of them")
     if "coca" in host_options.model.lower():
         raise UserError(f"--head {options.head} is not for model {host_options.model}, which generates captions too")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _build_loss(options: PluginOptions, host_options: Namespace, record):

@@ -5,21 +5,18 @@ import sys
 from argparse import Namespace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
 from vl_plugins.integrations.open_clip.run_folder import check_is_free
 from vl_plugins.registry import list_losses
 from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
 
-if TYPE_CHECKING:
-    from vl_plugins.integrations.open_clip.options import PluginOptions
-
 __all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
 
 
-def check_command_line(options: "PluginOptions", host_options: Namespace) -> None:
+def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
     """Check the command line of the launcher.
 
     Raises:
@@ -32,7 +29,7 @@ def check_command_line(options: "PluginOptions", host_options: Namespace) -> Non
     for flag in ("train_data", "val_data"):
         path = getattr(host_options, flag)
         if path:
-            _check_data(f"--{flag.replace('_', '-')}", path, host_options.dataset_type)
+            _check_data(option_flag(flag), path, host_options.dataset_type)
     for flag in ("pretrained", "resume"):
         check_file(f"--{flag}", getattr(host_options, flag))
     if host_options.name is not None and host_options.resume != "latest":

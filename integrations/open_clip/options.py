@@ -14,7 +14,7 @@ from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
 from vl_plugins.utils.errors import UserError, unknown_name
 
-__all__ = ["PluginOptions", "format_help", "parse_arguments"]
+__all__ = ["PluginOptions", "format_help", "option_flag", "parse_arguments"]
 
 DESCRIPTION = """\
 open_clip's trainer with the losses of vl_plugins. Every flag of open_clip keeps its meaning; without --loss it trains
@@ -173,7 +173,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namesp
 
 def _check_abbreviations(host_argv: Sequence[str]) -> None:
     """open_clip's parser accepts unique prefixes: it would read ``--los unified`` as its own ``--loss-dist-impl``."""
-    host_flags = {_flag(name) for name in default_options()}
+    host_flags = {option_flag(name) for name in default_options()}
     for token in host_argv:
         flag = token.partition("=")[0]
         meant = [known for known in _plugin_actions() if known.startswith(flag)]
@@ -181,12 +181,13 @@ def _check_abbreviations(host_argv: Sequence[str]) -> None:
             raise UserError(f"unknown option {flag}; did you mean {' or '.join(meant)}?")
 
 
-def _flag(name: str) -> str:
+def option_flag(name: str) -> str:
+    """Return the flag of an option on the command line: ``--batch-size`` of ``batch_size``."""
     return "--" + name.replace("_", "-")
 
 
 def _plugin_actions() -> dict[str, argparse.Action]:
-    actions = {_flag(action.dest): action for action in _plugin_parser()._actions}
+    actions = {option_flag(action.dest): action for action in _plugin_parser()._actions}
     del actions["--help"], actions["--config"]
     return actions
 
@@ -204,13 +205,13 @@ def _config_arguments(path: Path, argv: Sequence[str]) -> list[str]:
     if not isinstance(config, Mapping):
         raise UserError(f"{path}: expected a mapping of flag names to values, got {type(config).__name__}")
     actions = _plugin_actions()
-    defaults = {_flag(name): value for name, value in default_options().items()}
+    defaults = {option_flag(name): value for name, value in default_options().items()}
     defaults |= {flag: action.default for flag, action in actions.items()}
     on_command_line = _plugin_parser().parse_known_args(argv)[0]
 
     arguments: list[str] = []
     for key, value in config.items():
-        flag = _flag(str(key))
+        flag = option_flag(str(key))
         if flag not in defaults:
             raise unknown_name(f"key in {path}", key, [known[2:] for known in defaults])
         if isinstance(actions.get(flag), KeyValues):
