@@ -4,7 +4,7 @@ LOWEST ?= .venv-lowest
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-lowest test-slow lint format clean
+.PHONY: demo test test-lowest test-slow coverage lint links docs format clean
 
 demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
@@ -12,17 +12,33 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-# The whole suite: a part that touches neither torch nor a host is quick, and would be chosen by hand again and again.
+# All that may depend on the version of torch or of a host; the rest walks through commands whose parts are tested here.
 # torch 2.2 is there for Python 3.10 to 3.12, and compiles with up to 3.11.
 test-lowest: $(LOWEST)/installed
-	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow" --ignore tests/test_readme.py \
+		--ignore tests/test_docs.py --ignore tests/test_packaging.py --ignore tests/test_real_data.py \
+		--ignore tests/commands/test_demo.py
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
-lint: $(INSTALLED)
+coverage: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=xml --cov-report=term:skip-covered
+
+lint: $(INSTALLED) links
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml
+
+# The package as it is installed, with the folders beside it, for mypy and for the reference of the documentation.
+links:
+	rm -rf build/types && mkdir -p build/types/vl_plugins
+	ln -s $(CURDIR)/vl_plugins/* $(CURDIR)/configs $(CURDIR)/integrations build/types/vl_plugins
+
+# Draws the pictures first, which trains for some minutes; they stay in build/docs.
+docs: $(INSTALLED) links
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

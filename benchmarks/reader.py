@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measurement import print_table, time_rounds
 from benchmarks.pictures import make_pictures
-from vl_plugins.data.reader import training_pipeline
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.training_batches import TrainingPipeline
 
 BATCH_SIZE = 64
 SHARDS = 8
@@ -56,7 +56,7 @@ def open_clip_loader(shards: str, transform, tokenizer, workers: int) -> Iterabl
 
 
 def our_loader(shards: str, transform, tokenizer, workers: int, **options) -> Iterable:
-    reader = training_pipeline(shards, transform, tokenizer, BATCH_SIZE, rank=0, world_size=1, **options)
+    reader = TrainingPipeline(shards, transform, tokenizer, BATCH_SIZE, rank=0, world_size=1, **options)
     return DataLoader(reader, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
 

@@ -17,7 +17,7 @@ __all__ = ["load_model"]
 # ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
 PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
 
-# Of other libraries: open_clip reads them.
+# Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
 
 
@@ -42,7 +42,7 @@ def load_model(
         model: name of an open_clip model, or one of ``configs/models``; needed where the checkpoint specifies none. The
             name of a model of the hub or a folder must always be given: its tokenizer can run code.
         model_config: a model configuration file or a folder of them, for models that open_clip does not know; by
-            default what the run's ``params.txt`` says.
+            default that of the run's ``params.txt``.
         device: where to put the model.
         precision: as open_clip's ``--precision``.
 
@@ -65,8 +65,8 @@ def load_model(
     if isinstance(content, Mapping) and content.get("format") == PYTORCH_METRIC_LEARNING:
         from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_towers
 
-        towers, *transforms = load_towers(checkpoint, content, model, device)
-        return towers.to(dtype=input_dtype(precision)), *transforms
+        towers, transform, tokenizer = load_towers(checkpoint, content, model, device)
+        return towers.to(dtype=input_dtype(precision)), transform, tokenizer
     require("open_clip", extra="open-clip")
     from vl_plugins.integrations.open_clip.checkpoints import load_open_clip
 

@@ -1,4 +1,4 @@
-"""Configuration files: YAML of the user's, or one that is shipped in ``configs/``."""
+"""Configuration files: YAML of the user, or one that is shipped in ``configs/``."""
 
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -17,10 +17,10 @@ def find_config(name: str | Path, folder: str) -> Path:
     """Return the path of a file, or of one of ``configs/<folder>`` by its name alone.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is no such file.
 
-    >>> find_config("toy_vl_tiny.yaml", "open_clip").name
-    'toy_vl_tiny.yaml'
+    >>> find_config("toy.yaml", "open_clip").name
+    'toy.yaml'
     """
     path = Path(name)
     shipped = resources.files("vl_plugins.configs") / folder / str(name)
@@ -32,19 +32,21 @@ def find_config(name: str | Path, folder: str) -> Path:
 
 
 def read_yaml(path: Path, extra: str) -> Any:
-    """Return the content of a YAML file: plain data, whatever it asks for.
+    """Return the content of a YAML file: plain data only.
 
     Args:
         path: of the file.
-        extra: that brings what reads it.
+        extra: the extra with PyYAML.
 
     Raises:
-        UserError: it is not YAML, asks for objects, has a key twice, is larger than any configuration, or names a
+        UserError: it is not YAML, contains objects or a duplicate key, is larger than any configuration, or names a
             program to read shards from (``pipe:``), which only the command line may.
     """
     yaml = require("yaml", extra=extra)
 
-    class UniqueKeys(yaml.SafeLoader):
+    base: Any = yaml.SafeLoader
+
+    class UniqueKeys(base):
         def construct_mapping(self, node, deep=False):
             texts = [key.value for key, _ in node.value]
             for number, (key, _) in enumerate(node.value):

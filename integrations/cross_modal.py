@@ -2,13 +2,22 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
+from vl_plugins.distances.sets import SetDistance
 from vl_plugins.losses.wrappers import check_miner
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["check_takes_references", "cross_modal_loss", "without_regularization"]
+__all__ = [
+    "check_compares_sets",
+    "check_takes_references",
+    "compares_sets",
+    "cross_modal_loss",
+    "regularization",
+    "without_regularization",
+]
 
 
 def cross_modal_loss(
@@ -24,11 +33,11 @@ def cross_modal_loss(
 ) -> Tensor:
     """Return the loss of images and texts: image to text plus text to image.
 
-    A loss with an attribute ``symmetric``, as all of ours, adds both directions itself and is called once. Any other
-    loss is called for each direction, and so is a loss with a miner, which chooses the pairs of one direction. With
-    ``symmetric`` False it is image to text only.
+    A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.base.PairLoss`, adds both directions and
+    is called once. Other losses, and all losses with a miner, are called for each direction. With ``symmetric`` False
+    it is image to text only.
 
-    If a loss has a method ``regularization``, as ``smooth_chamfer``, that is added once for both directions.
+    The ``regularization`` of a loss, as of ``smooth_chamfer``, is added once for both directions.
 
     Args:
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
@@ -37,14 +46,14 @@ def cross_modal_loss(
         text_embeddings: (C, D) or (C, K, D).
         text_labels: (C,); a text belongs to the images of its label.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)``.
-        image_slots: (B, K, D), from which the sets were made; for the regularization.
-        text_slots: (C, K, D), likewise.
+        image_slots: (B, K, D), from which the sets of images were made; for the regularization.
+        text_slots: (C, K, D), from which the sets of texts were made.
         options: other arguments of the loss's call, such as ``scale``.
 
     Raises:
         UserError: a loss that cannot compare two sets, or a miner that fails with a ``TypeError``.
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
-            image's own caption: :class:`vl_plugins.losses.wrappers.DistributedMinerWrapper` keeps it.
+            image's own caption; :class:`vl_plugins.losses.wrappers.DistributedMinerWrapper` keeps it.
     """
     check_miner(miner)
     if text_labels is image_labels:
@@ -57,9 +66,8 @@ def cross_modal_loss(
         value = _one_direction(pair_loss, miner, *images, *texts, **options)
         if getattr(pair_loss, "symmetric", True):
             value = value + _one_direction(pair_loss, miner, *texts, *images, **options)
-    if pair_loss is not loss:
-        value = value + sum(loss.regularization(image_embeddings, text_embeddings, image_slots, text_slots).values())
-    return value
+    terms = regularization(loss, image_embeddings, text_embeddings, image_slots, text_slots)
+    return value + sum(terms.values()) if terms else value
 
 
 def _one_direction(loss, miner, queries, query_labels, candidates, candidate_labels, **options) -> Tensor:
@@ -75,9 +83,30 @@ def _one_direction(loss, miner, queries, query_labels, candidates, candidate_lab
         raise
 
 
-def without_regularization(loss: nn.Module) -> nn.Module:
+def without_regularization(loss: Any) -> nn.Module:
     """Return the loss of pairs: the ``base`` of a loss that has a method ``regularization``, otherwise the loss."""
     return loss.base if hasattr(loss, "regularization") else loss
+
+
+def regularization(
+    loss: Any, images: Tensor, texts: Tensor, image_slots: Tensor | None, text_slots: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the terms by name that a loss adds to that of the pairs; most losses add none."""
+    return loss.regularization(images, texts, image_slots, text_slots) if hasattr(loss, "regularization") else {}
+
+
+def compares_sets(loss: Any) -> bool:
+    """Return whether a loss compares sets of embeddings."""
+    return isinstance(getattr(loss, "distance", None), SetDistance)
+
+
+def check_compares_sets(loss: Any) -> None:
+    """Raise ``UserError`` unless :func:`compares_sets`."""
+    if not compares_sets(loss):
+        name = type(getattr(loss, "distance", loss)).__name__
+        raise UserError(
+            f"head set: {name} does not compare sets; give distance smooth_chamfer, chamfer, mil or match_probability"
+        )
 
 
 def check_takes_references(loss: nn.Module) -> None:
@@ -98,5 +127,5 @@ def check_takes_references(loss: nn.Module) -> None:
 def _takes_no_references(loss: nn.Module) -> UserError:
     return UserError(
         f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
-        "the trainers MetricLossOnly and TwoStreamMetricLoss give it both as one set"
+        "the trainer MetricLossOnly gives it both as one set"
     )

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data.collection import Collection
+from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.images import scaled_picture
-from vl_plugins.data.reader import evaluation_pipeline
-from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.storage import Folder, open_regular
+from vl_plugins.data.storage import Folder, read_file
 from vl_plugins.integrations.precision import autocast, input_dtype
 from vl_plugins.retrieval import encoding
 from vl_plugins.retrieval.features import Features, describe_similarity
+from vl_plugins.utils.errors import UserError
 
 __all__ = ["checkpoint_digest", "encode_batches", "encode_queries", "encode_shards"]
 
@@ -35,7 +36,6 @@ def encode_shards(
     loaded: tuple[nn.Module, Callable, Callable],
     shards: str | Sequence[str],
     *,
-    collection: Collection | None = None,
     max_captions: int | None = None,
     batch_size: int = 64,
     workers: int = 1,
@@ -43,16 +43,12 @@ def encode_shards(
     processes: tuple[int, int] = (0, 1),
     precision: str = "fp32",
     progress: str | None = None,
-) -> Features | None:
-    """Encode every image and every caption of shards once.
-
-    Process r of W encodes batches r, r + W, ... of those that one process would make, so the results are the same.
+) -> tuple[Features, Collection] | None:
+    """Encode every image and every caption of shards once; each shard is read by one worker of one process.
 
     Args:
         loaded: model, transform and tokenizer of :func:`vl_plugins.integrations.checkpoints.load_model`.
         shards: shards of ``vl-plugins shards`` or others with captions, in brace notation.
-        collection: what :func:`vl_plugins.data.collection.read_collection` read from them with ``max_captions``, for
-            the ids; without it the features have none.
         max_captions: only the first so many captions of each image.
         batch_size: images in a batch.
         workers: loader processes.
@@ -62,15 +58,16 @@ def encode_shards(
         progress: label of a progress bar on standard error; None for no bar.
 
     Returns:
-        Unit vectors or sets in float32 on the CPU, in the order of the shards; None in all processes but the first.
+        Unit vectors or sets in float32 on the CPU, in the order of the shards, and what they are of; None in all
+        processes but the first.
 
     Raises:
         UserError: a shard does not exist or cannot be read.
     """
     model, transform, tokenizer = loaded
     rank, world_size = processes
-    pipeline = evaluation_pipeline(
-        expand_shards(shards),
+    reader = EvaluationReader(
+        shards,
         transform,
         tokenizer,
         batch_size,
@@ -79,24 +76,34 @@ def encode_shards(
         world_size=world_size,
         inputs=getattr(model, "inputs", "images"),
     )
-    batches = DataLoader(pipeline, batch_size=None, num_workers=workers)
+    batches = DataLoader(reader, batch_size=None, num_workers=workers)
     bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
     encoded = list(encode_batches(model, bar, device, precision))
     if world_size > 1:
         encoded = _gather(encoded, rank, world_size)
     if rank > 0:
         return None
+    if not encoded:
+        raise UserError(f"the shards hold no images: {reader.shards[0]} and {len(reader.shards) - 1} more")
+    sizes = [0] * len(reader.shards)
+    for batch in encoded:
+        sizes[batch.shard] += len(batch.images)
+    encoded = encoding.join(encoded)
+    collection = Collection.from_records(reader.shards, sizes, encoded.records)
     similarity = getattr(model, "similarity", None)
-    return Features(
-        **encoding.join(encoded)._asdict(),
-        image_ids=None if collection is None else collection.image_ids,
-        caption_ids=None if collection is None else collection.caption_ids,
+    features = Features(
+        images=encoded.images,
+        captions=encoded.captions,
+        image_of_caption=encoded.image_of_caption,
+        image_ids=collection.image_ids,
+        caption_ids=collection.caption_ids,
         description={
             **({} if similarity is None else describe_similarity(similarity)),
             "precision": precision,
             "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
         },
     )
+    return features, collection
 
 
 @torch.inference_mode()
@@ -118,13 +125,13 @@ def encode_queries(
     Raises:
         UserError: an image cannot be read.
     """
+    model: Any  # with encode_image and encode_text
     model, transform, tokenizer = loaded
     rows = []
     with autocast(precision, device):
         for query in queries:
             if Path(query).is_file():
-                with open_regular(query) as file:
-                    image = scaled_picture(file.read(), lambda *size: size, "white")
+                image = scaled_picture(read_file(query))
                 image = transform(image)[None].to(device=device, dtype=input_dtype(precision))
                 rows.append(model.encode_image(image, normalize=True))
             else:
@@ -139,13 +146,13 @@ def checkpoint_digest(checkpoint: str | Path) -> str:
 
 
 def _gather(encoded: list[encoding.Encoded], rank: int, world_size: int) -> list[encoding.Encoded]:
-    """Return the batches of all processes to the first one, in the order of the shards; others get nothing."""
+    """Return the batches of all processes to the first one; others get nothing."""
     counts = [0] * world_size
     dist.all_gather_object(counts, len(encoded))
     gathered = []
     # One batch per process at a time, so that no message grows with the shards.
     for number in range(max(counts)):
-        received = [None] * world_size if rank == 0 else None
-        dist.gather_object(encoded[number] if number < len(encoded) else None, received)
-        gathered += received or []
+        received: list[encoding.Encoded | None] = [None] * world_size if rank == 0 else []
+        dist.gather_object(encoded[number] if number < len(encoded) else None, received or None)
+        gathered += received
     return [batch for batch in gathered if batch is not None]

@@ -5,20 +5,21 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
+from vl_plugins.integrations.command_lines import CommandParser
 from vl_plugins.utils.errors import UserError
 
 __all__ = ["KeyValues", "Parser", "literal", "parse_key_values"]
 
 
 def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
-    """Return what ``key=value ...`` says: Python literals, also true, false and null; anything else is a string.
+    """Parse ``key=value ...``: Python literals, also true, false and null; anything else is a string.
 
     Args:
-        tokens: one ``key=value`` each; of a key that occurs twice the last counts.
+        tokens: one ``key=value`` each; the last value of a repeated key counts.
         flag: the option that they follow, for errors.
 
     Raises:
-        UserError: a token that is no ``key=value``.
+        UserError: a token is not ``key=value``.
 
     >>> parse_key_values(["margin=0.2", "scale=learned", "symmetric=false"], "--loss-kwargs")
     {'margin': 0.2, 'scale': 'learned', 'symmetric': False}
@@ -32,7 +33,7 @@ def parse_key_values(tokens: Iterable[str], flag: str) -> dict[str, Any]:
     return parsed
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CommandParser):
     """A parser whose errors are :class:`UserError` instead of a usage dump of all flags."""
 
     def error(self, message: str):
@@ -41,6 +42,9 @@ class Parser(argparse.ArgumentParser):
 
 class KeyValues(argparse.Action):
     """``key=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
+
+    def __init__(self, option_strings, dest, **options):
+        super().__init__(option_strings, dest, nargs="+", default={}, metavar="KEY=VALUE", **options)
 
     def __call__(self, parser, namespace, values, option_string=None):
         parsed = parse_key_values(values, option_string)

@@ -1,9 +1,9 @@
-"""Devices and files that the user names: files of ``torch.save`` may come from anywhere, and may be damaged."""
+"""Devices and files of ``torch.save`` that the user names; the files may be damaged or malicious."""
 
 import os
 import pickle
 import re
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -13,32 +13,30 @@ __all__ = ["UnreadableFileError", "check_device", "read_torch_file"]
 
 
 class UnreadableFileError(UserError):
-    """A file cannot be read; the message says why, and not which one."""
+    """A file cannot be read; the message is the reason, without the file's name."""
 
 
-def read_torch_file(file: str | os.PathLike | BinaryIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Read tensors, numbers, text and containers of them; no code of the file is run.
+def read_torch_file(file: str | os.PathLike, *, mmap: bool = False) -> Any:
+    """Read tensors, numbers, text and containers of them on the CPU; no code of the file is run.
 
     Args:
-        file: a path, or a file that is open for reading.
-        map_location: as in ``torch.load``.
-        mmap: leave the tensors in the file until they are used; needs a path.
+        file: its path.
+        mmap: leave the tensors in the file until they are used.
 
     Raises:
-        UnreadableFileError: there is no such file, it may not be read, it is cut off or damaged, or another format.
+        UnreadableFileError: the file is missing, not readable, cut off, damaged or of another format.
     """
-    is_path = isinstance(file, (str, os.PathLike))
     try:
-        # torch 2.2 maps no file that is given as a Path.
-        return torch.load(str(file) if is_path else file, map_location=map_location, weights_only=True, mmap=mmap)
+        # torch 2.2 cannot map a file that is given as a Path.
+        return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=mmap)
     except torch.cuda.OutOfMemoryError:  # nothing is wrong with the file
         raise
-    except Exception as error:  # torch believes what it reads: damage shows up anywhere, as anything
+    except Exception as error:  # a damaged file can raise any error
         if isinstance(error, FileNotFoundError):
             raise UnreadableFileError("no such file") from error
         if isinstance(error, OSError) and error.filename is not None:
             raise UnreadableFileError(f"it cannot be opened ({error.strerror})") from error
-        if is_path and not _begins_as_torch_writes(file):
+        if not _begins_as_torch_writes(file):
             raise UnreadableFileError("it is empty or not a file of torch.save") from error
         # torch's own messages explain how to load such a file without protection.
         if re.search("Unsupported (global|class)|TorchScript", str(error)):

@@ -88,19 +88,14 @@ def stamps() -> Path:
 
 
 @pytest.fixture(scope="session")
-def install(tmp_path_factory):
-    """Function that installs a requirement such as ``.[open-clip]``, without dependencies, into a new folder.
+def wheel(tmp_path_factory):
+    """Folder with a built wheel, unpacked as pip does, without what it depends on.
 
-    It builds from a copy of the sources: setuptools writes beside them, and several test processes would meet there.
+    It is built from a copy of the sources: setuptools writes beside them, and several test processes would meet there.
     """
-    sources = tmp_path_factory.mktemp("sources") / "vl_plugins"
+    sources, site = tmp_path_factory.mktemp("sources") / "vl_plugins", tmp_path_factory.mktemp("site")
     unwanted = shutil.ignore_patterns(".*", "build", "demo", "logs", "__pycache__", "*.egg-info")
     shutil.copytree(Path(__file__).parents[1], sources, ignore=unwanted)
-
-    def install_into_new_folder(requirement: str) -> Path:
-        site = tmp_path_factory.mktemp("site")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*pip, "--target", str(site), requirement], cwd=sources, check=True, timeout=280)
-        return site
-
-    return install_into_new_folder
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), "."], cwd=sources, check=True, timeout=280)
+    return site

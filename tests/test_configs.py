@@ -20,6 +20,7 @@ from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+RECIPES = (CONFIGS.parent / "docs" / "guides" / "recipes.md").read_text()
 OF_OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))
 OF_PML = sorted(CONFIGS.glob("pytorch_metric_learning/*.yaml"))
 OF_COCO = [path for path in OF_PML if "coco" in path.stem]
@@ -132,15 +133,15 @@ def test_comments_say_how_to_make_the_shards_and_how_to_train(path):
     assert (getattr(arguments, "features", None) is not None) == ("inputs: features" in path.read_text())
 
 
-def rows_of_readme():
-    rows = [line.strip("|").split("|") for line in (CONFIGS / "README.md").read_text().splitlines() if line[:1] == "|"]
+def rows_of_recipes():
+    rows = [line.strip("|").split("|") for line in RECIPES.splitlines() if line[:1] == "|"]
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_the_readme_lists_every_file_with_the_numbers_that_are_in_it():
+def test_the_recipes_list_every_file_with_the_numbers_that_are_in_it():
     links = {}
-    for file, *_, numbers in rows_of_readme():
-        link = re.fullmatch(r"\[(\S+)\]\((\S+)\)", file)
+    for file, *_, numbers in rows_of_recipes():
+        link = re.fullmatch(r"\[(\S+)\]\(\.\./\.\./configs/(\S+)\)", file)
         if link:
             assert link[1] == Path(link[2]).name
             assert link[2] not in links
@@ -169,10 +170,10 @@ def test_sums_of_recalls_are_sums():
 
 @pytest.mark.parametrize(
     "command",
-    re.findall(r"^python -m (?:.*\\\n)*.*$", (CONFIGS / "README.md").read_text(), flags=re.MULTILINE),
+    re.findall(r"^python -m (?:.*\\\n)*.*$", RECIPES, flags=re.MULTILINE),
     ids=lambda command: " ".join(command.split()[4:])[:60],
 )
-def test_commands_of_the_readme(command, tmp_path, monkeypatch):
+def test_commands_of_the_recipes(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, _, module, *arguments = shlex.split(command.replace("\\\n", " "))
     if module.endswith("open_clip"):

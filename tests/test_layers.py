@@ -56,3 +56,15 @@ def test_no_circle_of_files():
 def test_functions_import_only_what_is_optional_or_slow():
     inner = [part for part in imports() if part[3] and not part[0].startswith(COMMAND_LINES)]
     assert [place for _, place, module, _ in inner if not module.startswith(OPTIONAL)] == []
+
+
+def test_no_test_module_imports_another():
+    """What several of them share is in ``tests/helpers``."""
+    files = sorted(ROOT.glob("tests/**/*.py"))
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name.startswith("test_")}
+    assert len(names) > 100
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                assert not imported & names, f"{file}:{node.lineno}: {ast.unparse(node)}"

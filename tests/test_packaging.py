@@ -1,6 +1,7 @@
 """What a plain installation brings, and that nothing is missing from it."""
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -18,38 +19,8 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
-EXTRAS += (
-    "msgspec",
-    "omegaconf",
-    "datasets",
-    "pyarrow",
-    "safetensors",
-    "clip_benchmark",
-    "triton",
-    "transformers",
-    "accelerate",
-    "tensorboard",
-)
-
-
-def python(code, *arguments, path=None):
-    environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
-    finished = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(install):
-    """A built wheel, unpacked as pip does."""
-    return install(".")
+EXTRAS += ("msgspec", "omegaconf", "datasets", "pyarrow", "safetensors", "clip_benchmark", "triton", "transformers")
+EXTRAS += ("accelerate", "tensorboard")
 
 
 def modules():
@@ -77,85 +48,87 @@ def test_the_wheel_holds_every_module_and_configuration(wheel):
             assert (wheel / "vl_plugins" / "configs" / file.relative_to(ROOT / "configs")).is_file(), file
 
 
-def test_every_module_of_the_wheel_can_be_imported(wheel):
-    names = sorted(name for name in modules() if not name.endswith("__main__"))
-    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; import vl_plugins; "
-    output = python(code + "print(vl_plugins.__file__)", *names, path=wheel)
-    assert Path(output.strip()).is_relative_to(wheel)
-
-
-def test_what_needs_no_extra_works_without_any():
-    code = f"""
-import sys
+IMPORTS = f"""
+import contextlib, importlib, io, json, os, sys
+names, commands = map(json.loads, sys.argv[1:])
 sys.modules |= dict.fromkeys({EXTRAS!r})
 from vl_plugins import create_loss, list_losses
 from vl_plugins.cli import main
 for name in list_losses():
     create_loss(name)
 import vl_plugins.encoders, vl_plugins.functional, vl_plugins.losses, vl_plugins.retrieval
-assert main(["losses"]) == 0
+with contextlib.redirect_stdout(io.StringIO()) as stdout:
+    assert main(["losses"]) == 0
+errors = []
+for module, arguments in commands:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        assert importlib.import_module(module).main(arguments) == 2
+    errors.append(stderr.getvalue())
+written = os.listdir()
+for name in [name for name in sys.modules if name in {EXTRAS!r} or name.startswith("vl_plugins")]:
+    del sys.modules[name]
+for name in names:
+    importlib.import_module(name)
+print(json.dumps([stdout.getvalue(), errors, written, sys.modules["vl_plugins"].__file__]))
 """
-    assert "unified" in python(code)
+CLI = "vl_plugins.cli"
+MISSING = [
+    ("data", CLI, ["toy", "--out", "no-such-folder"]),
+    ("open-clip", CLI, ["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"]),
+    ("open-clip", CLI, ["demo"]),
+    ("hub", CLI, ["shards", "hugging-face", "someone/birds", "--out", "no-such-folder"]),
+    ("open-clip", "vl_plugins.integrations.open_clip.launcher", ["--loss", "unified"]),
+    ("pml", "vl_plugins.integrations.pytorch_metric_learning", ["--config", "toy.yaml"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [
-        (["toy", "--out", "no-such-folder"], "data"),
-        (["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"], "open-clip"),
-        (["demo"], "open-clip"),
-        (["shards", "hugging-face", "someone/birds", "--out", "no-such-folder"], "hub"),
-    ],
-)
-def test_a_missing_extra_is_named(command, extra, tmp_path):
-    code = f"""
-import os, sys
-os.chdir(sys.argv[1])
-sys.modules |= dict.fromkeys({EXTRAS!r})
-from vl_plugins.cli import main
-assert main(sys.argv[2:]) == 2
-"""
+@pytest.fixture(scope="module")
+def imported(wheel, tmp_path_factory):
+    """What a process prints that has the wheel, first without any extra and then with all of them."""
+    names = sorted(name for name in modules() if not name.endswith("__main__"))
+    arguments = [json.dumps(names), json.dumps([command for _, *command in MISSING])]
     finished = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), *command], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", IMPORTS, *arguments],
+        cwd=tmp_path_factory.mktemp("cwd"),
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert finished.returncode == 0, finished.stderr
-    assert f"pip install 'vl_plugins[{extra}]'" in finished.stderr
-    assert not list(tmp_path.iterdir())
+    return json.loads(finished.stdout)
 
 
-@pytest.mark.parametrize(
-    ("host", "argv", "extra"),
-    [
-        ("open_clip.launcher", ["--loss", "unified"], "open-clip"),
-        ("pytorch_metric_learning", ["--config", "toy.yaml"], "pml"),
-    ],
-)
-def test_a_host_names_its_extra(host, argv, extra):
-    code = f"""
-import sys
-sys.modules |= dict.fromkeys({EXTRAS!r})
-from vl_plugins.integrations.{host} import main
-assert main({argv!r}) == 2
-"""
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-    assert f"pip install 'vl_plugins[{extra}]'" in finished.stderr
+def test_what_needs_no_extra_works_without_any(imported):
+    losses, _, _, _ = imported
+    assert "unified" in losses
+
+
+def test_a_missing_extra_is_named(imported):
+    _, errors, written, _ = imported
+    for (extra, _, arguments), error in zip(MISSING, errors, strict=True):
+        assert f"pip install 'vl_plugins[{extra}]'" in error, arguments
+    assert written == []
+
+
+def test_every_module_of_the_wheel_can_be_imported(imported, wheel):
+    assert Path(imported[-1]).is_relative_to(wheel)
 
 
 def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "hub", "all", "dev"}
+    assert set(extras) == {"open-clip", "pml", "data", "eval", "timm", "transformers", "hub", "all", "dev", "docs"}
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}
 
 
 def test_the_lowest_versions_that_are_declared_are_tested():
-    """Those of everything but ``dev``, which nobody needs to run it."""
+    """Those of everything but ``dev`` and ``docs``, which nobody needs to run it."""
     declared = {}
     for requirement in map(Requirement, importlib.metadata.requires("vl_plugins")):
-        if not re.search(r"extra == .dev\b", str(requirement.marker)):
+        if not re.search(r"extra == .(dev|docs)\b", str(requirement.marker)):
             for bound in requirement.specifier:
                 if bound.operator == ">=":
                     declared.setdefault(canonicalize_name(requirement.name), set()).add(Version(bound.version))

@@ -1,23 +1,25 @@
 """The ``vl-plugins`` command. Each module of :mod:`vl_plugins.commands` adds one subcommand."""
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.integrations.command_lines import exit_status
+from vl_plugins.integrations.command_lines import CommandParser, exit_status
 
 __all__ = ["main"]
 
-COMMANDS = ("losses", "shards", "toy", "evaluate", "plot", "demo")
+COMMANDS = ("demo", "losses", "toy", "shards", "evaluate", "plot")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Return the parser with every subcommand registered."""
-    parser = argparse.ArgumentParser(
-        prog="vl-plugins", description="Losses, data and evaluation of vision-language retrieval.", allow_abbrev=False
+    parser = CommandParser(
+        prog="vl-plugins",
+        examples=["vl-plugins demo"],
+        description="Losses, data and evaluation for vision-language retrieval. To train, see "
+        "`python -m vl_plugins.integrations.open_clip --help`.",
     )
     parser.add_argument("--version", action="version", version=f"vl_plugins {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)

@@ -42,11 +42,11 @@ def list_losses() -> tuple[str, ...]:
 
 def find_loss(name: str) -> EntryPoint:
     """Return the entry point of a loss; raise ``UserError`` unless exactly one distribution has it."""
-    providers = sorted(entry_points(group="vl_plugins.losses", name=name), key=lambda provider: provider.dist.name)
+    providers = sorted(entry_points(group="vl_plugins.losses", name=name), key=lambda provider: provider.dist.name)  # type: ignore[union-attr]
     if not providers:
         raise unknown_name("loss", name, list_losses())
     if len(providers) > 1:
-        claimants = " and ".join(f"{provider.dist.name} ({provider.value})" for provider in providers)
+        claimants = " and ".join(f"{provider.dist.name} ({provider.value})" for provider in providers)  # type: ignore[union-attr]
         raise UserError(f"loss {name!r} is provided by {claimants}; uninstall all but one of them")
     return providers[0]
 
@@ -60,7 +60,7 @@ def load_loss(name: str) -> Callable:
             raise TypeError(f"a {type(loss).__name__} is not a class")
     except Exception as error:  # anything may go wrong in another distribution's module
         raise UserError(
-            f"loss {name!r} of the installed distribution {provider.dist.name} cannot be loaded from "
+            f"loss {name!r} of the installed distribution {provider.dist.name} cannot be loaded from "  # type: ignore[union-attr]
             f"{provider.value!r}: {type(error).__name__}: {error}"
         ) from error
     return loss
@@ -147,7 +147,7 @@ def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{option: create_component(KIND_OF_OPTION[option], options[option]) for option in named}}
 
 
-def constructor_options(factory: Callable, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def constructor_options(factory: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the keyword options of a class or function with their defaults, :data:`REQUIRED` for those without one.
 
     The ``**kwargs`` of a constructor stand for the options of the next base class. A class that passes some of them to

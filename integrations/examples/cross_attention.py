@@ -24,7 +24,7 @@ are the four patches of made-up pictures. It takes some seconds::
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ __all__ = ["CrossAttention", "main"]
 
 PADDING = 0  # the id of no word
 TRAIN, TEST, BATCH_SIZE, STEPS = 512, 64, 32, 100
-LOSSES = {
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "goal": goal_loss,
     "triplet_hn": triplet_hn_loss,
     "triplet_sh": triplet_sh_loss,

@@ -1,17 +1,19 @@
-"""What open_clip's trainer does not pass to its loss: the step of the training, and the images of its batches."""
+"""What open_clip's trainer does not pass to its loss: the training step and its images."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vl_plugins.integrations.open_clip.host import OpenCLIP3
+
 __all__ = ["BatchRecord", "RecordedLoader"]
 
 
 class BatchRecord:
-    """The current step of a training and its images: written by the data loader, read by the loss.
+    """The current training step and its images: written by the data loader, read by the loss.
 
     Args:
         batches_per_step: open_clip's ``--accum-freq``.
@@ -57,19 +59,22 @@ class RecordedLoader:
     Args:
         loader: with ``num_batches`` and ``num_samples``, as the trainer needs them.
         record: of its batches.
-        split: returns what the trainer takes of a batch, its image ids, and its keys; None for the last two if unknown.
+        host: if the batches are those of our reader, images, texts, image ids and keys; None for open_clip's reader.
     """
 
-    def __init__(self, loader: Any, record: BatchRecord, split: Callable[[Any], tuple[Any, Any, Any]]):
+    def __init__(self, loader: Any, record: BatchRecord, host: OpenCLIP3 | None):
         self.loader = loader
         self.record = record
-        self.split = split
+        self.host = host
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         for index, batch in enumerate(self.loader):
-            trainer_batch, image_ids, keys = self.split(batch)
+            image_ids = keys = None
+            if self.host is not None:
+                images, texts, image_ids, keys = batch
+                batch = self.host.batch(images, texts)
             self.record.add(index, image_ids, keys)
-            yield trainer_batch
+            yield batch

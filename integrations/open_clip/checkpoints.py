@@ -1,8 +1,7 @@
 """Saved open_clip models, with or without heads. Use :func:`vl_plugins.integrations.checkpoints.load_model`."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["load_open_clip"]
 
-# Where a state dict has what CLIPWithHeads.get_extra_state returns.
+# Key of CLIPWithHeads.get_extra_state in a state dict.
 HEAD = "_extra_state"
 
 Loaded = tuple[nn.Module, Callable, Callable]
@@ -39,7 +38,7 @@ def load_open_clip(
     """Load an open_clip model as :func:`vl_plugins.integrations.checkpoints.load_model` does.
 
     Args:
-        content: of the checkpoint's file; None for what is no file of ``torch.save``.
+        content: of the checkpoint's file; None if it is not a file of ``torch.save``.
     """
     is_file = Path(checkpoint).is_file()
     recorded = _read_params(Path(checkpoint)) if is_file else {}
@@ -55,13 +54,16 @@ def load_open_clip(
     recorded |= head or {}
     name = _model_name(checkpoint, model, recorded)
     options = _recorded_options(name, recorded)
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # open_clip warns of random weights, which the file replaces
     try:
-        with suppress_warnings():  # open_clip warns of random weights, which the file replaces
-            loaded, _, preprocess = open_clip.create_model_and_transforms(
-                name, load_weights=False, pretrained_text=False, precision=precision, device=device, **options
-            )
+        loaded, _, preprocess = open_clip.create_model_and_transforms(
+            name, load_weights=False, pretrained_text=False, precision=precision, device=device, **options
+        )
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"model {name} cannot be built: {first_line(error)}") from error
+    finally:
+        logging.disable(level)
     try:
         if head is None:
             open_clip.load_checkpoint(loaded, str(checkpoint))
@@ -76,17 +78,6 @@ def load_open_clip(
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} does not fit model {name}: {first_line(error)}") from error
     return loaded.eval(), preprocess, get_tokenizer(name, options.get("force_context_length"))
-
-
-@contextlib.contextmanager
-def suppress_warnings() -> Iterator[None]:
-    """Log errors only."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _load_published(checkpoint: str, model: str | None, device: str | torch.device, precision: str) -> Loaded:

@@ -1,7 +1,6 @@
 """Our shard reader in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
 
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -11,24 +10,18 @@ from typing import Any
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
+from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.reader import batch_loader, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import check_first_sample, check_shards, read_shard_info
+from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
 from vl_plugins.utils.errors import UserError
 
-__all__ = [
-    "TRAINING_READER",
-    "AllCaptions",
-    "Reader",
-    "choose_reader",
-    "get_data",
-    "is_first_process",
-]
+__all__ = ["TRAINING_READER", "AllCaptions", "Reader", "choose_reader", "get_data"]
 
 _CAPTIONS = "takes captions from the list 'captions' in json, or else from txt"
 _PADDING = "pads all captions to the same length"
@@ -49,13 +42,13 @@ class AllCaptions(DataInfo):
 
 @dataclass(frozen=True)
 class Reader:
-    """Which splits our reader serves; open_clip's own serves the others.
+    """The splits that our reader serves; open_clip's serves the others.
 
     Args:
         captions_per_image: of the training split, or None for open_clip's reader.
         validation: whether the validation split is read with all captions.
         allow_duplicate_captions: of the training split, as in
-            :func:`vl_plugins.data.reader.training_pipeline`.
+            :class:`vl_plugins.data.training_batches.TrainingPipeline`.
         same_group: likewise, ``"apart"`` or ``"positive"``.
         on_read_error: likewise, ``"skip"`` or ``"raise"``.
     """
@@ -68,7 +61,7 @@ class Reader:
 
 
 def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
-    """Choose who reads which split, and find what is wrong with the shards before training starts.
+    """Choose the reader of each split, and check the shards before training starts.
 
     Our reader serves the splits that ``vl-plugins shards`` wrote when ``--loss`` or ``--captions-per-image`` is given,
     and any training shards when ``--captions-per-image`` is given. With neither flag, open_clip reads everything; it
@@ -79,8 +72,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         args: open_clip's flags, as its parser returns them.
 
     Raises:
-        UserError: a shard does not exist, a flag of ours is given where it cannot be followed, or a flag of open_clip's
-            reader where ours reads.
+        UserError: a shard is missing or damaged, or a flag is given that the chosen reader does not support.
     """
     reader = _choose_training_reader(options, args)
     if is_shards(args.val_data, args.dataset_type):
@@ -141,10 +133,10 @@ def get_data(
     Args:
         args, preprocess_fns, epoch, tokenizer: as open_clip gives them.
         host: the installed version.
-        host_get_data: open_clip's own.
-        reader: which splits are read by ours.
-        record: of the training batches; None for training exactly as open_clip does, by its own reader.
-        version_options: what other versions of open_clip give besides; passed on.
+        host_get_data: open_clip's function.
+        reader: the splits that our reader serves.
+        record: of the training batches; None to train exactly as open_clip does, with its reader.
+        version_options: other arguments of some versions of open_clip; passed on.
     """
     preprocess_train, preprocess_val = preprocess_fns
     host_args = copy(args)
@@ -153,36 +145,21 @@ def get_data(
     if reader.validation:
         host_args.val_data = None
     data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **version_options)
-
-    def split_host_batch(batch):
-        return batch, None, None
-
-    def split_batch(batch):
-        images, texts, labels, keys = batch
-        return host.batch(images, texts), labels, keys
-
-    split = split_host_batch
     if reader.captions_per_image is not None:
         data["train"] = _training_data(args, reader, preprocess_train, tokenizer, epoch)
-        split = split_batch
         logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation:
         data["val"] = _validation_data(args, preprocess_val, tokenizer)
-    if "train" in data:
-        _warn_of_long_warmup(args, data["train"].dataloader.num_batches // args.accum_freq * args.epochs)
-        if record is not None:
-            train = data["train"]
-            loader = RecordedLoader(train.dataloader, record, split)
-            data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
+    if "train" in data and record is not None:
+        train = data["train"]
+        loader = RecordedLoader(train.dataloader, record, None if reader.captions_per_image is None else host)
+        data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
     return data
 
 
 @dataclass
 class RecordedData(DataInfo):
-    """Training data that seed all random numbers at the start of each epoch, and pass its number to the record.
-
-    So an epoch is the same in a training that was resumed and in one that was not interrupted.
-    """
+    """Training data that seed all random numbers at the start of each epoch, so that a resumed run repeats them."""
 
     seed: int = 0
     rank: int = 0
@@ -195,7 +172,7 @@ class RecordedData(DataInfo):
 
 
 def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
-    return training_pipeline(
+    return TrainingPipeline(
         args.train_data,
         transform,
         tokenizer,
@@ -220,19 +197,15 @@ def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
     loader = batch_loader(batches, args.workers)
     loader.num_batches = len(batches)
     loader.num_samples = len(batches) * args.batch_size * args.world_size
-    return DataInfo(loader, shared_epoch=batches.epoch)
+    return DataInfo(loader, shared_epoch=batches.shared_epoch)
 
 
 def _validation_data(args, transform, tokenizer) -> AllCaptions:
-    dataloader = batch_loader(evaluation_pipeline(args.val_data, transform, tokenizer, args.batch_size), args.workers)
-    dataloader.num_samples = read_shard_info(args.val_data).num_samples
-    dataloader.num_batches = math.ceil(dataloader.num_samples / args.batch_size)
-    return AllCaptions(dataloader)
-
-
-def is_first_process() -> bool:
-    """Return whether this is the process that writes the run's files, before the processes have joined."""
-    return world_info_from_env()[1] == 0
+    reader = EvaluationReader(args.val_data, transform, tokenizer, args.batch_size)
+    loader = batch_loader(reader, args.workers)
+    info = read_shard_info(args.val_data)
+    loader.num_samples = info.num_samples if info else None  # for the host's wandb
+    return AllCaptions(loader)
 
 
 def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
@@ -243,11 +216,3 @@ def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[st
                 f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
                 f"{instead}; leave the flag out"
             )
-
-
-def _warn_of_long_warmup(args: Namespace, steps: int) -> None:
-    if args.warmup >= steps and not args.skip_scheduler:
-        logging.warning(
-            f"--warmup {args.warmup} is not shorter than the whole training of {steps} steps, so the learning rate "
-            f"never reaches --lr {args.lr}; a tenth, --warmup {max(1, steps // 10)}, is usual for fine-tuning."
-        )

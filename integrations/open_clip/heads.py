@@ -7,10 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from open_clip import CLIP, CustomTextCLIP
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vl_plugins.integrations.command_lines import naming
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.registry import construct, format_options
@@ -22,30 +24,25 @@ __all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHea
 
 # Options of open_clip's create_model_and_transforms that its checkpoints do not hold: what changes the meaning of the
 # weights, and the transform of images.
-ARCHITECTURE = (
-    "force_quick_gelu",
-    "force_custom_text",
-    "force_image_size",
-    "force_context_length",
-    "init_logit_bias",
-)
+ARCHITECTURE = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length", "init_logit_bias")
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
 
 
-class LinearHead(nn.Linear):
+class LinearHead(nn.Module):
     """A linear layer on the tower's embedding that keeps cosines as they are at first, where ``dim`` allows it."""
 
-    def reset_parameters(self) -> None:
-        nn.init.orthogonal_(self.weight)
-        nn.init.zeros_(self.bias)
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.orthogonal_(torch.empty(dim, width)))
+        self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
-        return {"features": super().forward(features.pooled.to(self.weight.dtype))}
+        return {"features": functional.linear(_embedding(features).to(self.weight.dtype), self.weight, self.bias)}
 
 
 @dataclass(frozen=True)
 class LinearSettings:
-    """The embedding layer that Li et al. 2022 put on each encoder of CLIP for fine-tuning (B.1.2).
+    """The embedding layer on each encoder of CLIP in the fine-tuning of Li et al. 2022 (B.1.2).
 
     Args:
         dim: width of the embeddings.
@@ -54,8 +51,8 @@ class LinearSettings:
     dim: int = 768
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
-        head = LinearHead(image.pooled.shape[-1], integer("dim", self.dim, least=1))
-        # The same for both, so that images and texts which a pretrained model brought together stay together.
+        head = LinearHead(_embedding(image).shape[-1], integer("dim", self.dim, least=1))
+        # The same for both, so that the cosines of a pretrained model stay as they are.
         return head, copy.deepcopy(head)
 
 
@@ -72,8 +69,16 @@ class SetSettings:
     global_feature: bool = True
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
-        widths = ((features.pooled.shape[-1], features.local.shape[-1]) for features in (image, text))
-        return tuple(SetHead(SetPrediction(*width, **asdict(self))) for width in widths)
+        image_head, text_head = (
+            SetHead(SetPrediction(_embedding(features).shape[-1], features.local.shape[-1], **asdict(self)))
+            for features in (image, text)
+        )
+        return image_head, text_head
+
+
+def _embedding(features: TowerFeatures) -> Tensor:
+    assert features.pooled is not None  # every tower of open_clip pools
+    return features.pooled
 
 
 HEADS = MappingProxyType({"linear": LinearSettings, "set": SetSettings})
@@ -87,23 +92,20 @@ def head_settings(name: str, options: Mapping[str, Any]) -> LinearSettings | Set
     """
     settings = construct("head", name, HEADS[name], options)
     tower = TowerFeatures(torch.zeros(1, 1, 2), torch.zeros(1, 2), None, None, has_positions=True)
-    try:
+    with naming(f"--head {name}"):
         settings.build(tower, tower)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--head {name}: {error}") from error
     return settings
 
 
 class CLIPWithHeads(nn.Module):
-    """An open_clip model with a head on each tower: ``encode_image`` and ``encode_text`` return what the heads make.
+    """An open_clip model with a head on each tower: ``encode_image`` and ``encode_text`` return the heads' embeddings.
 
-    Everything else, such as locking of towers, gradient checkpointing or the logit scale, is that of the model inside.
-    The heads compute in float32, or what autocast says, whatever the precision of the model. ``state_dict`` holds a
-    description of it all in ``_extra_state``, from which :func:`vl_plugins.integrations.checkpoints.load_model` builds
-    the model again.
+    Everything else, such as locking of towers, gradient checkpointing or the logit scale, is that of the inner model.
+    The heads compute in float32, or in the type of autocast, whatever the precision of the model. In ``state_dict`` an
+    ``_extra_state`` describes the model, from which :func:`vl_plugins.integrations.checkpoints.load_model` rebuilds it.
 
     Args:
-        clip: what open_clip's ``create_model_and_transforms`` returned: ``CLIP`` or ``CustomTextCLIP``.
+        clip: what open_clip's ``create_model_and_transforms`` returned.
         model: its name.
         created_with: the options it was created with.
         head: a name of ``HEADS``.
@@ -119,7 +121,7 @@ class CLIPWithHeads(nn.Module):
 
     def __init__(
         self,
-        clip: nn.Module,
+        clip: CLIP | CustomTextCLIP,
         model: str,
         created_with: Mapping[str, Any],
         head: str,
@@ -134,26 +136,26 @@ class CLIPWithHeads(nn.Module):
         self.description |= {f"image_{name}": clip.visual.preprocess_cfg[name] for name in PREPROCESSING}
         image, text = self._example_features()
         self.grid = image.grid
-        heads = [module.to(image.pooled.device) for module in self.settings.build(image, text)]
-        self.image_head, self.text_head = heads
-        self.similarity = None if similarity is None else similarity.to(image.pooled.device)
+        device = image.local.device
+        self.image_head, self.text_head = (head.to(device) for head in self.settings.build(image, text))
+        self.similarity = None if similarity is None else similarity.to(device)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "clip":
+            if name in ("clip", "forward_intermediates", "get_logits"):  # the last two would be without the heads
                 raise
             return getattr(self.clip, name)
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
-        """Return what open_clip's train step takes, and for sets ``image_slots`` and ``text_slots`` (B, K, D) besides.
+        """Return the output for open_clip's train step; for sets with ``image_slots`` and ``text_slots``, (B, K, D).
 
         Args:
             image: (B, 3, H, W) or None.
             text: (B, L) token ids or None.
         """
-        output = {}
+        output: dict[str, Any] = {}
         for tower, inputs in (("image", image), ("text", text)):
             embedded = {"features": None} if inputs is None else self._embed(tower, inputs, normalize=True)
             output |= {f"{tower}_{name}": tensor for name, tensor in embedded.items()}
@@ -179,12 +181,12 @@ class CLIPWithHeads(nn.Module):
         Raises:
             UserError: the head makes no sets.
         """
-        if self.head != "set":
+        if not isinstance(self.image_head, SetHead):
             raise UserError(f"the model has a {self.head} head, which makes no sets")
         return self.image_head.predict(self._features("image", image))
 
     def get_extra_state(self) -> dict[str, Any]:
-        similarity = {"similarity": None, "similarity_kwargs": {}}
+        similarity: dict[str, Any] = {"similarity": None, "similarity_kwargs": {}}
         if self.similarity is not None:
             # Its parameters are in the state dict, and may be sharded.
             similarity = describe_similarity(self.similarity, parameters=False)
@@ -194,12 +196,6 @@ class CLIPWithHeads(nn.Module):
         saved, own = (f"{s['head']}({format_options(s['head_kwargs'])})" for s in (state, self.get_extra_state()))
         if saved != own:
             raise UserError(f"the checkpoint has the head {saved}, but the model was made with {own}")
-
-    def get_logits(self, image: Tensor, text: Tensor):
-        raise UserError("a model with heads has no get_logits: compare encode_image and encode_text by its similarity")
-
-    def forward_intermediates(self, *args, **kwargs):
-        raise UserError("a model with heads has no forward_intermediates: call that of the model inside, model.clip")
 
     def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:
         output = getattr(self, f"{tower}_head")(self._features(tower, inputs))
@@ -211,7 +207,7 @@ class CLIPWithHeads(nn.Module):
         if self.head == "set":
             return {"image": image_features, "text": text_features}[tower](self.clip, inputs)
         pooled = getattr(self.clip, f"encode_{tower}")(inputs)
-        return TowerFeatures(None, pooled, None, None, has_positions=True)
+        return TowerFeatures(pooled[:, None], pooled, None, None, has_positions=True)
 
     @torch.no_grad()
     def _example_features(self) -> tuple[TowerFeatures, TowerFeatures]:

@@ -1,8 +1,8 @@
-"""open_clip's trainer: what the launcher uses of it, and how it replaces its functions.
+"""What the launcher uses of open_clip's trainer, and how it replaces functions of it.
 
-``open_clip_train.main`` has no plugin point. It imports the functions that it calls by name, so replacing these names
-in that module for the length of one ``main(argv)`` is enough. Their parameters are checked first: training with another
-loss than the one asked for would be worse than not starting.
+``open_clip_train.main`` has no plugin point. It imports the functions that it calls by name, so these names are
+replaced in that module while ``main(argv)`` runs. Their parameters are checked first: training with another loss than
+the one asked for would be worse than not starting.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ __all__ = [
     "parse_args",
     "parser_help",
     "replaced",
-    "trainer",
 ]
 
 OLDEST, TOO_NEW = (3, 3), (5, 0)
@@ -68,7 +67,7 @@ class OpenCLIP3:
         return False
 
     def other_data(self, options: Namespace) -> str | None:
-        """Return the option or model that trains on something else than images and captions, or None."""
+        """Return the option or model whose data are not images and captions, or None."""
         return None
 
 
@@ -81,7 +80,7 @@ class OpenCLIP4(OpenCLIP3):
         "evaluate": ("task", "data", "epoch", "args", "tb_writer", "tokenizer"),
     }
 
-    # A full checkpoint under FSDP takes every entry of the state for a tensor, but heads describe themselves in theirs;
+    # A full checkpoint under FSDP takes every entry of the state for a tensor, but one of a model with heads is a dict;
     # and the loss would find the parameters of a learned similarity sharded.
     not_with_heads = ("distill_model", "use_bnb_linear", "fsdp")
 
@@ -93,8 +92,6 @@ class OpenCLIP4(OpenCLIP3):
             import torch
 
             loss = make_loss(args)
-            if args.fsdp:
-                loss.register_forward_pre_hook(self.check_scale_is_whole, with_kwargs=True)
             if args.torchcompile:
                 # Compiled with the task, it would be compiled again at each step, whose number it reads.
                 loss.forward = torch.compiler.disable(loss.forward)
@@ -121,31 +118,20 @@ class OpenCLIP4(OpenCLIP3):
         config = importlib.import_module("open_clip").get_model_config(options.model) or {}
         return f"--model {options.model}" if any(entry in config for entry in self.other_models) else None
 
-    @staticmethod
-    def check_scale_is_whole(loss: Any, args: tuple, outputs: dict[str, Any]) -> None:
-        """Raise ``UserError`` before a call of a loss with a logit scale that FSDP has sharded."""
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(outputs["logit_scale"], DTensor):
-            raise UserError(
-                "--fsdp: the model's logit scale reaches the loss sharded, which open_clip's losses do not support "
-                "either: add --fsdp-no-reshard-after-forward"
-            )
-
 
 def installed_host() -> OpenCLIP3:
-    """Return what is particular to the installed version.
+    """Return the adapter of the installed version.
 
     Raises:
         MissingExtraError: open_clip or its training dependencies are not installed.
-        UserError: the version is older or newer than those that were tried, or its functions have other parameters.
+        UserError: the version is not supported, or its functions have other parameters.
     """
     require("open_clip", extra="open-clip")
     require("webdataset", extra="open-clip")
     installed = tuple(map(int, re.findall(r"\d+", version("open_clip_torch"))[:2]))
     if not OLDEST <= installed < TOO_NEW:
-        raise _unsupported(f"it is {'older' if installed < OLDEST else 'newer'} than what was tried")
-    main = trainer()
+        raise _unsupported("it has not been tried")
+    main = importlib.import_module("open_clip_train.main")
     host = OpenCLIP4() if hasattr(main, "create_task") else OpenCLIP3()
     for name, expected in host.main_functions.items():
         function = getattr(main, name, None)
@@ -154,11 +140,6 @@ def installed_host() -> OpenCLIP3:
             what = "does not exist" if function is None else f"takes ({', '.join(found)})"
             raise _unsupported(f"open_clip_train.main.{name} {what}, expected ({', '.join(expected)})")
     return host
-
-
-def trainer() -> ModuleType:
-    """Return ``open_clip_train.main``."""
-    return importlib.import_module("open_clip_train.main")
 
 
 def _unsupported(difference: str) -> UserError:
@@ -203,7 +184,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
         with contextlib.redirect_stderr(stderr):
             return params.parse_args(list(argv))
     except SystemExit as error:
-        # argparse writes its usage, and last "PROGRAM: error: MESSAGE".
+        # The last line of argparse's usage is "PROGRAM: error: MESSAGE".
         raise UserError(stderr.getvalue().splitlines()[-1].partition(": error: ")[2]) from error
     except ValueError as error:
         raise UserError(str(error)) from error

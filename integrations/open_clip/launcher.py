@@ -4,19 +4,12 @@ import contextlib
 import functools
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from vl_plugins.integrations.command_lines import exit_status
-from vl_plugins.integrations.open_clip.host import (
-    OpenCLIP3,
-    data_parallel_on_cpu,
-    installed_host,
-    replaced,
-    trainer,
-)
+from vl_plugins.integrations.command_lines import exit_status, naming
+from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import occupied
@@ -42,13 +35,16 @@ def _main(argv: Sequence[str]) -> int:
     check_command_line(options, host_options)
     host = installed_host()
     # After the checks of names, because these import torch, which takes seconds.
+    from open_clip_train.distributed import world_info_from_env
+
     from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-    from vl_plugins.integrations.open_clip.data import choose_reader, is_first_process
+    from vl_plugins.integrations.open_clip.data import choose_reader
     from vl_plugins.integrations.open_clip.resuming import check_resume
 
     _check(options, host_options, host)
+    _, rank, world_size = world_info_from_env()  # the processes have not joined yet
     record = BatchRecord(host_options.accum_freq)
-    loss = None if options.loss is None else _build_loss(options, host_options, record)
+    loss = None if options.loss is None else _build_loss(options, host_options, record, rank, world_size)
     reader = choose_reader(options, host_options)
     if options.head == "set" and host_options.val_data and not reader.validation:
         raise UserError(
@@ -57,18 +53,19 @@ def _main(argv: Sequence[str]) -> int:
         )
     folder = None if host_options.name is None else Path(host_options.logs, host_options.name)
     with contextlib.ExitStack() as stack:
-        if folder is not None and is_first_process():
+        if folder is not None and rank == 0:
             stack.enter_context(occupied(folder, resumes=host_options.resume == "latest"))
         check_resume(host_options.resume, folder, save_most_recent=host_options.save_most_recent)
         return _train(host, host_argv, host_options, options, loss, reader, record)
 
 
 def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginOptions, loss, reader, record) -> int:
-    """Run open_clip's ``main`` with functions of ours in the place of some of its own."""
+    """Run open_clip's ``main`` with some of its functions replaced."""
+    from open_clip_train import main
+
     from vl_plugins.integrations.open_clip import data, resuming, validation
     from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
 
-    main = trainer()
     # The trainer writes them all to params.txt and wandb.
     args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": reader.captions_per_image})
     validation_errors: list[UserError] = []
@@ -99,11 +96,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
 
 
 def _check(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> None:
-    """Find what is wrong with a command line before anything is written or a model is built.
-
-    Raises:
-        UserError: one line that says what is wrong and what would be right.
-    """
+    """Raise ``UserError`` for a wrong command line before anything is written or a model is built."""
     from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained
 
     sources = (host_options.train_data, host_options.val_data, host_options.imagenet_val, host_options.imagenet_v2)
@@ -117,6 +110,8 @@ def _check(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> 
         _check_without_loss(options)
     else:
         _check_with_loss(options.loss, host_options)
+    if "coca" in host_options.model.lower() and (options.loss or options.head):
+        raise UserError(f"--model {host_options.model} generates captions too: train it without --loss and --head")
     other_data = host.other_data(host_options)
     for name in ("loss", "head", "captions_per_image"):
         given = getattr(options, name)
@@ -126,7 +121,7 @@ def _check(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> 
         if getattr(options, f"{kind}_kwargs") and getattr(options, kind) is None:
             raise UserError(f"--{kind}-kwargs needs --{kind}")
     if options.head is not None:
-        _check_head(options, host_options, host)
+        _check_head(options.head, options, host_options, host)
 
 
 def _check_without_loss(options: PluginOptions) -> None:
@@ -148,35 +143,28 @@ def _check_with_loss(loss: str, host_options: Namespace) -> None:
     for other in ("siglip", "distill_model"):
         if getattr(host_options, other):
             raise UserError(f"--loss {loss} and {option_flag(other)} both name a loss: give one of them")
-    if "coca" in host_options.model.lower():
-        raise UserError(
-            f"--loss {loss} has no captioning term, which model {host_options.model} needs; train it without --loss"
-        )
+    if getattr(host_options, "fsdp", False) and not host_options.fsdp_no_reshard_after_forward:  # flags of 4.x
+        raise UserError(f"--loss {loss} with --fsdp needs the whole logit scale: add --fsdp-no-reshard-after-forward")
 
 
-def _check_head(options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> None:
+def _check_head(head: str, options: PluginOptions, host_options: Namespace, host: OpenCLIP3) -> None:
     from vl_plugins.integrations.open_clip.heads import head_settings
 
-    head_settings(options.head, options.head_kwargs)
+    head_settings(head, options.head_kwargs)
     not_supported = [*host.not_with_heads]
-    if options.head == "set":
+    if head == "set":
         if options.loss is None:
             raise UserError("--head set needs a loss: give --loss smooth_chamfer, or another of `vl-plugins losses`")
         not_supported += ["imagenet_val", "imagenet_v2"]  # open_clip's zero-shot classifier takes single vectors
     for name in not_supported:
         if getattr(host_options, name):
-            raise UserError(f"--head {options.head} does not support {option_flag(name)}: give one of them")
-    if "coca" in host_options.model.lower():
-        raise UserError(f"--head {options.head} is not for model {host_options.model}, which generates captions too")
+            raise UserError(f"--head {head} does not support {option_flag(name)}: give one of them")
 
 
-def _build_loss(options: PluginOptions, host_options: Namespace, record):
-    from open_clip_train.distributed import world_info_from_env
-
+def _build_loss(options: PluginOptions, host_options: Namespace, record, rank: int, world_size: int):
     from vl_plugins.integrations.open_clip.loss import build_loss
 
-    _, rank, world_size = world_info_from_env()  # the processes have not joined yet
-    try:
+    with naming(f"--loss {options.loss}"):
         return build_loss(
             options,
             local_loss=host_options.local_loss,
@@ -185,14 +173,10 @@ def _build_loss(options: PluginOptions, host_options: Namespace, record):
             world_size=world_size,
             record=record,
         )
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--loss {options.loss}: {error}") from error
 
 
 def _announce_loss(loss, options: PluginOptions, args: Namespace):
-    """Return the loss, where the trainer makes its own; by now its log is open."""
+    """Return the loss when the trainer would make its own; its log is open by then."""
     from vl_plugins.integrations.open_clip.loss import describe
 
     if args.local_loss and not args.gather_with_grad and args.world_size > 1 and args.rank == 0:
@@ -205,21 +189,17 @@ def _announce_loss(loss, options: PluginOptions, args: Namespace):
 
 
 def _create_model(model: str, *args, host_create: Callable, options: PluginOptions, loss, **kwargs):
-    """Put the heads on the model, if any; everything else that is made with it is open_clip's."""
+    """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
     clip, *transforms = host_create(model, *args, **kwargs)
-    if options.head is not None:
-        clip = _add_heads(clip, model, kwargs, options, loss)
-    return clip, *transforms
-
-
-def _add_heads(clip, model: str, created_with: Mapping[str, Any], options: PluginOptions, loss):
+    if options.head is None:
+        return clip, *transforms
     from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 
     similarity = loss.loss.distance if options.head == "set" else None
-    with_heads = CLIPWithHeads(clip, model, created_with, options.head, options.head_kwargs, similarity)
+    with_heads = CLIPWithHeads(clip, model, kwargs, options.head, options.head_kwargs, similarity)
     state = with_heads.get_extra_state()
     compared = ""
     if similarity is not None:
         compared = f"; sets are compared by {state['similarity']}({format_options(state['similarity_kwargs'])})"
     logging.info(f"Both towers end in the head {options.head}({format_options(state['head_kwargs'])}){compared}")
-    return with_heads
+    return with_heads, *transforms

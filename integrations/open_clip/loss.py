@@ -1,28 +1,27 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
+import functools
 import inspect
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 
-from vl_plugins.distances.sets import SetDistance
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
 from vl_plugins.functional.precision import full_precision
-from vl_plugins.integrations.cross_modal import cross_modal_loss, without_regularization
+from vl_plugins.integrations.cross_modal import (
+    check_compares_sets,
+    compares_sets,
+    cross_modal_loss,
+    regularization,
+    without_regularization,
+)
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.non_finite import check_finite
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
-from vl_plugins.registry import (
-    REQUIRED,
-    constructor_options,
-    create_component,
-    create_loss,
-    format_options,
-    loss_options,
-)
+from vl_plugins.registry import constructor_options, create_component, create_loss, format_options, loss_options
 from vl_plugins.utils.eager import eager
 from vl_plugins.utils.errors import UserError
 
@@ -41,7 +40,7 @@ class TwoTowerLoss(nn.Module):
     compares only its own images and texts with the gathered ones, if the processes' losses average to that of the whole
     batch: for means over positive pairs that are independent of each other. Any other loss is computed of the whole
     batch in each process. As in ClipLoss, ``local_loss`` without ``gather_with_grad`` has no gradients of candidates,
-    and so another direction.
+    so the gradient has another direction.
 
     Args:
         name: the loss's name; the term is logged as ``<name>_loss``.
@@ -72,19 +71,13 @@ class TwoTowerLoss(nn.Module):
         self.learned_scale = learned_scale
         self.gatherer = BatchGatherer(gather_with_grad, rank, world_size)
         self.symmetric = getattr(self.pair_loss, "symmetric", True)
-        is_split = local_loss and world_size > 1 and miner is None
-        self.compares_own_rows = (
-            is_split and isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
-        )
+        adds_up = isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
+        self.compares_own_rows = local_loss and world_size > 1 and miner is None and adds_up
         self.record = record
         if record is not None:
             for module in loss.modules():
                 if isinstance(module, HardestNegativeLoss):
-                    module.register_forward_pre_hook(self._set_training_calls)
-
-    def _set_training_calls(self, loss: HardestNegativeLoss, args: tuple) -> None:
-        # It counts calls, of which a step may have several, and which start at 0 when a training is resumed.
-        loss.training_calls.fill_(self.record.step)
+                    module.register_forward_pre_hook(functools.partial(_set_training_calls, record))
 
     def forward(
         self,
@@ -103,7 +96,7 @@ class TwoTowerLoss(nn.Module):
             image_features: (B, D), or sets (B, K, D).
             text_features: (k * B, D) or (k * B, K, D), the k captions of an image side by side.
             logit_scale: 0-D or (1,), already exponentiated.
-            logit_bias: 0-D or (1,), or None. No loss of ours uses it.
+            logit_bias: 0-D or (1,), or None; not used.
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
             image_ids: (B,), integers on the CPU, equal for the same image in any process: its texts are positives there
@@ -121,7 +114,7 @@ class TwoTowerLoss(nn.Module):
         for unused in (logit_scale, logit_bias):
             if unused is not None:
                 terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
-        return terms if output_dict else sum(terms.values())
+        return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
     def _global_batch(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> GlobalBatch:
         if image_ids is None and self.record is not None:
@@ -133,10 +126,9 @@ class TwoTowerLoss(nn.Module):
         options = {"scale": logit_scale} if self.learned_scale else {}
         if self.compares_own_rows:
             loss = self._loss_of_own_rows(images, texts, all_images, all_texts, batch, options)
-        elif self.miner is None and isinstance(self.pair_loss, PairLoss):
-            loss = self.pair_loss(all_images, batch.image_labels, None, all_texts, batch.text_labels, **options)
         else:
-            all_images, all_texts = full_precision(all_images, all_texts)  # the scale multiplies rounding errors
+            if self.miner is not None or not isinstance(self.pair_loss, PairLoss):
+                all_images, all_texts = full_precision(all_images, all_texts)  # the scale multiplies rounding errors
             loss = cross_modal_loss(
                 self.pair_loss, all_images, batch.image_labels, all_texts, batch.text_labels, self.miner, **options
             )
@@ -144,7 +136,8 @@ class TwoTowerLoss(nn.Module):
         if self.pair_loss is not self.loss:
             if image_slots is not None:
                 image_slots, text_slots = self.gatherer.features(image_slots, text_slots, batch)
-            terms |= self.loss.regularization(*full_precision(all_images, all_texts), image_slots, text_slots)
+            all_images, all_texts = full_precision(all_images, all_texts)
+            terms |= regularization(self.loss, all_images, all_texts, image_slots, text_slots)
         return terms
 
     def _loss_of_own_rows(self, images, texts, all_images, all_texts, batch: GlobalBatch, options) -> Tensor:
@@ -159,18 +152,19 @@ class TwoTowerLoss(nn.Module):
         return loss * batch.pair_weight
 
 
+def _set_training_calls(record: BatchRecord, loss: HardestNegativeLoss, args: tuple) -> None:
+    # The loss counts calls: a step may have several, and a resumed training starts at 0.
+    loss.training_calls.fill_(record.step)
+
+
 def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
-    """Return the pytorch-metric-learning loss that the launcher's flags ask for.
-
-    Sets are compared by smooth-Chamfer similarity unless the flags name another one.
-
-    Args:
-        options: the launcher's flags.
+    """Return the pytorch-metric-learning loss of ``--loss``; sets are compared by smooth-Chamfer similarity by default.
 
     Raises:
-        UserError: an unknown name or option, or a loss that has parameters of its own.
+        UserError: an unknown name or option, or a loss with trainable parameters.
         ValueError: a hyper-parameter out of its range.
     """
+    assert options.loss is not None
     kwargs = dict(options.loss_kwargs)
     if _learned_scale(options):
         del kwargs["scale"]
@@ -186,36 +180,31 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
     loss = create_loss(options.loss, **kwargs)
     if _learned_scale(options) and "scale" not in inspect.signature(loss.forward).parameters:
         raise UserError(f"--loss-kwargs scale=learned: {type(loss).__name__} takes no scale in its call")
-    if makes_sets and "distance" not in kwargs and not isinstance(loss.distance, SetDistance):
+    if makes_sets and "distance" not in kwargs and not compares_sets(loss):
         loss = create_loss(options.loss, **kwargs, distance="smooth_chamfer")
-    if makes_sets and not isinstance(loss.distance, SetDistance):
-        raise UserError(
-            f"--head set: {type(loss.distance).__name__} does not compare sets; "
-            "give --distance smooth_chamfer, chamfer, mil or match_probability"
-        )
+    if makes_sets:
+        check_compares_sets(loss)
     if isinstance(loss, PairLoss) and loss.backend is not None:
         problem = loss.kernel_problem() or (options.miner and f"{options.miner} chooses the pairs")
         if problem:
             raise UserError(f"--loss-kwargs backend={loss.backend} cannot be used, because {problem}: leave it out")
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
-        raise UserError(
-            f"loss {options.loss!r} has trainable parameters of its own, which open_clip's optimizer would never update"
-        )
+        raise UserError(f"loss {options.loss!r} has trainable parameters, which open_clip's optimizer does not update")
     return loss
 
 
 def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
-    """Build the loss that the launcher's flags ask for.
+    """Build the loss of ``--loss`` with its miner.
 
     Args:
         options: the launcher's flags.
         training: other arguments of :class:`TwoTowerLoss`, such as ``world_size``.
 
     Raises:
-        UserError: an unknown name or option, or a loss that has parameters of its own.
-        ValueError: a hyper-parameter out of its range.
+        UserError, ValueError: as :func:`create_pair_loss`.
     """
+    assert options.loss is not None
     loss = create_pair_loss(options)
     miner = None
     if options.miner is not None:
@@ -229,14 +218,12 @@ def _learned_scale(options: PluginOptions) -> bool:
 
 
 def describe(options: PluginOptions) -> str:
-    """Write the loss in force in one line, its own defaults included: ``unified(margin=0.2, scale=50.0, ...)``."""
+    """Return the loss with its options and defaults in one line: ``unified(margin=0.2, scale=50.0, ...)``."""
+    assert options.loss is not None
     base_options = constructor_options(BaseMetricLossFunction)
-    defaults = {
-        name: value
-        for name, value in loss_options(options.loss, **options.loss_kwargs).items()
-        if name not in base_options and value is not REQUIRED
-    }
-    parts = [f"{options.loss}({format_options({**defaults, **options.loss_kwargs})})"]
+    defaults = loss_options(options.loss, **options.loss_kwargs)
+    kwargs = {name: value for name, value in defaults.items() if name not in base_options} | options.loss_kwargs
+    parts = [f"{options.loss}({format_options(kwargs)})"]
     for kind in ("miner", "reducer", "distance"):
         name = getattr(options, kind)
         if name is not None:

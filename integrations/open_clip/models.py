@@ -1,4 +1,4 @@
-"""Models of open_clip: its own, those of ``configs/models``, and those of ``--model-config``."""
+"""Models of open_clip, of ``configs/models`` and of ``--model-config``."""
 
 from collections.abc import Callable
 from importlib import resources
@@ -8,17 +8,12 @@ from typing import Any
 import open_clip
 from torch import Tensor
 
-from vl_plugins.data.annotations import read_json
+from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.storage import read_file
 from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
 from vl_plugins.utils.errors import UserError, did_you_mean
 
-__all__ = [
-    "add_model_config",
-    "check_model",
-    "check_pretrained",
-    "get_tokenizer",
-    "register_models",
-]
+__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
 
 # What open_clip expects in a model configuration; it silently skips other JSON files.
 ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
@@ -44,7 +39,7 @@ def add_model_config(path: str | Path) -> None:
     for file in files:
         if file.suffix != ".json":
             raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
-        config = read_json(file)
+        config = parse_json(read_file(file), str(file))
         if not isinstance(config, dict) or not config.keys() >= ENTRIES:
             raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
         _check_tokenizer(f"--model-config {file}", config)
@@ -62,7 +57,7 @@ def check_pretrained(model: str, pretrained: str | None, flag: str = "--pretrain
     if not pretrained:
         return
     if has_schema(model):
-        raise UserError(f"{flag} {pretrained}: {model} has weights of its own, which open_clip loads; drop one")
+        raise UserError(f"{flag} {pretrained}: {model} comes with its weights; drop one")
     if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
         hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
         raise UserError(f"{flag} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
@@ -72,7 +67,7 @@ def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[li
     """Return a model's tokenizer, from n texts to token ids (n, L).
 
     Raises:
-        UserError: the model's configuration asks for a tokenizer that runs code of its own.
+        UserError: the model's configuration asks for a tokenizer that runs code.
     """
     _check_tokenizer(model, open_clip.get_model_config(model))
     return open_clip.get_tokenizer(model, context_length=context_length)

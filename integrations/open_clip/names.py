@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
-from vl_plugins.integrations.open_clip.run_folder import check_is_free
 from vl_plugins.registry import list_losses
 from vl_plugins.utils.errors import UserError, check_name
 from vl_plugins.utils.optional import require
@@ -20,8 +19,7 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
     """Check the command line of the launcher.
 
     Raises:
-        UserError: an unknown model or loss, a file that does not exist or has an unknown suffix, or the name of an
-            earlier run.
+        UserError: an unknown model or loss, or a file that is missing or has an unknown suffix.
     """
     check_model_name(host_options.model, options.model_config)
     if options.loss is not None:
@@ -32,8 +30,6 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
             _check_data(option_flag(flag), path, host_options.dataset_type)
     for flag in ("pretrained", "resume"):
         check_file(f"--{flag}", getattr(host_options, flag))
-    if host_options.name is not None and host_options.resume != "latest":
-        check_is_free(Path(host_options.logs, host_options.name))
 
 
 def check_model_name(name: str, model_config: str | None = None) -> None:
@@ -45,9 +41,9 @@ def check_model_name(name: str, model_config: str | None = None) -> None:
     """
     if has_schema(name):
         return
-    spec = importlib.util.find_spec("open_clip")
-    if spec is None:
-        require("open_clip", extra="open-clip")
+    spec = importlib.util.find_spec("open_clip") or require("open_clip", extra="open-clip").__spec__
+    assert spec is not None
+    assert spec.origin is not None
     folders = [Path(str(resources.files("vl_plugins.configs")), "models"), Path(spec.origin).parent / "model_configs"]
     known = {file.stem for folder in folders for file in folder.glob("*.json")}
     if model_config is not None:
@@ -60,8 +56,10 @@ def check_model_name(name: str, model_config: str | None = None) -> None:
 
 def check_file(flag: str, value: str | None) -> None:
     """Raise ``UserError`` for what can only be a path, and does not exist; URLs, tags and ``latest`` pass."""
-    is_path = value and ":" not in value and (Path(value).suffix or len(Path(value).parts) > 1)
-    if is_path and not Path(value).is_file():
+    if value is None or ":" in value:
+        return
+    path = Path(value)
+    if (path.suffix or len(path.parts) > 1) and not path.is_file():
         raise UserError(f"{flag} {value}: no such file")
 
 
@@ -72,7 +70,7 @@ def has_schema(model: str) -> bool:
 
 def is_shards(path: str | None, dataset_type: str) -> bool:
     """Return whether open_clip reads its ``--train-data`` or ``--val-data`` as shards."""
-    return bool(path) and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar")))
+    return bool(path and (dataset_type == "webdataset" or (dataset_type == "auto" and path.endswith(".tar"))))
 
 
 def _check_data(flag: str, path: str, dataset_type: str) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's own flags, and configuration files that set any flag of ours or of open_clip's."""
+"""The launcher's flags, and configuration files with flags of the launcher and of open_clip."""
 
 import argparse
 import os
@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.batching import SAME_GROUP
-from vl_plugins.data.captions import parse_captions_per_image
+from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
@@ -16,20 +15,18 @@ from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["PluginOptions", "format_help", "option_flag", "parse_arguments"]
 
-DESCRIPTION = """\
-open_clip's trainer with the losses of vl_plugins. Every flag of open_clip keeps its meaning; without --loss it trains
-exactly as open_clip does."""
-
-EPILOG = """\
-example:
-  torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip -- \\
-      --model ViT-B-32-quickgelu --pretrained openai --train-data 'shards/coco-train-{000000..000113}.tar' \\
-      --loss unified --loss-kwargs margin=0.2 scale=50 --warmup 500 --lr 1e-5 --epochs 10"""
+EXAMPLES = (
+    "python -m vl_plugins.integrations.open_clip \\\n"
+    "    --model ViT-B-32-quickgelu --pretrained openai --lr 1e-5 --warmup 500 \\\n"
+    "    --train-data 'shards/coco-train-{000000..000113}.tar' --loss unified",
+    "torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip -- \\\n"
+    "    --config flickr30k_vit_l_14_336_unified.yaml",
+)
 
 
 @dataclass
 class PluginOptions:
-    """What the launcher's own flags ask for; the defaults leave open_clip as it is."""
+    """The launcher's flags; the defaults leave open_clip unchanged."""
 
     model_config: str | None = None
     loss: str | None = None
@@ -48,106 +45,85 @@ class PluginOptions:
     on_read_error: str = "skip"
 
 
-def _captions_per_image(text: str) -> str | int:
-    try:
-        return parse_captions_per_image(text)
-    except UserError as error:
-        # argparse replaces the message of a ValueError by the name of this function.
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _plugin_parser() -> Parser:
     parser = Parser(
         prog="python -m vl_plugins.integrations.open_clip",
-        usage="%(prog)s [--config FILE.yaml] [--loss NAME] [open_clip options]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        usage="%(prog)s [options]",
+        examples=EXAMPLES,
+        description="Run open_clip's trainer with the losses of vl_plugins. All flags of open_clip work as usual; "
+        "without --loss, training is unchanged.",
         add_help=False,
     )
     group = parser.add_argument_group("vl_plugins options")
-    group.add_argument("-h", "--help", action="store_true", help="show this help, ours and open_clip's, and exit")
+    group.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     group.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        help="flags from a file: a mapping of flag names (ours or open_clip's) to values; the command line wins",
+        "--config", metavar="FILE.yaml", help="read flags, also open_clip's, from a file; flags on the command line win"
     )
     group.add_argument(
         "--model-config",
         metavar="FILE_OR_FOLDER",
         # Absolute, because evaluation finds it again in params.txt.
         type=os.path.abspath,
-        help="model configurations that open_clip does not know: a .json file or a folder of them",
+        help="your own model configurations for open_clip: a .json file or a folder of them",
     )
     group.add_argument(
         "--loss", metavar="NAME", help="a loss of `vl-plugins losses` or of an installed package (default: open_clip's)"
     )
-    kwargs = {"nargs": "+", "action": KeyValues, "default": {}, "metavar": "KEY=VALUE"}
     group.add_argument(
         "--loss-kwargs",
-        **kwargs,
-        help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale; "
-        "goal fine-tunes best with pair_weight=con, its default",
+        action=KeyValues,
+        help="options of the loss, such as margin=0.2 scale=50; scale=learned uses the model's logit scale",
     )
     for kind, example, text in (
-        (
-            "miner",
-            "epsilon=0.1",
-            "a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner of vl_plugins; it "
-            "mines images for texts and texts for images",
-        ),
+        ("miner", "epsilon=0.1", "a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner"),
         ("reducer", "low=0.05", "a reducer of pytorch-metric-learning, such as AvgNonZeroReducer"),
         (
             "distance",
             "alpha=16",
-            "what the loss compares embeddings by: a distance of pytorch-metric-learning, or for sets smooth_chamfer "
-            "(the default with --head set), chamfer, mil or match_probability",
+            "a distance of pytorch-metric-learning, or for --head set: smooth_chamfer (default), chamfer, mil or "
+            "match_probability",
         ),
     ):
         group.add_argument(f"--{kind}", metavar="CLASS", help=text)
-        group.add_argument(f"--{kind}-kwargs", **kwargs, help=f"options of the {kind}, such as {example}")
+        group.add_argument(f"--{kind}-kwargs", action=KeyValues, help=f"options of the {kind}, such as {example}")
     group.add_argument(
         "--head",
         choices=("set", "linear"),
-        help="what both towers end in: set predicts a set of embeddings from patches or tokens by slot attention, "
-        "linear is an embedding layer (default: nothing, as in open_clip)",
+        help="add a head to both towers: set predicts a set of embeddings by slot attention, linear is one layer",
     )
     group.add_argument(
-        "--head-kwargs", **kwargs, help="options of the head: num_slots=4 num_iters=4 of set, dim=768 of linear"
+        "--head-kwargs", action=KeyValues, help="options of the head: num_slots=4 num_iters=4 of set, dim=768 of linear"
     )
     group.add_argument(
         "--captions-per-image",
         metavar="{random,first,all,N}",
-        type=_captions_per_image,
-        help="captions of an image in a batch: one at random (the default with --loss on shards of "
-        "`vl-plugins shards`), the first, all, or N of them; with --loss they are all positives of their image",
+        help="captions per image in a batch; with --loss, all are positives of their image (default with --loss on "
+        "shards of `vl-plugins shards`: random)",
     )
     group.add_argument(
         "--allow-duplicate-captions",
         action="store_true",
-        help="let images with the same caption meet in a batch, where each is a false negative of the other "
-        "(default: such an image waits for another batch)",
+        help="allow images with equal captions (false negatives) in one batch",
     )
     group.add_argument(
         "--same-group",
         choices=SAME_GROUP,
         default="apart",
-        help="images of one group, on shards of `vl-plugins shards --group-key`: in different batches per process, or "
-        "positives of each other, in all processes (default: apart)",
+        help="put images of one group (see `vl-plugins shards --group-key`) into different batches, or treat them as "
+        "positives of each other (default: %(default)s)",
     )
     group.add_argument(
         "--on-read-error",
         choices=("skip", "raise"),
         default="skip",
-        help="what to do with a training sample or shard that cannot be read: leave it out with a warning, or stop "
-        "(default: skip)",
+        help="skip unreadable training samples and shards with a warning, or stop (default: %(default)s)",
     )
     return parser
 
 
 def format_help() -> str:
     """Return the help text: our flags, then open_clip's."""
-    return f"{_plugin_parser().format_help()}\nopen_clip options:\n{parser_help()}\n{EPILOG}\n"
+    return f"{_plugin_parser().format_help()}\nopen_clip options:\n{parser_help()}"
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namespace, list[str]]:
@@ -167,8 +143,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namesp
         argv = [*_config_arguments(config_file, argv), *argv]
     namespace, host_argv = _plugin_parser().parse_known_args(argv)
     _check_abbreviations(host_argv)
-    options = {name: value for name, value in vars(namespace).items() if name not in ("config", "help")}
-    return PluginOptions(**options), parse_args(host_argv), host_argv
+    del namespace.config, namespace.help
+    options = PluginOptions(**vars(namespace))
+    if options.captions_per_image is not None:
+        options.captions_per_image = parse_captions_per_image(options.captions_per_image)
+    return options, parse_args(host_argv), host_argv
 
 
 def _check_abbreviations(host_argv: Sequence[str]) -> None:
@@ -193,7 +172,7 @@ def _plugin_actions() -> dict[str, argparse.Action]:
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
-    finder = Parser(allow_abbrev=False, add_help=False)
+    finder = Parser(add_help=False)
     finder.add_argument("--config")
     name = finder.parse_known_args(argv)[0].config
     return None if name is None else find_config(name, "open_clip")

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -49,11 +48,7 @@ def check_resume(resume: str | None, folder: Path | None, *, save_most_recent: b
         return
     problem = _problem(file)
     if problem is not None:
-        earlier = next(
-            (other for other in _checkpoints(file.parent) if other != file and _problem(other) is None), None
-        )
-        hint = "" if earlier is None else f"; go on from --resume {earlier}"
-        raise UserError(f"--resume {file}: {problem}{hint}")
+        raise UserError(f"--resume {file}: {problem}")
 
 
 def latest_checkpoint(path: str, remote: bool, *, host_latest: Callable) -> str | None:
@@ -67,7 +62,7 @@ def latest_checkpoint(path: str, remote: bool, *, host_latest: Callable) -> str 
     newest = host_latest(path, remote)
     if remote or (newest is not None and Path(newest).is_dir()):
         return newest
-    problems = {}
+    problems: dict[Path, str] = {}
     for file in _checkpoints(Path(path)):
         problem = _problem(file)
         if problem is None:
@@ -94,18 +89,12 @@ def _problem(file: Path) -> str | None:
     except UnreadableFileError as error:
         return str(error)
     weights = content.get("state_dict") if isinstance(content, Mapping) and "epoch" in content else content
-    if not _are_weights(weights):
+    named = weights.items() if isinstance(weights, Mapping) else ()
+    tensors = {name: weight for name, weight in named if isinstance(name, str) and isinstance(weight, Tensor)}
+    if not tensors:
         return "it holds neither a checkpoint of open_clip's trainer nor weights by name"
-    bad = [name for name, weight in weights.items() if isinstance(weight, Tensor) and not _is_finite(weight)]
+    bad = [name for name, weight in tensors.items() if not _is_finite(weight)]
     return f"{len(bad)} of its weights are not finite, such as {bad[0]}" if bad else None
-
-
-def _are_weights(content: Any) -> bool:
-    return (
-        isinstance(content, Mapping)
-        and all(isinstance(name, str) for name in content)
-        and any(isinstance(weight, Tensor) for weight in content.values())
-    )
 
 
 def _is_finite(weight: Tensor) -> bool:

@@ -32,7 +32,7 @@ def occupied(folder: Path, *, resumes: bool) -> Iterator[None]:
     """
     files = Folder(folder)
     files.make()
-    with files.lock(wait=False):
+    with files.lock():
         if not resumes:
             check_is_free(folder)  # again: another training may have used it since
             for log in _logs(folder):

@@ -1,10 +1,13 @@
 """Local and pooled features of the towers of any open_clip model, through what the towers offer publicly."""
 
+from typing import Any
+
 import torch
+from open_clip import CLIP, CustomTextCLIP
 from open_clip.hf_model import HFTextEncoder
 from open_clip.timm_model import TimmModel
-from open_clip.transformer import VisionTransformer
-from torch import Tensor, nn
+from open_clip.transformer import TextTransformer, VisionTransformer
+from torch import Tensor
 
 from vl_plugins.modules import TowerFeatures
 from vl_plugins.utils.errors import UserError
@@ -14,11 +17,11 @@ __all__ = ["image_features", "text_features"]
 LAST = 1  # of the blocks, as ``forward_intermediates`` counts them
 
 
-def image_features(model: nn.Module, images: Tensor) -> TowerFeatures:
+def image_features(model: CLIP | CustomTextCLIP, images: Tensor) -> TowerFeatures:
     """Run the image tower of an open_clip model.
 
     Args:
-        model: ``CLIP`` or ``CustomTextCLIP``, whatever its towers are made of.
+        model: with an image tower of open_clip or timm.
         images: (B, 3, H, W), as ``encode_image`` takes them.
 
     Raises:
@@ -27,7 +30,7 @@ def image_features(model: nn.Module, images: Tensor) -> TowerFeatures:
     visual = model.visual
     trunk = visual.trunk if isinstance(visual, TimmModel) else visual
     if not hasattr(trunk, "forward_intermediates"):
-        raise UserError(f"--head set: the image tower {type(trunk).__name__} gives no local features")
+        raise UserError(f"--head set: the image tower {type(trunk).__name__} has no local features")
     # Patches that are dropped in training leave no map. Towers that cannot drop any may offer maps alone.
     drops_patches = isinstance(visual, VisionTransformer) or hasattr(trunk, "patch_drop")
     output = model.forward_intermediates(
@@ -44,11 +47,11 @@ def image_features(model: nn.Module, images: Tensor) -> TowerFeatures:
     return TowerFeatures(local, output["image_features"], None, grid, has_positions=True)
 
 
-def text_features(model: nn.Module, texts: Tensor) -> TowerFeatures:
+def text_features(model: CLIP | CustomTextCLIP, texts: Tensor) -> TowerFeatures:
     """Run the text tower of an open_clip model.
 
     Args:
-        model: ``CLIP`` or ``CustomTextCLIP``, with open_clip's own text tower or one of Hugging Face.
+        model: with a text tower of open_clip or Hugging Face.
         texts: (B, L) token ids, as ``encode_text`` takes them.
     """
     tower = getattr(model, "text", model)
@@ -62,16 +65,16 @@ def text_features(model: nn.Module, texts: Tensor) -> TowerFeatures:
     return TowerFeatures(local, pooled, padding_mask, None, has_positions=True)
 
 
-def _patch_grid(trunk: nn.Module, images: Tensor) -> tuple[int, int]:
+def _patch_grid(trunk: Any, images: Tensor) -> tuple[int, int]:
     height, width = images.shape[2:]
     if isinstance(trunk, VisionTransformer):
         return height // trunk.patch_size[0], width // trunk.patch_size[1]
     return trunk.patch_embed.dynamic_feat_size((height, width))
 
 
-def _hugging_face_features(model: nn.Module, tower: HFTextEncoder, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """The tower gives its tokens only if it was built to, and then breaks ``encode_text``: so catch them."""
-    caught = []
+def _hugging_face_features(model: CustomTextCLIP, tower: HFTextEncoder, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Catch the tokens: a tower that is built to return them breaks ``encode_text``."""
+    caught: list[Any] = []
     handle = tower.transformer.register_forward_hook(lambda module, inputs, output: caught.append(output))
     try:
         pooled = model.encode_text(texts)
@@ -81,7 +84,7 @@ def _hugging_face_features(model: nn.Module, tower: HFTextEncoder, texts: Tensor
     return output.last_hidden_state, pooled
 
 
-def _padding_mask(tower: nn.Module, texts: Tensor) -> Tensor:
+def _padding_mask(tower: CLIP | TextTransformer, texts: Tensor) -> Tensor:
     """Return what follows the end of each text, (B, L).
 
     CLIP pads with 0, which is also the token of "!", so its end is where the tower itself looks for it.

@@ -17,7 +17,7 @@ MOST_SHOWN = 200  # characters of a list of weights
 
 @contextlib.contextmanager
 def one_line_errors(args: Namespace) -> Iterator[None]:
-    """Turn errors that the user can mend into one line.
+    """Turn errors that the user can fix into one line.
 
     Args:
         args: options of the training; the trainer replaces ``--resume latest`` in it by the file.
@@ -43,11 +43,9 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
             raise UserError(f"--model {args.model}: {first_line(error)}") from error
         if not args.resume or not str(error).startswith("Error(s) in loading state_dict"):
             raise
-        _, first, *more = str(error).splitlines()
-        others = f" and {len(more)} more" if more else ""
         raise UserError(
             f"--resume {args.resume}: its weights do not fit --model {args.model} with these flags: "
-            f"{first.strip()[:MOST_SHOWN]}{others}"
+            f"{str(error).splitlines()[1].strip()[:MOST_SHOWN]}"
         ) from error
     except (KeyError, ValueError) as error:
         is_missing = isinstance(error, KeyError) and error.args[0] in ("optimizer", "param_groups")

@@ -1,26 +1,17 @@
 """Losses, miners, reducers and distances from plain data, as in a YAML file."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vl_plugins.registry import create_component, create_loss, list_components, list_losses
 from vl_plugins.utils.errors import UserError, unknown_name
 
-__all__ = [
-    "Specification",
-    "build_component",
-    "build_loss",
-    "build_miner",
-    "build_reducer",
-    "naming",
-    "split_specification",
-]
+__all__ = ["Specification", "build_component", "build_loss", "build_miner", "build_reducer", "split_specification"]
 
 Specification = str | Mapping[str, Any]
 """A name, or ``{"name": NAME, OPTION: VALUE, ...}``."""
 
-# What an option of a loss, miner or reducer is, where it is itself given by a specification.
+# Options of losses, miners and reducers that are specifications themselves.
 KIND_OF_OPTION = {
     "base": "loss",
     "distance": "distance",
@@ -37,11 +28,10 @@ def build_loss(specification: Specification, **options: Any) -> Any:
     """Return a new loss.
 
     Args:
-        specification: the name of one of :func:`vl_plugins.list_losses`, those of installed packages included, or the
-            class name of any loss of pytorch-metric-learning or of :mod:`vl_plugins.losses`; or a mapping of ``name``
-            and options. Options that are themselves a loss, distance, reducer, miner or regularizer, such as ``loss``
-            of ``CrossBatchMemory`` or ``losses`` of ``MultipleLosses``, are given by specifications.
-        options: more options, such as a ``reducer``; one that the specification has too is an error.
+        specification: one of :func:`vl_plugins.list_losses`, or the class name of a loss of pytorch-metric-learning or
+            :mod:`vl_plugins.losses`; or a mapping of ``name`` and options. Options that are a loss, distance, reducer,
+            miner or regularizer, such as ``losses`` of ``MultipleLosses``, are specifications too.
+        options: more options, such as a ``reducer``, that are not in the specification.
 
     Raises:
         UserError: an unknown name or option, or options that do not fit.
@@ -64,11 +54,11 @@ def build_reducer(specification: Specification, **options: Any) -> Any:
 
 
 def build_component(kind: str, specification: Specification, **options: Any) -> Any:
-    """Return a new loss, distance, miner, reducer or regularizer, whatever ``kind`` says; see :func:`build_loss`."""
+    """Return a new component of a kind of :func:`vl_plugins.registry.create_component`; see :func:`build_loss`."""
     name, own = split_specification(kind, specification)
     twice = sorted(own.keys() & options.keys())
     if twice:
-        raise UserError(f"{twice[0]} of {kind} {name!r} is given twice: among its options and by itself")
+        raise UserError(f"{twice[0]} of {kind} {name!r} is given twice: among its options and as a {twice[0]}")
     own = {option: _resolve(option, value) for option, value in own.items()} | options
     if kind == "loss" and name in list_losses():
         return create_loss(name, **own)
@@ -77,27 +67,8 @@ def build_component(kind: str, specification: Specification, **options: Any) -> 
     return create_component(kind, name, **own)
 
 
-@contextmanager
-def naming(part: str) -> Iterator[None]:
-    """Let a ``ValueError``, of an option out of its range, be one of the user's that names the part.
-
-    Raises:
-        UserError: for a ``ValueError``.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{part}: {error}") from error
-
-
 def split_specification(kind: str, specification: Specification) -> tuple[str, dict[str, Any]]:
-    """Return name and options.
-
-    Raises:
-        UserError: it is neither a name nor a mapping with one.
-    """
+    """Return name and options; raise ``UserError`` for what is neither a name nor a mapping with one."""
     if isinstance(specification, str):
         return specification, {}
     if not isinstance(specification, Mapping) or not isinstance(specification.get("name"), str):
@@ -109,7 +80,7 @@ def split_specification(kind: str, specification: Specification) -> tuple[str, d
 
 def _resolve(option: str, value: Any) -> Any:
     kind = KIND_OF_OPTION.get(option)
-    # `smooth_chamfer` resolves the name of its base itself, and takes the options of the base along with its own.
+    # `smooth_chamfer` resolves the name of its base, and takes the options of the base along with its own.
     if kind and (isinstance(value, Mapping) or (isinstance(value, str) and option != "base")):
         return build_component(kind, value)
     kind = KIND_OF_OPTIONS.get(option)

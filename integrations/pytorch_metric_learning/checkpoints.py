@@ -17,16 +17,12 @@ from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_conf
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 from vl_plugins.utils.errors import UserError, first_line
 
-__all__ = [
-    "load_states",
-    "load_towers",
-    "read_checkpoint",
-    "states_of",
-    "write_checkpoint",
-]
+__all__ = ["load_state_dicts", "load_towers", "read_checkpoint", "state_dicts", "write_checkpoint"]
 
 FORMAT = "vl_plugins.pytorch_metric_learning"
 VERSION = 1
+
+Parts = Mapping[str, Any] | nn.ModuleDict
 
 
 def write_checkpoint(
@@ -35,13 +31,13 @@ def write_checkpoint(
     """Write a file that appears complete or not at all.
 
     Args:
-        file: where to.
+        file: its path.
         config: of the training.
         vocabulary: of the text tower, if it has one.
-        states: what to keep; tensors, numbers, strings and containers of them.
+        states: tensors, numbers, strings and containers of them, by name.
 
     Raises:
-        UserError: the file cannot be written; one that was there before stays.
+        UserError: the file cannot be written; an earlier one stays.
     """
     content = {
         "format": FORMAT,
@@ -59,7 +55,7 @@ def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
     """Read what :func:`write_checkpoint` wrote; ``config`` and ``vocabulary`` are objects again.
 
     Raises:
-        UserError: there is no such file, it is damaged, or something else.
+        UserError: the file is missing, damaged or something else.
     """
     try:
         content = read_torch_file(file)
@@ -80,10 +76,10 @@ def load_towers(
         device: where to put the model.
 
     Returns:
-        The model in evaluation mode, the transform of images, or of features, for evaluation, and the tokenizer.
+        The model in evaluation mode, the transform of images or features for evaluation, and the tokenizer.
 
     Raises:
-        UserError: a ``model``, or content that is damaged or does not fit what its configuration builds.
+        UserError: a ``model`` is given, or the content is damaged or does not fit its configuration.
     """
     content = _parsed(checkpoint, content)
     if model is not None:
@@ -91,7 +87,7 @@ def load_towers(
     towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
     loss = loss_from_config(content["config"])
     try:
-        load_states(towers.parts, content["models"])
+        load_state_dicts(towers.parts, content["models"])
         loss.load_state_dict(content["loss_funcs"]["metric_loss"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {first_line(error)}") from error
@@ -102,24 +98,26 @@ def load_towers(
 
 def _parsed(file: str | os.PathLike, content: Any) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{file} is no checkpoint of {FORMAT}")
+        raise UserError(f"{file} is not a checkpoint of {FORMAT}")
     if content.get("version") != VERSION:
         raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
     try:
-        config, vocabulary = parse_config(content["config"]), content["vocabulary"]
+        # Checkpoints of version 0.1.0 have an option that is gone.
+        config = parse_config({name: value for name, value in content["config"].items() if name != "accuracy"})
+        vocabulary = content["vocabulary"]
         vocabulary = None if vocabulary is None else Vocabulary(tuple(vocabulary))
     except (AttributeError, KeyError, TypeError, UserError) as error:
         raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
     return {**content, "config": config, "vocabulary": vocabulary}
 
 
-def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+def state_dicts(parts: Parts) -> dict[str, Any]:
     """Return the ``state_dict`` of each part."""
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-def load_states(parts: Mapping[str, nn.Module], states: Mapping[str, Any]) -> None:
-    """Put back what :func:`states_of` took.
+def load_state_dicts(parts: Parts, states: Mapping[str, Any]) -> None:
+    """Put back the ``state_dict`` of each part.
 
     Raises:
         KeyError: a part has no state.

@@ -14,57 +14,37 @@ from vl_plugins.utils.optional import require
 
 __all__ = ["build_parser", "main", "overrides"]
 
-DESCRIPTION = """\
-Train two towers, of images and of texts, with pytorch-metric-learning: data, encoders, loss, miner, reducer,
-optimizer and stages are named in a YAML file. After each epoch come retrieval metrics over all captions, TensorBoard
-and a checkpoint."""
-
-EPILOG = """\
-examples:
-  VSE++ on Flickr30K as published, and with another objective:
-  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml
-  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
-      --loss goal --loss-kwargs triplet_weight=cir pair_weight=sig_ms --out runs/goal
-
-  any value of the file by its path:
-  python -m vl_plugins.integrations.pytorch_metric_learning --config vsepp_flickr30k.yaml \\
-      --set data.batch_size=64 stages.0.epochs=10
-
-  on eight GPUs, with data.batch_size images on each:
-  torchrun --nproc_per_node 8 -m vl_plugins.integrations.pytorch_metric_learning -- \\
-      --config vsepp_flickr30k.yaml --precision bf16"""
+EXAMPLES = (
+    "python -m vl_plugins.integrations.pytorch_metric_learning \\\n"
+    "    --config vsepp_flickr30k.yaml --loss unified --out runs/unified",
+    "torchrun --nproc_per_node 8 \\\n"
+    "    -m vl_plugins.integrations.pytorch_metric_learning -- \\\n"
+    "    --config vsepp_flickr30k.yaml --precision bf16",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python -m vl_plugins.integrations.pytorch_metric_learning",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        usage="%(prog)s [options]",
+        examples=EXAMPLES,
+        description="Train an image encoder and a text encoder as described in a YAML file.",
     )
     what = parser.add_argument_group("what to train")
     what.add_argument(
         "--config",
         required=True,
         metavar="FILE.yaml",
-        help="the configuration, or the name of one that is shipped in configs/pytorch_metric_learning",
+        help="configuration file, or the name of one in configs/pytorch_metric_learning",
     )
-    what.add_argument("--train-data", metavar="SHARDS", help="shards to train on; replaces data.train")
-    what.add_argument("--val-data", metavar="SHARDS", help="shards to evaluate on; replaces data.val")
+    what.add_argument("--train-data", metavar="SHARDS", help="training shards; replaces data.train")
+    what.add_argument("--val-data", metavar="SHARDS", help="validation shards; replaces data.val")
     what.add_argument(
-        "--loss",
-        metavar="NAME",
-        help="a loss of `vl-plugins losses`, of an installed package, or a class of pytorch-metric-learning",
+        "--loss", metavar="NAME", help="a loss of `vl-plugins losses`, or a class of pytorch-metric-learning"
     )
     what.add_argument(
-        "--loss-kwargs",
-        nargs="+",
-        action=KeyValues,
-        default={},
-        metavar="KEY=VALUE",
-        help="options of the loss, added to those in the file unless --loss is given",
+        "--loss-kwargs", action=KeyValues, help="options of the loss; without --loss, added to those in the file"
     )
     what.add_argument(
         "--set",
@@ -72,25 +52,24 @@ def build_parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="any other value of the file, such as data.batch_size=64, miner=BatchHardMiner, reducer.low=0.1 or "
-        "stages.0.optimizer.lr=1e-4",
+        help="change other values of the file, such as data.batch_size=64 or stages.0.optimizer.lr=1e-4",
     )
     how = parser.add_argument_group("how to run")
     how.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="folder for all that is written, by one process at a time (default: runs/<name of the file>)",
+        help="output folder, for one run at a time (default: runs/<name of the file>)",
     )
     how.add_argument(
-        "--resume", action="store_true", help="go on with the run in --out after its last whole epoch, if it has one"
+        "--resume", action="store_true", help="resume the run in --out, if any, after its last complete epoch"
     )
     how.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        help="of the models; losses are computed in single precision (default: that of accelerate launch, or fp32)",
+        help="precision of the models, not of the losses (default: that of accelerate launch, or fp32)",
     )
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; one GPU per process)")
+    how.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if available; one GPU per process)")
     return parser
 
 
@@ -120,13 +99,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     processes = start_processes(arguments.precision, cpu=cpu)
-    device = arguments.device or ("cpu" if cpu else "cuda")
-    if processes.count == 1:
-        check_device("--device", device)
-    elif device in ("cpu", "cuda"):
-        device = processes.device
-    else:
-        raise UserError(f"--device {device}: with several processes each takes a GPU of its own; give cpu or cuda")
+    name = arguments.device or ("cpu" if cpu else "cuda")
+    if processes.count > 1 and name not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: with several processes each takes another GPU; give cpu or cuda")
+    device = check_device("--device", name) if processes.count == 1 else processes.device
     _log_to_standard_error(processes.is_first)
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     Run(config, out, device=device, resume=arguments.resume, processes=processes).train()
@@ -135,20 +111,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _log_to_standard_error(is_first: bool) -> None:
-    # Not the root: the messages of other packages concern nobody here.
+    # Without the messages of other packages.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
     ours, host = logging.getLogger("vl_plugins"), logging.getLogger("PML")
     ours.setLevel(logging.INFO if is_first else logging.WARNING)
-    host.setLevel(logging.WARNING)  # it announces each epoch, which the progress bar does too
+    host.setLevel(logging.WARNING)  # it announces each epoch, as does the progress bar
     for logger in (ours, host):
         logger.handlers = [handler]
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command line that replace those of the file, by their path."""
-    values: dict[str, Any] = {"data.train": arguments.train_data, "data.val": arguments.val_data}
-    values["loss"] = None if arguments.loss is None else {"name": arguments.loss}
+    loss = None if arguments.loss is None else {"name": arguments.loss}
+    values: dict[str, Any] = {"data.train": arguments.train_data, "data.val": arguments.val_data, "loss": loss}
     values |= {f"loss.{option}": value for option, value in arguments.loss_kwargs.items()}
     values = {path: value for path, value in values.items() if value is not None}
     for token in arguments.set:

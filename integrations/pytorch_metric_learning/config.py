@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.batching import SAME_GROUP
-from vl_plugins.data.captions import parse_captions_per_image
+from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
@@ -18,11 +17,11 @@ from vl_plugins.utils.optional import require
 __all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]
 
 MODEL_PARTS = ("image_trunk", "image_embedder", "image_head", "text_trunk", "text_embedder", "text_head")
-"""Keys of ``trainer.models``: what can be frozen, and has an optimizer of its own."""
+"""Keys of ``trainer.models``: parts that can be frozen, each with its optimizer."""
 
-TRAINERS = ("CrossModalTrainer", "MetricLossOnly", "TwoStreamMetricLoss")
+TRAINERS = ("CrossModalTrainer", "MetricLossOnly")
 
-# OmegaConf has no type for "a name or a mapping", see `split_specification`.
+# A name or a mapping, see `split_specification`; OmegaConf has no such type.
 Specification = Any
 
 
@@ -31,18 +30,18 @@ class DataConfig:
     """Which shards are read, and how.
 
     Args:
-        train: shards to train on, as for :func:`vl_plugins.data.reader.training_pipeline`.
+        train: shards to train on, as for :class:`vl_plugins.data.training_batches.TrainingPipeline`.
         val: shards to evaluate on after each epoch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample instead of its picture.
         captions_per_image: ``"random"``, ``"first"``, ``"all"`` or a number.
         batch_size: images in a batch of each process; the loss compares those of all processes.
         workers: loader processes of each process.
-        allow_duplicate_captions: whether equal captions of different images may meet in a batch.
-        same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` takes them for positives
-            of each other.
+        allow_duplicate_captions: whether a batch may have equal captions of different images.
+        same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` makes them positives of
+            each other.
         on_read_error: ``"skip"`` leaves out what cannot be read, ``"raise"`` stops at it.
-        shuffle_buffer: samples that each loader process holds to draw the next one from; by default 5,000, or 1,000 of
-            features, which are larger.
+        shuffle_buffer: samples in the shuffle buffer of each loader process; by default 5,000, or 1,000 of features,
+            which are larger.
         num_samples: images of an epoch, for shards without a ``sizes.json`` in their folder.
     """
 
@@ -72,8 +71,8 @@ class TowerConfig:
     Args:
         trunk: an encoder of :mod:`vl_plugins.encoders`.
         pooling: how local features become one, see :class:`vl_plugins.encoders.Embedder`.
-        projection: how they come to the width of the embeddings, likewise.
-        vocabulary: for a trunk that has words: options of :meth:`vl_plugins.data.vocabulary.Vocabulary.from_captions`.
+        projection: from features to the width of the embeddings, see there.
+        vocabulary: for a trunk of words: options of :meth:`vl_plugins.data.vocabulary.Vocabulary.from_captions`.
     """
 
     trunk: Specification
@@ -84,7 +83,7 @@ class TowerConfig:
 
 @dataclass
 class StageConfig:
-    """How a stage of the training goes.
+    """A stage of the training.
 
     Args:
         epochs: how many.
@@ -92,8 +91,8 @@ class StageConfig:
         freeze_batchnorm: whether the trunks keep their batch statistics.
         optimizer: a class of :mod:`torch.optim`.
         lr_scale: factor of the learning rate by part, of ``MODEL_PARTS`` or ``"metric_loss"``.
-        lr_scheduler: a class of :mod:`torch.optim.lr_scheduler`; its option ``by`` says after what it steps: each
-            ``"epoch"``, each ``"iteration"``, or at a ``"plateau"`` of RSUM. None keeps the learning rate.
+        lr_scheduler: a class of :mod:`torch.optim.lr_scheduler`. Its option ``by`` is when it steps: after each
+            ``"epoch"``, after each ``"iteration"``, or at a ``"plateau"`` of RSUM. None keeps the learning rate.
         clip_grad_norm: largest norm of the gradient of all parameters of the model together.
     """
 
@@ -111,8 +110,6 @@ class StageConfig:
             check_name("part of the model to freeze", part, MODEL_PARTS)
         for part in self.lr_scale:
             check_name("part of the model in lr_scale", part, (*MODEL_PARTS, "metric_loss"))
-            if self.lr_scale[part] < 0:
-                raise UserError(f"lr_scale.{part} must be at least 0, got {self.lr_scale[part]}")
 
 
 @dataclass
@@ -125,15 +122,14 @@ class Config:
         data: what is read.
         dim: width of the embeddings.
         head: ``{"name": "set", ...}`` with options of :class:`vl_plugins.modules.SetPrediction` for embedding sets.
-        loss: see :func:`build_loss`; so for the next three.
+        loss: see :func:`build_loss`, also for miner, reducer and distance.
         miner: chooses pairs, in both directions.
         reducer: of the loss.
         distance: of the loss, and of sets at evaluation.
-        trainer: ``"CrossModalTrainer"``, or of pytorch-metric-learning ``"TwoStreamMetricLoss"`` (both modalities are
-            one stream each) or ``"MetricLossOnly"`` (one set of images and texts).
+        trainer: ``"CrossModalTrainer"``, or pytorch-metric-learning's ``"MetricLossOnly"`` for one set of images and
+            texts.
         training: what the stages have in common.
-        stages: one after the other, each with what it changes of ``training``; one stage if left out.
-        accuracy: options of pytorch-metric-learning's ``AccuracyCalculator``; False leaves it out.
+        stages: in their order, each with what it changes of ``training``; one stage by default.
         seed: of weights, order, captions and augmentations.
         log_every: training losses are logged every so many steps.
     """
@@ -150,7 +146,6 @@ class Config:
     trainer: str = "CrossModalTrainer"
     training: StageConfig = field(default_factory=StageConfig)
     stages: list[StageConfig] = field(default_factory=list)
-    accuracy: Any = True
     seed: int = 0
     log_every: int = 50
 
@@ -159,11 +154,6 @@ class Config:
         check_name("trainer", self.trainer, TRAINERS)
         if self.head is not None:
             check_name("head", split_specification("head", self.head)[0], ("set",))
-        if self.trainer == "TwoStreamMetricLoss" and self.data.captions_per_image not in ("random", "first", 1):
-            raise UserError(
-                "trainer TwoStreamMetricLoss takes one text for each image, but data.captions_per_image is "
-                f"{self.data.captions_per_image!r}; CrossModalTrainer takes any number"
-            )
 
     @property
     def epochs(self) -> int:

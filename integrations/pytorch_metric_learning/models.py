@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
-from vl_plugins.integrations.pytorch_metric_learning.builders import naming, split_specification
+from vl_plugins.integrations.command_lines import naming
+from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.registry import construct, constructor_options
@@ -41,36 +42,32 @@ class TwoTowers(nn.Module):
 
     Args:
         parts: modules by the names of ``MODEL_PARTS``; heads may be missing.
-        tokenizer: from a list of n strings to (n, L) token ids; that of the text trunk if left out.
-        image_transform: called with whether it is for training; from a picture, or an array of features, to a tensor.
+        vocabulary: tokenizer of texts; that of the text trunk if None.
         inputs: ``"images"`` or ``"features"``, what the image tower takes.
-
-    Attributes:
-        similarity: by which sets are compared, that of the loss; None for vectors, compared by cosine.
     """
 
-    def __init__(
-        self,
-        parts: Mapping[str, nn.Module],
-        tokenizer: Callable[[list[str]], Tensor] | None = None,
-        image_transform: Callable[[bool], Callable[[Any], Tensor]] | None = None,
-        inputs: str = "images",
-    ):
+    def __init__(self, parts: Mapping[str, nn.Module], vocabulary: Vocabulary | None, inputs: str):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
-        self._tokenizer = tokenizer
-        self.image_transform = image_transform
+        self.vocabulary = vocabulary
         self.inputs = inputs
         self._similarity: list[BaseDistance] = []  # in a list, since its parameters are not those of this module
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
     def tokenizer(self) -> Callable[[list[str]], Tensor]:
-        # Not before it is needed: it may be a file to be downloaded.
-        return self.parts["text_trunk"].tokenizer if self._tokenizer is None else self._tokenizer
+        """From n texts to token ids (n, L)."""
+        trunk: Any = self.parts["text_trunk"]
+        return trunk.tokenizer if self.vocabulary is None else self.vocabulary  # the trunk's may be downloaded
+
+    def image_transform(self, is_training: bool) -> Callable[[Any], Tensor]:
+        """Return the transform of pictures, or of arrays of features, to tensors."""
+        trunk: Any = self.parts["image_trunk"]
+        return trunk.image_transform(is_training)
 
     @property
     def similarity(self) -> BaseDistance | None:
+        """The distance of the loss, which compares sets; None for vectors, compared by cosine."""
         return self._similarity[0] if self._similarity else None
 
     def compare_sets_by(self, distance: BaseDistance) -> None:
@@ -78,7 +75,7 @@ class TwoTowers(nn.Module):
         self._similarity = [distance]
 
     def unfreeze(self) -> None:
-        """Let all parameters be trained that were to be trained at first."""
+        """Make all parameters trainable that were trainable in the beginning."""
         for parameter in self._trained:
             parameter.requires_grad_(True)
 
@@ -90,8 +87,8 @@ class TwoTowers(nn.Module):
     @property
     @torch.no_grad()
     def grid(self) -> tuple[int, int] | None:
-        """(height, width) of the local features of an image, None where they have no such order."""
-        trunk = self.parts["image_trunk"]
+        """(height, width) of the local features of an image; None if they have no such order."""
+        trunk: Any = self.parts["image_trunk"]
         return trunk(trunk.example_inputs(1).to(next(self.parameters()))).grid
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
@@ -110,11 +107,12 @@ class TwoTowers(nn.Module):
         """Return the sets of images with slots and attention maps.
 
         Raises:
-            UserError: there is no head that makes sets.
+            UserError: the model has no set head.
         """
-        if "image_head" not in self.parts:
+        if self.head is None:
             raise UserError("the model has no set head, so it makes no sets")
-        return self.parts["image_head"].predict(self._features("image", images))
+        head: Any = self.parts["image_head"]
+        return head.predict(self._features("image", images))
 
     def _features(self, tower: str, inputs: Tensor) -> TowerFeatures:
         return self.parts[f"{tower}_embedder"](self.parts[f"{tower}_trunk"](inputs))
@@ -128,8 +126,9 @@ class TwoTowers(nn.Module):
 
 
 def embeddings_and_slots(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the embeddings in what a tower makes, and the slots of sets if there are any."""
+    """Return the embeddings of a tower's output, and the slots of sets if there are any."""
     if isinstance(output, TowerFeatures):
+        assert output.pooled is not None, "a trunk that does not pool needs an embedder"
         return output.pooled, None
     if isinstance(output, Mapping):
         return output["features"], output.get("slots")
@@ -147,8 +146,8 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
 
     Args:
         config: what to build.
-        vocabulary: words of the text tower, where :func:`needs_vocabulary` says that it has some.
-        pretrained: whether weights are loaded where the configuration says so; otherwise all are random.
+        vocabulary: words of the text tower, if :func:`needs_vocabulary`.
+        pretrained: whether to load the pretrained weights of the configuration; otherwise all are random.
 
     Raises:
         UserError: an unknown name or option, or weights that cannot be loaded.
@@ -169,15 +168,11 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
         parts |= {f"{tower}_trunk": trunk, f"{tower}_embedder": embedder}
         if config.head is not None:
             parts[f"{tower}_head"] = _set_head(config, embedder)
-    return TwoTowers(
-        {name: parts[name] for name in MODEL_PARTS if name in parts},
-        vocabulary if needs_vocabulary(config) else None,
-        image_trunk.image_transform,
-        inputs=config.data.inputs,
-    )
+    parts = {name: parts[name] for name in MODEL_PARTS if name in parts}
+    return TwoTowers(parts, vocabulary if needs_vocabulary(config) else None, config.data.inputs)
 
 
-def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrained: bool) -> nn.Module:
+def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrained: bool) -> Any:
     name, options = split_specification(f"{tower}.trunk", settings.trunk)
     module, _, class_name = TRUNKS[tower][check_name(f"trunk of {tower}s", name, TRUNKS[tower])].partition(":")
     factory = getattr(importlib.import_module(module), class_name)

@@ -10,11 +10,11 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from vl_plugins.distances.sets import SetDistance
+from vl_plugins.integrations.command_lines import naming
+from vl_plugins.integrations.cross_modal import check_compares_sets, compares_sets
 from vl_plugins.integrations.pytorch_metric_learning.builders import (
     build_component,
     build_loss,
-    naming,
     split_specification,
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
@@ -27,11 +27,11 @@ STEPS_BY = ("epoch", "iteration", "plateau")
 
 
 def loss_from_config(config: Config) -> nn.Module:
-    """Return the loss of a configuration with its reducer and distance. Sets are compared by smooth-Chamfer by default.
+    """Return the loss of a configuration with its reducer and distance; sets are compared by smooth-Chamfer by default.
 
     Raises:
-        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets where
-            the model makes them.
+        UserError: an unknown name or option, an option out of its range, or a distance that does not compare sets for a
+            model that makes them.
     """
     options = {}
     for kind in ("reducer", "distance"):
@@ -43,28 +43,20 @@ def loss_from_config(config: Config) -> nn.Module:
         if config.head is None:
             return loss
         named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
-        if not named and isinstance(loss, BaseMetricLossFunction) and not _compares_sets(loss):
+        if not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
             loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
-    if not _compares_sets(loss):
-        raise UserError(
-            f"head {config.head!r} makes sets, which {type(loss).__name__} does not compare; "
-            "give distance smooth_chamfer, chamfer, mil or match_probability"
-        )
+    check_compares_sets(loss)
     return loss
 
 
 def miner_from_config(config: Config, loss: nn.Module) -> nn.Module | None:
-    """Return the miner of a configuration, or None. By default it compares sets as the loss does."""
+    """Return the miner of a configuration, if it has one; by default it compares sets as the loss does."""
     if config.miner is None:
         return None
     _, own = split_specification("miner", config.miner)
     distance = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
     with naming("miner"):
         return build_component("miner", config.miner, **distance)
-
-
-def _compares_sets(loss: nn.Module) -> bool:
-    return isinstance(getattr(loss, "distance", None), SetDistance)
 
 
 def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict[str, Optimizer]:

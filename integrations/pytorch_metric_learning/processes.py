@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from vl_plugins.distributed.batch_norm import JoinedBatchNorm
 from vl_plugins.distributed.gathering import all_gather_rows
+from vl_plugins.distributed.torchrun import stop_processes
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.utils.errors import UserError, first_line
 from vl_plugins.utils.optional import require
 
 __all__ = ["Processes", "start_processes"]
 
-# The others wait while the first process evaluates. When one fails, torchrun ends them at once.
+# The others wait while the first process evaluates; when one fails, torchrun ends them.
 TIMEOUT = timedelta(hours=12)
 
 
@@ -44,9 +45,9 @@ def start_processes(precision: str | None = None, cpu: bool = False) -> "Process
         raise UserError(f"--precision {precision}: {first_line(error)}") from error
     if precision == "fp16" and accelerator.scaler is None:
         raise UserError(f"--precision fp16: not on the device {accelerator.device}; use bf16 or fp32")
-    if precision == "fp8" or accelerator.distributed_type.startswith(("DEEPSPEED", "FSDP", "MEGATRON")):
-        setting = precision if precision == "fp8" else accelerator.distributed_type.value
-        raise UserError(f"accelerate launch is set to {setting}, which is not supported")
+    for setting in (precision, accelerator.distributed_type.value):
+        if setting.startswith(("fp8", "DEEPSPEED", "FSDP", "MEGATRON")):
+            raise UserError(f"accelerate launch is set to {setting}, which is not supported")
     return Processes(accelerator)
 
 
@@ -64,7 +65,7 @@ class Processes:
         self._accelerator = accelerator
         self.rank = 0 if accelerator is None else accelerator.process_index
         self.count = 1 if accelerator is None else accelerator.num_processes
-        self.device = None if accelerator is None else accelerator.device
+        self.device = torch.device("cpu") if accelerator is None else accelerator.device
         self.scaler = None if accelerator is None else accelerator.scaler
         self.precision = "fp32" if accelerator is None else accelerator.mixed_precision.replace("no", "fp32")
 
@@ -73,8 +74,8 @@ class Processes:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def forward_pass(self):
-        """Make the context for models: mixed precision, and batch norm over the joined batch."""
+    def forward_pass(self) -> Iterator[None]:
+        """Run models in mixed precision, with batch norm over the joined batch."""
         with contextlib.ExitStack() as stack:
             if self._accelerator is not None:
                 stack.enter_context(self._accelerator.autocast())
@@ -106,7 +107,7 @@ class Processes:
                 self.scaler.unscale_(optimizer)
 
     def step(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take a step of several optimizers, which share the loss scale of fp16."""
+        """Take a step with each optimizer; they share the loss scale of fp16."""
         for optimizer in optimizers:
             if self.scaler is None:
                 optimizer.step()
@@ -122,7 +123,7 @@ class Processes:
                 torch.distributed.broadcast(tensor.data, 0)
 
     def from_first(self, value: Any) -> Any:
-        """Return the value of the first process, which the others wait for."""
+        """Return the value of the first process; the others wait for it."""
         return value if self.count == 1 else require("accelerate.utils", "pml").broadcast_object_list([value])[0]
 
     def from_all(self, value: Any) -> list[Any]:
@@ -130,9 +131,8 @@ class Processes:
         return [value] if self.count == 1 else require("accelerate.utils", "pml").gather_object([value])
 
     def stop(self) -> None:
-        """Leave the other processes, at the end of a training."""
-        if self._accelerator is not None:
-            self._accelerator.end_training()
+        """End the communication with the other processes."""
+        stop_processes()
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

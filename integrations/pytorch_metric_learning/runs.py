@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_metric_learning.trainers import BaseTrainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, set_random_states
-from vl_plugins.data.reader import TrainingPipeline, evaluation_pipeline, training_pipeline
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import check_first_sample
 from vl_plugins.data.storage import Folder
+from vl_plugins.data.training_batches import TrainingPipeline
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
-    load_states,
+    load_state_dicts,
     read_checkpoint,
-    states_of,
+    state_dicts,
     write_checkpoint,
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
-from vl_plugins.integrations.pytorch_metric_learning.evaluation import ACCURACY, evaluate_towers
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers, needs_vocabulary
 from vl_plugins.integrations.pytorch_metric_learning.parts import (
     build_optimizers,
@@ -40,11 +39,10 @@ from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
 from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     CrossModalTrainer,
     ShardedMetricLossOnly,
-    ShardedTwoStreamMetricLoss,
-    model_clipper,
+    ShardTrainer,
 )
+from vl_plugins.integrations.validation import log_metrics, validate
 from vl_plugins.registry import construct
-from vl_plugins.retrieval.metrics import format_metrics_table
 from vl_plugins.retrieval.names import percent_names
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
@@ -55,11 +53,8 @@ logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
 
-# Samples; those of features are some times as large as encoded pictures.
+# Samples; those of features are several times as large as encoded pictures.
 SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
-
-# Trainers of one model for both modalities: that model is all they can freeze.
-ONE_MODEL = {"MetricLossOnly": ShardedMetricLossOnly, "TwoStreamMetricLoss": ShardedTwoStreamMetricLoss}
 
 
 def build_vocabulary(config: Config) -> Vocabulary | None:
@@ -82,69 +77,63 @@ def build_trainer(
     stage: int = 0,
     towers: TwoTowers | None = None,
     dataset: Dataset | None = None,
-    loss_funcs: Mapping[str, nn.Module] | None = None,
-    mining_funcs: Mapping[str, nn.Module] | None = None,
+    loss: nn.Module | None = None,
     device: str | torch.device = "cpu",
     processes: Processes | None = None,
     **options: Any,
-) -> BaseTrainer:
+) -> ShardTrainer:
     """Return the trainer of a stage, ready for ``trainer.train(num_epochs=...)``.
 
     Args:
-        config: what :func:`parse_config` takes or gives.
+        config: a configuration, or plain data for :func:`parse_config`.
         stage: number of the stage.
-        towers: the models; built from the configuration if left out.
-        dataset: a reader of shards, or items ``image, text, label``; ``data.train`` if left out.
-        loss_funcs: built from the configuration if left out.
-        mining_funcs: likewise.
+        towers: the models; by default those of the configuration.
+        dataset: a reader of shards, or items ``image, text, label``; by default ``data.train``.
+        loss: by default that of the configuration.
         device: where to train.
-        processes: of :func:`start_processes`; one process in single precision if left out.
-        options: more of the trainer's own, such as ``end_of_epoch_hook``.
+        processes: of :func:`start_processes`; by default one process in single precision.
+        options: other arguments of the trainer, such as ``end_of_epoch_hook``.
 
     Raises:
-        UserError: something in the configuration is not right; the message names it.
+        UserError: the configuration is wrong; the message says where.
     """
     if not isinstance(config, Config):
         config = parse_config(config)
     settings = config.stages[stage]
     if towers is None:
         towers = build_towers(config, build_vocabulary(config))
-    if loss_funcs is None:
-        loss_funcs = {"metric_loss": loss_from_config(config)}
-    if mining_funcs is None:
-        miner = miner_from_config(config, loss_funcs["metric_loss"])
-        mining_funcs = {} if miner is None else {"tuple_miner": miner}
+    if loss is None:
+        loss = loss_from_config(config)
+    miner = miner_from_config(config, loss)
     if config.head is not None:
-        towers.compare_sets_by(loss_funcs["metric_loss"].distance)
+        towers.compare_sets_by(loss.distance)
     towers.to(device)
     towers.unfreeze()
-    for loss in loss_funcs.values():
-        loss.to(device)
+    loss.to(device)
     processes = processes or Processes()
     if dataset is None:
         dataset = _training_data(config, towers, processes)
 
+    trainer: type[ShardTrainer] = CrossModalTrainer
     models: dict[str, nn.Module] = dict(towers.parts)
-    trainer = CrossModalTrainer
-    if config.trainer in ONE_MODEL:
-        trainer = ONE_MODEL[config.trainer]
-        models = {"trunk": towers}
+    if config.trainer == "MetricLossOnly":
+        trainer, models = ShardedMetricLossOnly, {"trunk": towers}
     for part in settings.freeze:
         if part not in models:
             raise UserError(
                 f"freeze has {part}, which trainer {config.trainer} does not have; its parts: {', '.join(models)}"
             )
-    optimizers = build_optimizers(settings, {**models, **loss_funcs})
+    optimizers = build_optimizers(settings, {**models, "metric_loss": loss})
     given = {
         "models": models,
         "optimizers": optimizers,
         "batch_size": config.data.batch_size,
-        "loss_funcs": dict(loss_funcs),
-        "mining_funcs": dict(mining_funcs),
+        "loss_funcs": {"metric_loss": loss},
+        "mining_funcs": {} if miner is None else {"tuple_miner": miner},
         "dataset": dataset,
         "data_device": torch.device(device),
         "lr_schedulers": build_schedulers(settings, optimizers),
-        "gradient_clippers": model_clipper(models, settings.clip_grad_norm) if settings.clip_grad_norm else None,
+        "clip_grad_norm": settings.clip_grad_norm,
         "freeze_these": tuple(settings.freeze),
         "freeze_trunk_batchnorm": settings.freeze_batchnorm,
         "dataloader_num_workers": config.data.workers,
@@ -154,23 +143,22 @@ def build_trainer(
 
 
 class Run:
-    """A training with its folder: metrics and checkpoints after each epoch, and going on where it was stopped.
+    """A training with its folder: metrics and checkpoints after each epoch, which can be resumed.
 
     The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
-    :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with everything that going on
-    needs, and ``best.pt``, the model with the best RSUM. One run at a time trains there. Of several processes the first
-    one evaluates and writes, and all read ``latest.pt``. Nothing is written before training starts.
+    :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with the whole state, and
+    ``best.pt``, the model with the best RSUM. One run at a time trains there. The first process evaluates and writes,
+    and all read ``latest.pt``. Nothing is written before training starts.
 
     Args:
         config: what to train.
-        folder: where to; new unless ``resume`` is set.
+        folder: where to write; new unless ``resume`` is set.
         device: where to train.
         resume: continue from ``latest.pt``, or start if there is none. An unfinished epoch starts over.
-        processes: of :func:`start_processes`; one process in single precision if left out.
+        processes: of :func:`start_processes`; by default one process in single precision.
 
     Raises:
-        UserError: something in the configuration or the data is not right, or the folder holds another run, also one
-            that is being trained.
+        UserError: the configuration or the data are wrong, or the folder holds another run or is in use.
     """
 
     def __init__(
@@ -192,14 +180,14 @@ class Run:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
         saved = self._read_latest() if begun else None
         self.loss = loss_from_config(config)
-        self.miner = miner_from_config(config, self.loss)
+        miner_from_config(config, self.loss)  # for its errors
         for shards in (_training_shards(config), expand_shards(config.data.val) if config.data.val else []):
             for shard in shards[:1]:
                 check_first_sample(shard, inputs=config.data.inputs)
         self.vocabulary = build_vocabulary(config) if saved is None else saved["vocabulary"]
         self.towers = build_towers(config, self.vocabulary, pretrained=saved is None).to(self.device)
-        self.epoch, self.best = 0, None
-        self._steps = 0
+        self.epoch, self._steps = 0, 0
+        self.best: float | None = None
         self._saved: Mapping[str, Any] | None = None  # until training goes on
         self._metrics: dict[str, float] = {}
         self._validation = self._validation_data()
@@ -211,7 +199,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             if self.processes.is_first:
                 self._files.make()
-                stack.enter_context(self._files.lock(wait=False))
+                stack.enter_context(self._files.lock())
                 self._writer = stack.enter_context(self._open())
             last = 0
             for number, stage in enumerate(self.config.stages):
@@ -225,8 +213,7 @@ class Run:
             self.config,
             stage=number,
             towers=self.towers,
-            loss_funcs={"metric_loss": self.loss},
-            mining_funcs={} if self.miner is None else {"tuple_miner": self.miner},
+            loss=self.loss,
             device=self.device,
             processes=self.processes,
             end_of_iteration_hook=self._end_of_iteration,
@@ -234,9 +221,9 @@ class Run:
         )
         rank, scaler = self.processes.rank, self.processes.scaler
         if self._saved is not None:
-            if self.epoch > last - self.config.stages[number].epochs:  # a stage that begins has optimizers of its own
+            if self.epoch > last - self.config.stages[number].epochs:  # a new stage has new optimizers
                 for kind in ("optimizers", "lr_schedulers"):
-                    load_states(getattr(trainer, kind), self._saved[kind])
+                    load_state_dicts(getattr(trainer, kind), self._saved[kind])
             if scaler is not None:
                 scaler.load_state_dict(self._saved["scaler"])
             set_random_states([self._saved["random"], *self._saved.get("other_random", [])][rank])
@@ -247,7 +234,7 @@ class Run:
         logger.info(f"stage {number + 1} of {len(self.config.stages)}: epochs {self.epoch + 1} to {last}{frozen}")
         trainer.train(start_epoch=self.epoch + 1, num_epochs=last)
 
-    def _end_of_iteration(self, trainer: BaseTrainer) -> None:
+    def _end_of_iteration(self, trainer: ShardTrainer) -> None:
         step = trainer.get_global_iteration()
         if step % self.config.log_every or not self.processes.is_first:
             return
@@ -257,7 +244,7 @@ class Run:
             part = name.removesuffix("_optimizer")
             self._writer.add_scalar(f"lr/{part}", optimizer.param_groups[0]["lr"], step)
 
-    def _end_of_epoch(self, trainer: BaseTrainer) -> None:
+    def _end_of_epoch(self, trainer: ShardTrainer) -> None:
         self.epoch = trainer.epoch
         step = trainer.get_global_iteration()
         is_best = False
@@ -265,7 +252,7 @@ class Run:
             trainer.set_to_eval()
             metrics = None
             if self.processes.is_first:
-                metrics = evaluate_towers(self.towers, self._validation, self.device, self.config.accuracy)
+                metrics = validate(self.towers, self._validation, self.device)
             metrics = self.processes.from_first(metrics)
             self._metrics = percent_names(metrics)
             trainer.step_lr_plateau_schedulers(metrics["rsum"])
@@ -277,19 +264,18 @@ class Run:
         if self.processes.is_first:
             self._write_checkpoints(trainer, is_best, {"random": random, "other_random": other_random})
 
-    def _write_checkpoints(self, trainer: BaseTrainer, is_best: bool, random: Mapping[str, Any]) -> None:
+    def _write_checkpoints(self, trainer: ShardTrainer, is_best: bool, random: Mapping[str, Any]) -> None:
         scaler = self.processes.scaler
         model = {
             "epoch": self.epoch,
-            "models": states_of(self.towers.parts),
-            "loss_funcs": states_of(trainer.loss_funcs),
+            "models": state_dicts(self.towers.parts),
+            "loss_funcs": state_dicts(trainer.loss_funcs),
         }
         going_on = {
             "best": self.best,
             "steps": trainer.get_global_iteration() + 1,
-            "mining_funcs": states_of(trainer.mining_funcs),
-            "optimizers": states_of(trainer.optimizers),
-            "lr_schedulers": states_of(trainer.lr_schedulers),
+            "optimizers": state_dicts(trainer.optimizers),
+            "lr_schedulers": state_dicts(trainer.lr_schedulers),
             "scaler": None if scaler is None else scaler.state_dict(),
             "num_processes": self.processes.count,
             "precision": self.processes.precision,
@@ -299,11 +285,9 @@ class Run:
         write_checkpoint(self.folder / LATEST, self.config, self.vocabulary, {**model, **going_on, **random})
 
     def _report(self, metrics: Mapping[str, float], step: int) -> None:
-        logger.info(f"epoch {self.epoch}: {metrics['num_samples']} images, {metrics['num_captions']} captions")
-        for line in format_metrics_table({f"epoch {self.epoch}": metrics}).splitlines():
-            logger.info(line)
+        log_metrics(metrics, self.epoch)
         for name, value in self._metrics.items():
-            self._writer.add_scalar(name if name.startswith(ACCURACY) else f"val/{name}", value, step)
+            self._writer.add_scalar(f"val/{name}", value, step)
         self._rows.append({**self._metrics, "epoch": self.epoch})
         with self._files.write(RESULTS) as stream:
             stream.write("".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
@@ -319,7 +303,7 @@ class Run:
             stream.write(yaml.safe_dump(asdict(self.config), sort_keys=False).encode())
         results = self.folder / RESULTS
         rows = map(json.loads, results.read_text(encoding="utf-8").splitlines() if results.exists() else [])
-        # What an epoch wrote that has no checkpoint comes again.
+        # An epoch without a checkpoint is trained again.
         self._rows = [row for row in rows if row["epoch"] <= self.epoch]
         return SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
 
@@ -327,14 +311,14 @@ class Run:
         data = self.config.data
         if data.val is None:
             return None
-        pipeline = evaluation_pipeline(
+        reader = EvaluationReader(
             data.val,
             self.towers.image_transform(False),
             self.towers.tokenizer,
             data.batch_size,
             inputs=data.inputs,
         )
-        return DataLoader(pipeline, batch_size=None, num_workers=data.workers)
+        return DataLoader(reader, batch_size=None, num_workers=data.workers)
 
     def _read_latest(self) -> dict[str, Any]:
         saved = read_checkpoint(self.folder / LATEST)
@@ -347,10 +331,8 @@ class Run:
         return saved
 
     def _go_on_from(self, saved: Mapping[str, Any]) -> None:
-        load_states(self.towers.parts, saved["models"])
+        load_state_dicts(self.towers.parts, saved["models"])
         self.loss.load_state_dict(saved["loss_funcs"]["metric_loss"])
-        if self.miner is not None:
-            self.miner.load_state_dict(saved["mining_funcs"]["tuple_miner"])
         self.epoch, self.best, self._steps = saved["epoch"], saved["best"], saved["steps"]
         self._saved = saved
         logger.info(f"going on after epoch {self.epoch} of {self.config.epochs}")
@@ -364,7 +346,7 @@ def _training_shards(config: Config) -> list[str]:
 
 def _training_data(config: Config, towers: TwoTowers, processes: Processes) -> TrainingPipeline:
     data = config.data
-    return training_pipeline(
+    return TrainingPipeline(
         _training_shards(config),
         towers.image_transform(True),
         towers.tokenizer,

@@ -1,47 +1,54 @@
 """Trainers of pytorch-metric-learning for images and texts."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
 import torch
-from pytorch_metric_learning.trainers import BaseTrainer, MetricLossOnly, TwoStreamMetricLoss
+from pytorch_metric_learning.trainers import BaseTrainer, MetricLossOnly
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
 
-from vl_plugins.data.reader import TrainingPipeline, batch_loader
+from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
 from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
 from vl_plugins.integrations.pytorch_metric_learning.models import embeddings_and_slots
 from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["CrossModalTrainer", "ShardTrainer", "ShardedMetricLossOnly", "ShardedTwoStreamMetricLoss"]
-
-MODEL_CLIPPER = "model_grad_clipper"
+__all__ = ["CrossModalTrainer", "ShardTrainer", "ShardedMetricLossOnly"]
 
 
 class ShardTrainer(BaseTrainer):
     """Mixin for trainers on images and texts: on shards, in several processes and in mixed precision.
 
     Batches are ``images, texts, labels``, one label for each image and k texts side by side for each.
-    ``dataset`` may be a :class:`vl_plugins.data.reader.TrainingPipeline`. That yields batches, so ``batch_size``,
-    ``sampler`` and ``collate_fn`` are not used with it. An epoch reads what the reader has for its number: training
-    that starts at a later epoch sees the same batches as training that never stopped, also where
-    ``iterations_per_epoch`` is not the length of the reader.
+    ``dataset`` may be a :class:`vl_plugins.data.training_batches.TrainingPipeline`. That yields batches, so
+    ``batch_size``, ``sampler`` and ``collate_fn`` are not used with it. A training that starts at a later epoch reads
+    the same batches as one that never stopped.
 
-    With several ``processes`` each reads a batch of its own, all of one size, and computes the loss of all of them. A
-    miner that draws at random draws in each process, and gradients are the means over these draws.
+    With several ``processes`` each reads its own batch, all of one size, and computes the loss of all of them. A miner
+    that draws at random draws in each process, and gradients are the means over these draws.
 
-    ``gradient_clippers`` may hold a ``"model_grad_clipper"``, for what concerns all parts of the model.
+    Args:
+        processes: one process in single precision by default.
+        clip_grad_norm: largest norm of the gradient of all models together; None or 0 for no limit.
+        args, options: of the other trainer.
 
     Raises:
         UserError: while training, a loss that is not finite.
     """
 
-    def __init__(self, *args: Any, processes: Processes | None = None, **options: Any):
+    dataloader: Iterable | None
+    dataloader_iter: Iterator | None
+    iterations_per_epoch: int | None
+
+    def __init__(
+        self, *args: Any, processes: Processes | None = None, clip_grad_norm: float | None = None, **options: Any
+    ):
         self.processes = processes or Processes()
+        self.clip_grad_norm = clip_grad_norm
         super().__init__(*args, **options)
 
     def train(self, start_epoch: int = 1, num_epochs: int = 1) -> None:
@@ -59,16 +66,17 @@ class ShardTrainer(BaseTrainer):
         if not isinstance(self.dataset, TrainingPipeline):
             super().initialize_dataloader()
             return
-        # Its processes may serve all epochs: what they do follows from the seed and the epoch alone.
-        self.dataloader = batch_loader(self.dataset, self.dataloader_num_workers)
-        self.iterations_per_epoch = self.iterations_per_epoch or len(self.dataset)
-        self.dataloader_iter = self._batches((self._start_epoch - 1) * self.iterations_per_epoch)
+        # Loader processes may serve all epochs: their batches follow from the seed and the epoch alone.
+        loader = batch_loader(self.dataset, self.dataloader_num_workers)
+        steps = self.iterations_per_epoch or len(self.dataset)
+        self.dataloader, self.iterations_per_epoch = loader, steps
+        self.dataloader_iter = self._batches(loader, (self._start_epoch - 1) * steps)
 
-    def _batches(self, steps_before: int) -> Iterator[tuple[Tensor, ...]]:
+    def _batches(self, loader: Iterable, steps_before: int) -> Iterator:
         passes, steps = divmod(steps_before, len(self.dataset))
         for number in count(passes):
             self.dataset.set_epoch(number)
-            yield from islice(self.dataloader, steps, None)
+            yield from islice(loader, steps, None)
             steps = 0
 
     def _modules(self) -> list[torch.nn.Module]:
@@ -83,36 +91,29 @@ class ShardTrainer(BaseTrainer):
             texts = texts.flatten(0, 1)  # token ids of k texts an item, as torch's default collate stacks them
         return (images, texts), self.processes.gather(labels.to(self.data_device))
 
-    def compute_embeddings(self, data: Any) -> Tensor:
-        """Return the embeddings of the batches of all processes."""
-        with self.processes.forward_pass():
-            embeddings = super().compute_embeddings(data)
-        return self.processes.gather(embeddings)
-
     def backward(self) -> None:
         loss = self.losses["total_loss"]
         value = float(loss.detach())
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} at step {self.get_global_iteration()} of epoch {self.epoch}")
         self.processes.backward(loss, self._modules(), self.optimizers.values())
+        # Hooks and the progress bar would keep the graph, and torch would warn.
+        self.losses.update({name: torch.as_tensor(value).detach() for name, value in self.losses.items()})
+
+    def clip_gradients(self) -> None:
+        super().clip_gradients()
+        if self.clip_grad_norm:
+            parameters = [parameter for model in self.models.values() for parameter in model.parameters()]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
 
     def step_optimizers(self) -> None:
         self.processes.step(self.optimizers.values())  # those of frozen parts have no gradients
 
-    def forward_and_backward(self) -> None:
-        super().forward_and_backward()
-        # For hooks and the progress bar, which would keep the graph, and at which torch warns.
-        for name, value in self.losses.items():
-            if isinstance(value, Tensor):
-                self.losses[name] = value.detach()
-
     def modify_schema(self) -> None:
         super().modify_schema()
-        # Nothing is missing without them: some parts pass on what they get, and frozen ones have no optimizer.
+        # Nothing is missing without them: some parts are identities, and frozen ones have no optimizer.
         self.schema["models"].important = self.schema["optimizers"].important = []
         self.schema["mining_funcs"].keys = ["tuple_miner"]
-        part_clippers = self.schema["gradient_clippers"].keys
-        self.schema["gradient_clippers"].keys = lambda s, d: [*part_clippers(s, d), MODEL_CLIPPER]
 
 
 class CrossModalTrainer(ShardTrainer):
@@ -121,18 +122,16 @@ class CrossModalTrainer(ShardTrainer):
     Hooks, the loss tracker, learning rate schedulers, gradient clippers and ``freeze_these`` are those of
     pytorch-metric-learning's ``BaseTrainer``, by these names:
 
-    - ``models``: ``image_trunk`` and ``text_trunk``; ``image_embedder``, ``text_embedder``, ``image_head`` and
-      ``text_head`` pass on what they get if left out. What comes out last is a tensor (B, D), sets (B, K, D), or what
-      our own modules make: :class:`vl_plugins.modules.TowerFeatures`, whose ``pooled`` counts, or the dict of a
-      :class:`vl_plugins.modules.SetHead`.
-    - ``loss_funcs``: any names. Each gets all embeddings, see
+    - ``models``: ``image_trunk`` and ``text_trunk``; optionally ``image_embedder``, ``text_embedder``, ``image_head``
+      and ``text_head``. The last one of a tower returns embeddings (B, D), sets (B, K, D), the ``pooled`` features of
+      :class:`vl_plugins.modules.TowerFeatures`, or the dict of a :class:`vl_plugins.modules.SetHead`.
+    - ``loss_funcs``: any names. Each receives all embeddings, see
       :func:`vl_plugins.integrations.cross_modal.cross_modal_loss`; ``loss_weights`` are their factors.
     - ``mining_funcs``: ``tuple_miner``, which mines texts for images and images for texts.
-    - ``dataset``: a reader of shards, made by :func:`vl_plugins.data.reader.training_pipeline` with
-      ``with_labels=True``; or one whose items are ``image, text, label``, as for ``TwoStreamMetricLoss``.
-      ``data_and_label_getter`` makes these three of a batch otherwise. There may be k texts for each image, side by
-      side: ``texts[k * i : k * i + k]`` are those of ``images[i]`` and have its label. Or token ids
-      (B, k, L), as torch's default ``collate_fn`` stacks items with texts (k, L).
+    - ``dataset``: a :class:`vl_plugins.data.training_batches.TrainingPipeline` with
+      ``with_labels=True``; or one whose batches are ``images, texts, labels``, or made so by ``data_and_label_getter``.
+      There may be k texts for each image, side by side: ``texts[k * i : k * i + k]`` are those of ``images[i]``. Or
+      token ids (B, k, L), as torch's default ``collate_fn`` stacks items with texts (k, L).
 
     ``dtype`` is for images; texts are token ids. ``freeze_trunk_batchnorm`` is for both trunks.
 
@@ -156,8 +155,9 @@ class CrossModalTrainer(ShardTrainer):
             self.models.setdefault(part, torch.nn.Identity())
 
     def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:
-        data, labels = curr_batch
-        (image_embeddings, image_slots), (text_embeddings, text_slots) = self.compute_embeddings(data)
+        (images, texts), labels = curr_batch
+        image_embeddings, image_slots = self._encode("image", images, self.dtype)
+        text_embeddings, text_slots = self._encode("text", texts, None)
         text_labels = labels.repeat_interleave(len(text_embeddings) // len(image_embeddings))
         for name, loss in self.loss_funcs.items():
             if self.loss_weights.get(name, 0) > 0:
@@ -172,17 +172,14 @@ class CrossModalTrainer(ShardTrainer):
                     text_slots=text_slots,
                 )
 
-    def compute_embeddings(self, data: tuple[Any, Any]) -> tuple[tuple[Tensor, Tensor | None], ...]:
-        """Return the embeddings of the images and of the texts of all processes, each with slots or None."""
-        images, texts = data
-        return self._encode("image", images, self.dtype), self._encode("text", texts, None)
-
     def _encode(self, tower: str, inputs: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings of the batches of all processes, and their slots if there are any."""
         output = common_functions.to_device(inputs, device=self.data_device, dtype=dtype)
         with self.processes.forward_pass():
             for part in ("trunk", "embedder", "head"):
                 output = self.models[f"{tower}_{part}"](output)
-        return tuple(None if rows is None else self.processes.gather(rows) for rows in embeddings_and_slots(output))
+        embeddings, slots = embeddings_and_slots(output)
+        return self.processes.gather(embeddings), None if slots is None else self.processes.gather(slots)
 
     def maybe_freeze_trunk_batchnorm(self) -> None:
         if self.freeze_trunk_batchnorm:
@@ -202,17 +199,7 @@ class ShardedMetricLossOnly(ShardTrainer, MetricLossOnly):
 
     def compute_embeddings(self, data: tuple[Any, Any]) -> Tensor:
         """Return the embeddings of the images of all processes, then those of the texts."""
-        return torch.cat([super(ShardedMetricLossOnly, self).compute_embeddings(inputs) for inputs in data])
-
-
-class ShardedTwoStreamMetricLoss(ShardTrainer, TwoStreamMetricLoss):
-    """pytorch-metric-learning's ``TwoStreamMetricLoss``: images are one stream, texts the other, one for each image.
-
-    ``models["trunk"]`` takes batches of either.
-    """
-
-
-def model_clipper(models: Mapping[str, torch.nn.Module], max_norm: float) -> dict[str, Any]:
-    """Return ``gradient_clippers`` that keep the norm of the gradient of all models together below ``max_norm``."""
-    parameters = [parameter for model in models.values() for parameter in model.parameters()]
-    return {MODEL_CLIPPER: lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm)}
+        images, texts = data
+        with self.processes.forward_pass():
+            sides = super().compute_embeddings(images), super().compute_embeddings(texts)
+        return torch.cat([self.processes.gather(embeddings) for embeddings in sides])

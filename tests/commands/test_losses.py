@@ -11,10 +11,8 @@ from vl_plugins.registry import constructor_options, list_losses
 from vl_plugins.utils.errors import UserError
 
 
-def test_the_table_describes_the_losses():
-    expected = json.loads(json.dumps(losses.describe_own_losses()))
-    assert json.loads(losses.TABLE.read_text()) == expected, "run python -m vl_plugins.commands.losses"
-    assert all(description["equation"] and description["paper"] for description in expected)
+def test_every_loss_names_its_equation_and_paper():
+    assert all(description["equation"] and description["paper"] for description in losses.describe_losses())
     assert constructor_options(BaseMetricLossFunction) == losses.SHARED_OPTIONS
 
 
@@ -35,7 +33,7 @@ def test_a_paragraph_for_each_loss(capsys, monkeypatch):
 
 def test_json(capsys):
     assert main(["losses", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(losses.TABLE.read_text())
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(losses.describe_losses(), default=repr))
 
 
 def test_lines_fit_the_terminal():
@@ -61,20 +59,20 @@ def test_a_loss_without_equation_and_paper():
 
 
 def test_a_broken_loss_does_not_hide_the_others(monkeypatch):
-    find_loss = losses.find_loss
+    load_loss = losses.load_loss
 
     def broken(name):
         if name == "vlc":
             raise UserError("loss 'vlc' is provided by two distributions")
-        return find_loss(name)
+        return load_loss(name)
 
-    monkeypatch.setattr(losses, "find_loss", broken)
+    monkeypatch.setattr(losses, "load_loss", broken)
     text = losses.format_descriptions(losses.describe_losses(), 80)
     assert "\n\nunified\n" in text
     assert "\n\nvlc\n  error     loss 'vlc' is provided by two distributions\n\n" in text
 
 
-@pytest.mark.parametrize("arguments", ["losses", "losses --json", "--help", "--version"])
+@pytest.mark.parametrize("arguments", ["losses --help", "--help", "--version"])
 def test_no_slow_import(arguments):
     code = """
 import atexit, sys

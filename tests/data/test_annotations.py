@@ -1,28 +1,18 @@
 import json
-from copy import deepcopy
 
 import pytest
 
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
+from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_images, read_karpathy
 from vl_plugins.utils.errors import UserError
 
 
 def make_document(dataset="coco", splits=("train", "restval", "val", "test")):
+    """Image i has the captions 10 i and 10 i + 1."""
     images = []
     for index, split in enumerate(splits):
-        image = {
-            "filename": f"{index}.jpg",
-            "imgid": index,
-            "split": split,
-            "sentids": [10 * index, 10 * index + 1],
-            "sentences": [
-                {"raw": f"caption {index}-{number}", "tokens": [], "imgid": index, "sentid": 10 * index + number}
-                for number in range(2)
-            ],
-        }
-        if dataset == "coco":
-            image |= {"filepath": "val2014", "cocoid": 1000 + index}
-        images.append(image)
+        sentences = [{"raw": f"caption {index}-{place}", "sentid": 10 * index + place} for place in range(2)]
+        image = {"filename": f"{index}.jpg", "imgid": index, "split": split, "sentences": sentences}
+        images.append(image | ({"filepath": "val2014", "cocoid": 1000 + index} if dataset == "coco" else {}))
     return {"dataset": dataset, "images": images}
 
 
@@ -36,48 +26,29 @@ def write(tmp_path):
     return write_document
 
 
-def test_coco_entries_have_path_and_coco_id(write):
-    images = read_karpathy(write(make_document()), "coco")
-    assert len(images) == 4
-    assert images[2] == CaptionedImage(
-        image_id=1002,
-        file="val2014/2.jpg",
-        captions=("caption 2-0", "caption 2-1"),
-        caption_ids=(20, 21),
-        split="val",
-        dataset="coco",
-        filename="2.jpg",
-    )
-
-
-@pytest.mark.parametrize("dataset", ["coco", "flickr30k"])
-def test_a_field_may_be_the_group(write, dataset):
-    document = make_document(dataset)
-    for image, group in zip(document["images"], ["frog", 7, None, " "], strict=True):
-        image["object"] = group
-    file = write(document)
-    assert [image.group for image in read_karpathy(file, dataset, group_key="object")] == ["frog", 7, None, None]
-    assert [image.group for image in read_karpathy(file, dataset)] == [None] * 4
-    document["images"][2]["object"] = [1]
-    with pytest.raises(
-        UserError, match=r"image 2 \(2\.jpg\): group 'object': Expected `int \| str \| null`, got `array`"
-    ):
-        read_karpathy(write(document), dataset, group_key="object")
-
-
-def test_flickr30k_entries_have_neither(write):
-    image = read_karpathy(write(make_document("flickr30k")), "flickr30k")[3]
-    assert (image.image_id, image.file, image.split, image.dataset) == (3, "3.jpg", "test", "flickr30k")
-
-
-def test_restval_joins_train_in_source_order_unless_left(write):
-    file = write(make_document(splits=("restval", "train", "restval")))
-    assert [(image.image_id, image.split) for image in read_karpathy(file, "coco")] == [
+def test_coco(write):
+    document = make_document()
+    document["images"][2]["object"] = 7
+    images = read_karpathy(write(document), "coco", group_key="object")
+    assert [(image.image_id, image.split) for image in images] == [
         (1000, "train"),
         (1001, "train"),
-        (1002, "train"),
+        (1002, "val"),
+        (1003, "test"),
     ]
-    assert [image.split for image in read_karpathy(file, "coco", join_restval=False)] == ["restval", "train", "restval"]
+    captions = ("caption 2-0", "caption 2-1")
+    assert images[2] == CaptionedImage(1002, "val2014/2.jpg", captions, (20, 21), "val", "coco", "2.jpg", 7)
+    images = read_karpathy(write(document), "coco", join_restval=False)
+    assert [(image.split, image.group) for image in images[1:3]] == [("restval", None), ("val", None)]
+
+
+def test_flickr30k(write):
+    image = read_karpathy(write(make_document("flickr30k")), "flickr30k")[3]
+    assert (image.image_id, image.file, image.split, image.dataset) == (3, "3.jpg", "test", "flickr30k")
+    with pytest.raises(UserError, match=r"missing required field `filepath` - at `\$\.images\[0\]`"):
+        read_karpathy(write(make_document("flickr30k")), "coco")
+    with pytest.raises(UserError, match=r"unknown dataset 'coca' \(did you mean 'coco'\?\); known: coco, flickr30k"):
+        read_karpathy(write(make_document()), "coca")
 
 
 def test_name_of_the_data_set(write):
@@ -86,125 +57,82 @@ def test_name_of_the_data_set(write):
     assert read_karpathy(write(document), "coco", dataset_name="mine")[0].dataset == "mine"
     del document["dataset"]
     assert read_karpathy(write(document), "coco")[0].dataset == "coco"
-    for name in ("a/b", ""):
-        with pytest.raises(UserError, match=rf"dataset.json: '{name}' cannot name a data set"):
-            read_karpathy(write(document), "coco", dataset_name=name)
+    with pytest.raises(UserError, match=r"dataset.json: image 0 \(0.jpg\): 'a/b' cannot name a data set"):
+        read_karpathy(write(document), "coco", dataset_name="a/b")
+
+
+def sentence_with(**fields):
+    document = make_document()
+    document["images"][2]["sentences"][1].update(fields)
+    return document
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "has no images"),
-        ('{"images": []}', "has no images"),
-        ('{"annotations": []}', "has no images; expected Karpathy's format"),
+        ("[]", "Expected `object`, got `array`; expected Karpathy's format"),
+        ('{"annotations": []}', "Object missing required field `images`; expected Karpathy's format"),
+        # COCO's own format.
+        ('{"images": [{"id": 1}]}', "field `filename` .* `vl-plugins shards coco-captions` converts COCO's own"),
         (
-            '{"info": {}, "images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"id": 1}]}',
-            "has COCO's own format, with 'annotations'; convert it with `vl-plugins shards coco-captions`",
+            make_document(splits=("train", "trian")),
+            r"Invalid enum value 'trian' - at `\$.images\[1\].split`; .*restval",
         ),
+        (sentence_with(raw=None), r"Expected `str`, got `null` - at `\$.images\[2\].sentences\[1\].raw`"),
+        (sentence_with(sentid=True), r"Expected `int`, got `bool` - at `\$.images\[2\].sentences\[1\].sentid`"),
     ],
 )
-def test_wrong_file(write, content, message):
-    file = write(content)
+def test_wrong_file_always_raises(write, content, message):
+    file, rejected = write(content), []
     with pytest.raises(UserError, match=message) as raised:
-        read_karpathy(file, "coco")
-    assert str(file) in str(raised.value)
+        read_karpathy(file, "coco", rejected=rejected)
+    assert str(raised.value).startswith(str(file))
     assert "\n" not in str(raised.value)
+    assert not rejected
 
 
-def test_missing_file_and_wrong_encoding(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read /dev/zero: it is not a regular file"):
-        read_karpathy("/dev/zero", "coco")
-    with pytest.raises(UserError, match=r"cannot read .*nowhere.json: No such file"):
-        read_karpathy(tmp_path / "nowhere.json", "coco")
+def test_file_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.json").write_bytes('{"images": "é"}'.encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin.json is not UTF-8 text"):
-        read_karpathy(tmp_path / "latin.json", "coco")
+    for file, message in (
+        ("/dev/zero", r"cannot read /dev/zero: it is not a regular file"),
+        (tmp_path / "nowhere.json", r"cannot read .*nowhere.json: No such file"),
+        (tmp_path / "latin.json", r"latin.json is not valid JSON: 'utf-8' codec can't decode"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_karpathy(file, "coco")
 
 
-def test_unknown_dataset(write):
-    with pytest.raises(UserError, match=r"unknown dataset 'coca' \(did you mean 'coco'\?\); known: coco, flickr30k"):
-        read_karpathy(write(make_document()), "coca")
-
-
-WRONG_ENTRIES = {
-    "no filename": (lambda image: image.pop("filename"), r"image 2: Object missing required field `filename`"),
-    "no path": (lambda image: image.pop("filepath"), r"image 2 \(2.jpg\): Object missing required field `filepath`"),
-    "no id": (lambda image: image.pop("cocoid"), r"required field `cocoid`"),
-    "id is text": (lambda image: image.update(cocoid="7"), r"Expected `int`, got `str`"),
-    "id is true": (lambda image: image.update(cocoid=True), r"Expected `int`, got `bool`"),
-    "repeated id": (lambda image: image.update(cocoid=1000), r"image id 1000 occurs more than once"),
-    "repeated caption id": (
-        lambda image: image["sentences"][1].update(sentid=0),
-        r"caption id 0 occurs more than once",
-    ),
-    "same caption id twice": (lambda image: image["sentences"][1].update(sentid=20), r"caption id 20 occurs more than"),
-    "no captions": (lambda image: image["sentences"].clear(), r"it has no captions"),
-    "blank caption": (lambda image: image["sentences"][1].update(raw=" \n"), r"caption ' \\n' is blank"),
-    "caption is null": (
-        lambda image: image["sentences"][1].update(raw=None),
-        r"Expected `str`, got `null`",
-    ),
-    "half a character in a name": (
-        lambda image: image.update(filename="\ud800.jpg"),
-        r"path 'val2014/\\ud800.jpg' is not valid Unicode",
-    ),
-    "half a character": (lambda image: image["sentences"][1].update(raw="\ud800"), r"is not valid Unicode"),
-    "captions are text": (
-        lambda image: image.update(sentences=["a cat"]),
-        r"Expected `object`, got `str`",
-    ),
-    "absolute path": (lambda image: image.update(filepath="/etc", filename="passwd"), r"'/etc/passwd' leads out"),
-    "absolute name": (lambda image: image.update(filename="/etc/passwd"), r"'/etc/passwd' leads out"),
-    "parent path": (lambda image: image.update(filepath="a/../.."), r"'a/../../2.jpg' leads out of the image root"),
-    "windows path": (lambda image: image.update(filename="..\\2.jpg"), r"leads out of the image root"),
-    "drive": (lambda image: image.update(filepath="C:/"), r"leads out of the image root"),
+# Of four images, what is wrong with the one with the number 2.
+WRONG_IMAGES = {
+    "repeated id": ({"cocoid": 1000}, "image id 1000 occurs more than once"),
+    "repeated caption id": ({"sentences": [{"raw": "a", "sentid": 0}]}, "caption id 0 occurs more than once"),
+    "no captions": ({"sentences": []}, "it has no captions; every image needs at least one"),
+    "blank caption": ({"sentences": [{"raw": " \n", "sentid": 9}]}, r"caption ' \n' is blank"),
+    "half a character": ({"sentences": [{"raw": "\ud800", "sentid": 9}]}, "is not valid Unicode"),
+    "half a character in the name": ({"filename": "\ud800.jpg"}, r"path 'val2014/\ud800.jpg' is not valid Unicode"),
+    "absolute name": ({"filename": "/etc/passwd"}, "'/etc/passwd' leads out of the image root"),
+    "parent path": ({"filepath": "a/../.."}, "'a/../../2.jpg' leads out of the image root"),
+    "drive": ({"filepath": "C:/"}, "leads out of the image root"),
+    "group": ({"object": [1]}, "Expected `int | str | null`, got `array` - at `$.group`"),
 }
 
 
-@pytest.mark.parametrize("problem", WRONG_ENTRIES)
-def test_wrong_entry_raises_or_is_rejected(write, problem):
-    damage, message = WRONG_ENTRIES[problem]
+@pytest.mark.parametrize("problem", WRONG_IMAGES)
+def test_wrong_image_raises_or_is_rejected(write, problem):
+    changes, message = WRONG_IMAGES[problem]
     document = make_document()
-    damage(document["images"][2])
-    file = write(document)
-    with pytest.raises(UserError, match=message) as raised:
-        read_karpathy(file, "coco")
-    assert str(raised.value).startswith(f"{file}: image 2")
-
-    rejected = []
-    images = read_karpathy(file, "coco", rejected=rejected)
+    document["images"][2] |= changes
+    file, rejected = write(document), []
+    with pytest.raises(UserError) as raised:
+        read_karpathy(file, "coco", group_key="object")
+    assert str(raised.value).startswith(f"{file}: image 2 (")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    images = read_karpathy(file, "coco", group_key="object", rejected=rejected)
     assert [image.image_id for image in images] == [1000, 1001, 1003]
-    assert [(item.split, item.image[:7]) for item in rejected] == [("val", "image 2")]
-
-
-def test_ids_of_a_rejected_image_stay_free(write):
-    document = make_document()
-    document["images"][2] = deepcopy(document["images"][1])
-    document["images"][1]["sentences"][0]["raw"] = ""
-    rejected = []
-    images = read_karpathy(write(document), "coco", rejected=rejected)
-    assert [image.image_id for image in images] == [1000, 1001, 1003]
-    assert rejected == [RejectedImage("image 1 (1.jpg)", "train", "caption '' is blank")]
-
-
-@pytest.mark.parametrize("item", [3, {"filename": "x.jpg"}, {"filename": "x.jpg", "split": "trian"}])
-def test_an_entry_without_a_known_split_cannot_be_counted_and_always_raises(write, item):
-    document = make_document()
-    document["images"][1] = item
-    with pytest.raises(UserError, match="image 1"):
-        read_karpathy(write(document), "coco", rejected=[])
-
-
-def test_unknown_split_names_the_known_ones(write):
-    document = make_document(splits=("train", "trian"))
-    with pytest.raises(UserError, match=r"image 1 \(1.jpg\): unknown split 'trian' \(did you mean 'train'\?\)"):
-        read_karpathy(write(document), "coco")
-
-
-def test_an_image_outside_the_root_cannot_be_made_in_any_way():
-    with pytest.raises(UserError, match="leads out of the image root"):
-        CaptionedImage(1, "../secret.png", ("a",), (1,), "train", "coco", "secret.png")
+    place, _, reason = str(raised.value).partition("): ")
+    assert rejected == [RejectedImage(f"{place})", "val", reason)]
 
 
 VALID = {
@@ -218,33 +146,41 @@ VALID = {
 }
 
 
-def test_an_image_may_have_strings_as_ids():
-    assert (CaptionedImage(**VALID).image_id, CaptionedImage(**VALID).caption_ids) == ("a", ("1", "2"))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("caption_ids", (1,), "it has 1 caption ids for 2 captions"),
-        ("caption_ids", (1, 2, 3), "it has 3 caption ids for 2 captions"),
-        ("captions", ("a cat", " \t"), r"caption ' \\t' is blank"),
-        ("split", "val.2017", "'val.2017' cannot name a split; use letters, digits, '_' and '-'"),
-        ("split", "val/2017", "'val/2017' cannot name a split"),
+        ("split", "val/2017", "'val/2017' cannot name a split; use letters, digits, '_' and '-'"),
         ("split", "val\n", r"'val\\n' cannot name a split"),
-        ("split", "", "'' cannot name a split"),
-        ("dataset", "my set", "'my set' cannot name a data set"),
         ("filename", "\ud800.jpg", r"file name '\\ud800.jpg' is not valid Unicode: surrogates not allowed"),
         ("image_id", "\ud800", r"image id '\\ud800' is not valid Unicode"),
     ],
 )
 def test_an_image_that_shards_cannot_hold_cannot_be_made(field, value, message):
+    assert CaptionedImage(**VALID, group=" ").group is None
     with pytest.raises(UserError, match=f"^{message}"):
         CaptionedImage(**{**VALID, field: value})
 
 
-def test_a_name_that_is_not_printable_is_escaped_in_its_place(write):
-    document = make_document()
-    document["images"][2] |= {"filename": "a\nb\ud800\u2028.jpg", "sentences": []}
-    rejected = []
-    read_karpathy(write(document), "coco", rejected=rejected)
-    assert [item.image for item in rejected] == [r"image 2 (a\nb\ud800\u2028.jpg)"]
+def gather(*rows, rejected=None):
+    complete = [{**VALID, "image_id": None, "group": None, **row} for row in rows]
+    for row, given in zip(complete, rows, strict=True):
+        if "caption_ids" not in given:
+            del row["caption_ids"]
+    return gather_images(((f"row {number}", row) for number, row in enumerate(complete)), rejected)
+
+
+def test_ids_are_joined_with_the_captions_of_an_image():
+    (image,) = gather({"caption_ids": [5, 3]}, {"file": "./a//b.jpg", "caption_ids": [4, 9]})
+    assert (image.image_id, image.captions, image.caption_ids) == (0, ("a cat", "a dog") * 2, (5, 3, 4, 9))
+    with pytest.raises(UserError, match="row 1: image_id 7, but None in row 0; rows of one image must agree"):
+        gather({}, {"image_id": 7})
+    others = {"file": "c.jpg", "image_id": 5}
+    with pytest.raises(UserError, match="row 1: image id 5 occurs more than once"):
+        gather({"image_id": 5}, others, others)
+
+
+@pytest.mark.parametrize("split", [None, 3, "a b"])
+def test_an_image_without_a_usable_split_cannot_be_counted_and_always_raises(split):
+    with pytest.raises(UserError, match=r"^row 0: "):
+        gather({"split": split}, rejected=[])

@@ -1,25 +1,29 @@
 import pytest
 
-from vl_plugins.data.captions import normalize_caption
+from vl_plugins.data.batching import normalize_caption, parse_captions_per_image
+from vl_plugins.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "equal"),
     [
-        ("A Dog.", "a dog."),
-        ("  a dog.\n", "a dog."),
-        ("a\tdog \u00a0 runs", "a dog runs"),
-        ("STRASSE", "Straße"),
+        ("A Dog.", "a dog.", True),
+        ("  a\tdog \u00a0 runs\n", "a dog runs", True),
+        ("STRASSE", "Straße", True),
+        ("a dog", "a dog.", False),
+        ("a dog", "adog", False),
     ],
 )
-def test_same(first, second):
-    assert normalize_caption(first) == normalize_caption(second)
+def test_captions_that_say_the_same(first, second, equal):
+    assert (normalize_caption(first) == normalize_caption(second)) is equal
 
 
-@pytest.mark.parametrize(("first", "second"), [("a dog", "a dog."), ("a dog", "adog"), ("a dog", "dog a")])
-def test_different(first, second):
-    assert normalize_caption(first) != normalize_caption(second)
+@pytest.mark.parametrize(("value", "parsed"), [("random", "random"), ("first", "first"), ("3", 3), (3, 3)])
+def test_captions_per_image(value, parsed):
+    assert parse_captions_per_image(value) == parsed
 
 
-def test_result_is_readable_and_stays_the_same():
-    assert normalize_caption(" A  Dog\n") == normalize_caption("a dog") == "a dog"
+@pytest.mark.parametrize("value", ["0", "some", "", "1.5", None])
+def test_wrong_captions_per_image(value):
+    with pytest.raises(UserError, match="must be 'random', 'first', 'all' or a positive number, got"):
+        parse_captions_per_image(value)

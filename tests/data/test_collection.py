@@ -1,29 +1,23 @@
 import io
-import json
-import tarfile
 
 import pytest
 import torch
 from PIL import Image
 from webdataset import TarWriter
 
+from tests.helpers.archives import encode_archive
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import Collection, first_captions, read_collection
-from vl_plugins.data.reader import evaluation_pipeline
 from vl_plugins.utils.errors import UserError
 
 
 def write_tar(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    path.write_bytes(encode_archive(members))
     return str(path)
 
 
 def sample(key, picture=b"picture", **texts):
-    return [(f"{key}.jpg", picture), (f"{key}.json", json.dumps(texts).encode())]
+    return [(f"{key}.jpg", picture), (f"{key}.json", texts)]
 
 
 @pytest.fixture
@@ -48,26 +42,6 @@ class TestToyShards:
         assert collection.caption_ids == tuple(caption for image in in_order for caption in image.caption_ids)
         assert collection.image_of_caption.dtype == torch.int64
         assert collection.image_of_caption.tolist() == [index for index in range(24) for _ in range(5)]
-
-    def test_the_order_is_that_of_the_evaluation_pipeline(self, toy_test):
-        collection = read_collection(toy_test)
-        number = {caption: number for number, caption in enumerate(dict.fromkeys(collection.captions))}
-        pipeline = evaluation_pipeline(
-            toy_test,
-            lambda picture: torch.tensor(picture.getpixel((0, 0))),
-            lambda texts: torch.tensor([[number[text]] for text in texts]),
-            batch_size=7,
-        )
-        images, texts, owners = [], [], []
-        for batch, captions, image_of_caption, positions in pipeline:
-            images += batch.tolist()
-            texts += captions.flatten().tolist()
-            owners += positions[image_of_caption].tolist()
-        assert texts == [number[caption] for caption in collection.captions]
-        assert owners == collection.image_of_caption.tolist()
-        pictures = collection.pictures(range(24))
-        corners = [Image.open(io.BytesIO(pictures[index])).convert("RGB").getpixel((0, 0)) for index in range(24)]
-        assert [tuple(image) for image in images] == corners
 
     def test_the_first_captions(self, toy_test):
         collection = read_collection(toy_test)
@@ -123,7 +97,7 @@ class TestPictures:
         (tmp_path / "2.tar").write_bytes(b"no archive")
         assert collection.pictures([4, 3]) == {3: b"10" * 100, 4: b"11" * 100}
         for image, name in ((0, "0.tar"), (8, "2.tar")):
-            with pytest.raises(UserError, match=rf"cannot read the pictures of shard .*{name}: "):
+            with pytest.raises(UserError, match=rf"cannot read shard .*{name}: "):
                 collection.pictures([4, image])
 
     def test_another_order_since(self, shards, tmp_path):
@@ -131,7 +105,7 @@ class TestPictures:
         members = [member for key in ("10", "12", "11") for member in sample(key, captions=["a"])]
         write_tar(tmp_path / "1.tar", members)
         assert collection.pictures([3]) == {3: b"picture"}
-        with pytest.raises(UserError, match=r"pictures of shard .*1\.tar: .*sample 2 is 11, not 12"):
+        with pytest.raises(UserError, match=r"cannot read sample 11 of .*1\.tar: 12 was in its place before"):
             collection.pictures([3, 5])
 
     @pytest.mark.parametrize("left", [0, 2])
@@ -139,22 +113,15 @@ class TestPictures:
         collection = read_collection(shards)
         members = [member for index in range(left) for member in sample(f"1{index}", captions=["a"])]
         write_tar(tmp_path / "1.tar", members)
-        with pytest.raises(UserError, match=r"pictures of shard .*1\.tar: .*no sample 2 any more"):
+        with pytest.raises(UserError, match=r"cannot read .*1\.tar: it ends before sample 2, expected 3 samples"):
             collection.pictures([5])
 
     def test_no_picture(self, shards, tmp_path):
         write_tar(tmp_path / "1.tar", [("10.json", b'{"captions": ["a"]}'), *sample("11", captions=["b"])])
         collection = read_collection(shards)
         assert collection.pictures([4]) == {4: b"picture"}
-        with pytest.raises(UserError, match=r"sample 10 has no image; expected one of jpg, "):
+        with pytest.raises(UserError, match=r"sample 10 of .*1\.tar: it has no images; expected jpg or "):
             collection.pictures([3, 4])
-
-    def test_a_cut_shard(self, shards, tmp_path):
-        collection = read_collection(shards)
-        path = tmp_path / "1.tar"
-        path.write_bytes(path.read_bytes()[:2000])
-        with pytest.raises(UserError, match=r"cannot read the pictures of shard .*1\.tar"):
-            collection.pictures([5])
 
 
 class TestOtherShards:
@@ -201,15 +168,12 @@ class TestOtherShards:
     @pytest.mark.parametrize(
         ("members", "message"),
         [
-            ([("b.json", b'{"captions": ["x"')], "sample 1 of shard .*: Expecting"),
-            (
-                [("b.json", b'{"captions": []}')],
-                r"sample 1 of shard .*: 'captions' must be a list of strings, got \[\]",
-            ),
-            ([("b.json", b'{"captions": ["x", 1]}')], r"sample 1 of shard .*'captions' must be a list of strings"),
-            ([("b.jpg", b"")], "sample 1 of shard .*: it has no captions"),
-            ([("b.json", b"{}"), ("b.json", b"{}")], r"sample 1 of shard .*b\.json is in it twice"),
-            ([("b.txt", b"\xff\xfe")], "sample 1 of shard .*: .*codec can't decode"),
+            ([("b.json", b'{"captions": ["x"')], "sample b of .*: its json is not valid JSON: Expecting"),
+            ([("b.json", b'{"captions": []}')], r"sample b of .*: 'captions' must be a list of strings, got \[\]"),
+            ([("b.json", b'{"captions": ["x", 1]}')], r"sample b of .*: 'captions' must be a list of strings"),
+            ([("b.jpg", b"")], "sample b of .*: it has no captions"),
+            ([("b.json", b"{}"), ("b.json", b"{}")], r"the end of shard .*b\.json is in it twice"),
+            ([("b.txt", b"\xff\xfe")], "sample b of .*: .*codec can't decode"),
         ],
     )
     def test_bad_samples_are_named(self, tmp_path, members, message):
@@ -218,14 +182,12 @@ class TestOtherShards:
         with pytest.raises(UserError, match="cannot read " + message):
             read_collection([good, shard])
 
-    def test_a_shard_that_is_cut_off_or_missing(self, tmp_path, toy_shards):
+    def test_a_shard_that_is_cut_off(self, tmp_path, toy_shards):
         content = (toy_shards / "toy-test-000000.tar").read_bytes()
         cut = tmp_path / "x.tar"
         cut.write_bytes(content[: len(content) // 2])
-        with pytest.raises(UserError, match=r"cannot read sample \d+ of shard .*x\.tar: "):
+        with pytest.raises(UserError, match=r"cannot read the end of shard .*x\.tar: "):
             read_collection([str(cut)])
-        with pytest.raises(UserError, match=r"1 of 1 shards do not exist: .*y\.tar"):
-            read_collection(str(tmp_path / "y.tar"))
 
 
 class TestFirstCaptions:
@@ -236,7 +198,7 @@ class TestFirstCaptions:
         assert first_captions(image_of_caption, 9).tolist() == list(range(8))
 
     @pytest.mark.parametrize("number", [0, -1])
-    def test_none_is_refused(self, number, toy_test):
+    def test_out_of_range(self, number, toy_test):
         with pytest.raises(ValueError, match=f"number must be at least 1, got {number}"):
             first_captions(torch.tensor([0]), number)
         with pytest.raises(UserError, match=f"max_captions must be at least 1, got {number}"):

@@ -1,13 +1,11 @@
 import io
 import random
-import struct
-import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vl_plugins.data.images import ImageInfo, inspect_image, resize_image
+from vl_plugins.data.images import inspect_image, resize_image
 from vl_plugins.utils.errors import UserError
 
 
@@ -16,19 +14,6 @@ def encode(image_format="PNG", size=(5, 4), mode="RGB", **options):
     noise = random.Random(0).randbytes(size[0] * size[1])
     Image.frombytes("L", size, noise).convert(mode).save(stream, format=image_format, **options)
     return stream.getvalue()
-
-
-def encode_16_bit_colors(values):
-    """Return a PNG file of one row of pixels with three channels of 16 bits, which PIL reads but does not write."""
-
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    row = b"\0" + struct.pack(f">{len(values)}H", *values)
-    header = struct.pack(">IIBBBBB", len(values) // 3, 1, 16, 2, 0, 0, 0)
-    return b"".join(
-        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(row)), chunk(b"IEND", b"")]
-    )
 
 
 def decode(data):
@@ -47,62 +32,37 @@ UNUSABLE = {
     "text": (b"a cat on a mat", "the file is not an image"),
     "truncated JPEG": (encode("JPEG", size=(80, 80))[:-200], "the image is damaged: .*truncated"),
     "JPEG cut in the header": (encode("JPEG", size=(80, 80))[:100], "the image is damaged|not an image"),
-    "JPEG that lacks its last bytes": (encode("JPEG", size=(80, 80))[:-40], "the image is damaged: .*truncated"),
     "truncated PNG": (encode("PNG", size=(80, 80))[:2000], "the image is damaged"),
-    "damaged PNG": (damage(encode("PNG", size=(60, 60)), 60), "the image is damaged"),
     "damaged PNG that ends as a JPEG": (damage(encode("PNG", size=(60, 60)), 60) + b"\xff\xd9", "the image is damaged"),
     "truncated WebP": (encode("WEBP", size=(80, 80))[:-200], "the image is damaged"),
     "GIF": (encode("GIF", mode="L"), "the format GIF is not supported; supported are JPEG, PNG and WebP"),
-    "animated GIF": (encode("GIF", **FRAMES), "the format GIF is not supported"),
-    "animated PNG": (encode("PNG", **FRAMES), "the image is animated, with 2 frames; .*the first one only"),
+    "animated PNG": (encode("PNG", **FRAMES), "the image is animated, with 2 frames; readers would see only one"),
     "animated WebP": (encode("WEBP", **FRAMES), "the image is animated, with 2 frames"),
-    "16 bits of gray": (encode("PNG", mode="I;16"), r"PIL's mode I(;16)?, more than 8 bits per channel; convert it"),
+    "16 bits of gray": (encode("PNG", mode="I;16"), r"more than 8 bits per channel \(I(;16)?\); convert them"),
 }
 
 USABLE = {
-    "JPEG": (encode("JPEG"), ImageInfo("jpg", 5, 4, "RGB")),
-    "gray JPEG": (encode("JPEG", mode="L"), ImageInfo("jpg", 5, 4, "L")),
-    "CMYK JPEG": (encode("JPEG", mode="CMYK"), ImageInfo("jpg", 5, 4, "CMYK")),
-    "progressive JPEG": (encode("JPEG", progressive=True), ImageInfo("jpg", 5, 4, "RGB")),
-    "JPEG padded with zeros": (encode("JPEG") + bytes(20), ImageInfo("jpg", 5, 4, "RGB")),
-    "JPEG with something behind it": (encode("JPEG") + b"x" * 500, ImageInfo("jpg", 5, 4, "RGB")),
-    "MPO": (encode("MPO", **FRAMES), ImageInfo("jpg", 5, 4, "RGB")),
-    "PNG with a palette": (encode("PNG", mode="P"), ImageInfo("png", 5, 4, "P")),
-    "PNG with transparency": (encode("PNG", mode="RGBA"), ImageInfo("png", 5, 4, "RGBA")),
-    "black and white PNG": (encode("PNG", mode="1"), ImageInfo("png", 5, 4, "1")),
-    "PNG with 16-bit colors": (
-        encode_16_bit_colors([0, 1 << 15, 65535, 256, 512, 255]),
-        ImageInfo("png", 2, 1, "RGB"),
-    ),
-    "WebP": (encode("WEBP"), ImageInfo("webp", 5, 4, "RGB")),
+    "JPEG": (encode("JPEG"), ("jpg", 5, 4)),
+    "CMYK JPEG": (encode("JPEG", mode="CMYK"), ("jpg", 5, 4)),
+    "JPEG padded with zeros": (encode("JPEG") + bytes(20), ("jpg", 5, 4)),
+    "MPO": (encode("MPO", **FRAMES), ("jpg", 5, 4)),
+    "WebP": (encode("WEBP"), ("webp", 5, 4)),
 }
 
 
-@pytest.mark.parametrize("check", [inspect_image, lambda data: inspect_image(data, decode=False)])
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_unusable_images(kind, check):
+def test_unusable_images(kind):
     data, message = UNUSABLE[kind]
-    with pytest.raises(UserError, match=message) as raised:
-        check(data)
-    assert "\n" not in str(raised.value)
+    for check in (inspect_image, lambda data: inspect_image(data, decode=False), lambda data: resize_image(data, 2)):
+        with pytest.raises(UserError, match=message) as raised:
+            check(data)
+        assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", UNUSABLE)
-def test_unusable_images_are_not_resized(kind):
-    data, message = UNUSABLE[kind]
-    with pytest.raises(UserError, match=message):
-        resize_image(data, 2)
-
-
-@pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("kind", USABLE)
-def test_usable_images(kind, decode):
+def test_usable_images(kind):
     data, info = USABLE[kind]
-    assert inspect_image(data, decode=decode) == info
-
-
-def test_colors_of_16_bits_lose_their_lower_half_only():
-    assert decode(USABLE["PNG with 16-bit colors"][0]).tolist() == [[[0, 128, 255], [1, 2, 0]]]
+    assert inspect_image(data) == inspect_image(data, decode=False) == info
 
 
 def test_without_decoding_a_whole_jpeg_is_read_up_to_its_pixels_only(monkeypatch):
@@ -111,18 +71,10 @@ def test_without_decoding_a_whole_jpeg_is_read_up_to_its_pixels_only(monkeypatch
 
     data = encode("JPEG", size=(80, 80))
     monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", fail)
-    assert inspect_image(data, decode=False) == ("jpg", 80, 80, "RGB")
-    with pytest.raises(AssertionError, match="decoded"):
-        raise_cause(lambda: inspect_image(data))
-    with pytest.raises(AssertionError, match="decoded"):
-        raise_cause(lambda: inspect_image(data[:-1], decode=False))
-
-
-def raise_cause(function):
-    try:
-        function()
-    except UserError as error:
-        raise error.__cause__ from None
+    assert inspect_image(data, decode=False) == ("jpg", 80, 80)
+    for call in (lambda: inspect_image(data), lambda: inspect_image(data[:-1], decode=False)):
+        with pytest.raises(UserError, match="decoded"):
+            call()
 
 
 @pytest.mark.parametrize("limit", [7, 15])
@@ -138,25 +90,23 @@ def test_more_pixels_than_pil_allows(monkeypatch, limit, check):
 def test_small_enough_images_stay_byte_for_byte(image_format):
     data = encode(image_format, size=(60, 40))
     for shorter_side in (40, 41, 1000):
-        assert resize_image(data, shorter_side) == (data, inspect_image(data))
+        assert resize_image(data, shorter_side) == data
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize(
     ("size", "shorter_side", "expected"),
     [((60, 40), 20, (30, 20)), ((40, 60), 20, (20, 30)), ((61, 40), 20, (30, 20)), ((300, 2), 1, (150, 1))],
 )
-def test_size_after_a_resize(image_format, size, shorter_side, expected):
-    data, info = resize_image(encode(image_format, size=size), shorter_side)
-    assert inspect_image(data) == info
-    assert (info.width, info.height) == expected
-    assert info.extension == inspect_image(encode(image_format)).extension
+def test_size_after_a_resize(size, shorter_side, expected):
+    for image_format, extension in (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")):
+        data = resize_image(encode(image_format, size=size), shorter_side)
+        assert inspect_image(data) == (extension, *expected)
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
 def test_a_resize_is_antialiased_bicubic(image_format):
     data = encode(image_format, size=(64, 48))
-    resized, _ = resize_image(data, 24, quality=100)
+    resized = resize_image(data, 24, quality=100)
     expected = Image.open(io.BytesIO(data)).convert("RGB").resize((32, 24), Image.Resampling.BICUBIC)
     largest = 0 if image_format == "PNG" else 6
     assert np.abs(decode(resized).astype(int) - np.asarray(expected)).max() <= largest
@@ -166,7 +116,6 @@ def test_a_resize_is_antialiased_bicubic(image_format):
     ("image_format", "mode", "options", "expected"),
     [
         ("PNG", "1", {}, "L"),
-        ("PNG", "L", {}, "L"),
         ("PNG", "LA", {}, "RGBA"),
         ("PNG", "P", {}, "RGB"),
         ("PNG", "P", {"transparency": 0}, "RGBA"),
@@ -189,10 +138,9 @@ def test_colors_after_a_resize(image_format, mode, options, expected):
         picture = (picture if expected == "RGBA" else picture.convert("RGB")).convert(mode)
     stream = io.BytesIO()
     picture.save(stream, image_format, **options)
-    data, info = resize_image(stream.getvalue(), 10, quality=100)
-    assert info == inspect_image(data)
-    assert info.mode == expected
+    data = resize_image(stream.getvalue(), 10, quality=100)
     with Image.open(io.BytesIO(data)) as image:
+        assert image.mode == expected
         assert image.has_transparency_data == (expected == "RGBA")
         assert image.convert("RGBA").getpixel((3, 5))[3] == (0 if expected == "RGBA" else 255)
     difference = decode(data)[5, 15].astype(int) - decode(stream.getvalue())[10, 30]
@@ -201,11 +149,11 @@ def test_colors_after_a_resize(image_format, mode, options, expected):
 
 def test_quality_and_metadata():
     data = encode("JPEG", size=(200, 200), comment=b"a comment", icc_profile=b"a profile", dpi=(300, 300))
-    sizes = [len(resize_image(data, 100, quality=quality)[0]) for quality in (30, 80, 95)]
+    sizes = [len(resize_image(data, 100, quality=quality)) for quality in (30, 80, 95)]
     assert sizes == sorted(set(sizes))
-    resized, _ = resize_image(data, 100)
+    resized = resize_image(data, 100)
     assert len(resized) == sizes[-1]
     assert b"a comment" in data
     assert b"a comment" not in resized
     assert b"a profile" not in resized
-    assert resize_image(data, 100)[0] == resized
+    assert resize_image(data, 100) == resized

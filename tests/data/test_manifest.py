@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import uuid
 
 import pytest
@@ -12,7 +11,6 @@ from vl_plugins.data.manifest import (
     read_sizes,
     select_splits,
     shard_name,
-    to_json,
     update_index,
 )
 from vl_plugins.data.storage import Folder
@@ -35,10 +33,8 @@ def make_entry(name, *samples):
     return {
         "source": {},
         "options": {},
-        "images": sum(samples),
-        "captions": 0,
         "rejected": 0,
-        "captions_per_image": {"min": 1, "max": 1, "histogram": {"1": 1}},
+        "captions_per_image": {"max": 1},
         "shards": {shard_name(name, index): shard for index, shard in enumerate(facts)},
     }
 
@@ -46,12 +42,8 @@ def make_entry(name, *samples):
 def test_names():
     assert shard_name("coco-train", 7) == "coco-train-000007.tar"
     assert is_shard_of("coco-train", "coco-train-000007.tar")
-    for other in ("coco-train-07.tar", "coco-train-000007.tar.gz", "coco-train-x-000007.tar", "coco-train2-000007.tar"):
+    for other in ("coco-train-07.tar", "coco-train-000007.tar.gz", "coco-train-x-000007.tar"):
         assert not is_shard_of("coco-train", other)
-
-
-def test_json_is_readable_and_does_not_depend_on_the_order_of_keys():
-    assert to_json({"b": "é", "a": 1}) == to_json({"a": 1, "b": "é"}) == '{"a": 1, "b": "é"}'.encode()
 
 
 @pytest.mark.parametrize("kind", ["path", "text", "URL"])
@@ -62,14 +54,8 @@ def test_entries_come_and_go(tmp_path, kind):
     assert read_manifest(location) is read_sizes(location) is None
     update_index(folder, "a-train", make_entry("a-train", 3, 2), [RejectedImage("x.jpg", "train", "blank")])
     update_index(folder, "a-val", make_entry("a-val", 1), [RejectedImage("ü\u2028.jpg", "val", "empty")])
-    assert (
-        read_manifest(location)
-        == read_manifest(folder)
-        == {
-            "a-train": make_entry("a-train", 3, 2),
-            "a-val": make_entry("a-val", 1),
-        }
-    )
+    entries = {"a-train": make_entry("a-train", 3, 2), "a-val": make_entry("a-val", 1)}
+    assert read_manifest(location) == read_manifest(folder) == entries
     assert read_sizes(location) == {"a-train-000000.tar": 3, "a-train-000001.tar": 2, "a-val-000000.tar": 1}
     assert [json.loads(line) for line in folder.read("rejected.jsonl").decode().split("\n")[:-1]] == [
         {"shards": "a-train", "image": "x.jpg", "split": "train", "reason": "blank"},
@@ -89,13 +75,10 @@ def test_entries_come_and_go(tmp_path, kind):
         ("[]", ForeignManifestError, "manifest.json is not a manifest of vl-plugins shards"),
         ('{"splits": []}', ForeignManifestError, "is not a manifest"),
         ("{", UserError, "manifest.json is not valid JSON"),
-        ("[" * 100_000, UserError, "manifest.json is nested too deeply"),
-        ("1" * 5000, UserError, "manifest.json cannot be read: Exceeds the limit"),
-        (b"\xff\xfe", UserError, "manifest.json is not UTF-8 text"),
     ],
 )
 def test_other_manifests(tmp_path, content, error, message):
-    (tmp_path / "manifest.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(error, match=message) as raised:
         read_manifest(tmp_path)
     assert type(raised.value) is error
@@ -103,7 +86,7 @@ def test_other_manifests(tmp_path, content, error, message):
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", *(f'{{"a.tar": {size}}}' for size in ('"3"', "true", -1, "NaN", 10**18))],
+    ["[]", *(f'{{"a.tar": {size}}}' for size in ("true", -1, "NaN", 10**18))],
 )
 def test_other_sizes(tmp_path, content):
     (tmp_path / "sizes.json").write_text(content)
@@ -114,11 +97,9 @@ def test_other_sizes(tmp_path, content):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"images": "3"}, "Expected `int`, got `str`"),
+        ({"rejected": "3"}, "Expected `int`, got `str`"),
         ({"shards": {"x.tar": 3}}, "Expected `object`, got `int`"),
         ({"shards": {"x.tar": {"samples": 1}}}, "Object missing required field `captions`"),
-        ({"captions_per_image": {"min": 1, "max": 1, "histogram": {"two": 1}}}, "Expected `int`, got `str`"),
-        ({"captions_per_image": {"min": 1, "max": 1, "histogram": {"2" * 5000: 1}}}, "Integer value out of range"),
     ],
 )
 def test_damaged_entries(tmp_path, change, problem):
@@ -127,19 +108,3 @@ def test_damaged_entries(tmp_path, change, problem):
     with pytest.raises(UserError, match=f"manifest.json is damaged: {problem}") as raised:
         read_manifest(tmp_path)
     assert type(raised.value) is UserError
-
-
-def add_entries(location, prefix):
-    for number in range(15):
-        name = f"{prefix}-split{number}"
-        update_index(Folder(location), name, make_entry(name, 1))
-
-
-def test_processes_that_write_at_the_same_time_keep_each_others_entries(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=add_entries, args=(str(tmp_path), prefix)) for prefix in ("a", "b")]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert len(read_manifest(tmp_path)) == len(read_sizes(tmp_path)) == 30

@@ -17,9 +17,10 @@ from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
 from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.manifest import read_manifest
-from vl_plugins.data.reader import evaluation_pipeline, training_pipeline
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.training_batches import TrainingPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
 
@@ -68,12 +69,12 @@ def test_any_data_set(images, samples_per_shard, batch_size):
         for number, image in enumerate(images):
             (root / image.file).write_bytes(encode_number(number))
         entries = write_shards(images, root, out, samples_per_shard=samples_per_shard)
-        of_split = {}
+        splits = {}
         for number, image in enumerate(images):
-            of_split.setdefault(f"{image.dataset}-{image.split}", []).append((number, image))
-        assert list(entries) == list(of_split)
+            splits.setdefault(f"{image.dataset}-{image.split}", []).append((number, image))
+        assert list(entries) == list(splits)
         assert read_manifest(out) == json.loads(json.dumps(entries))
-        for name, members in of_split.items():
+        for name, members in splits.items():
             shards = [str(out / shard) for shard in sorted(entries[name]["shards"])]
             # The library that the format is of.
             samples = list(webdataset.WebDataset(shards, shardshuffle=False))
@@ -91,18 +92,15 @@ def test_any_data_set(images, samples_per_shard, batch_size):
                 assert metadata == expected
             # Our readers.
             found, captions, owners = [], [], []
-            for pictures, batch, image_of_caption, positions in evaluation_pipeline(
-                shards, transform, list, batch_size
-            ):
-                found += decode_numbers(pictures)
-                captions += batch
-                owners += positions[image_of_caption].tolist()
+            for batch in EvaluationReader(shards, transform, list, batch_size):
+                owners += (len(found) + batch.image_of_caption).tolist()
+                found += decode_numbers(batch.images)
+                captions += batch.texts
             assert found == [number for number, _ in members]
             assert captions == [caption for _, image in members for caption in image.captions]
             assert owners == [index for index, (_, image) in enumerate(members) for _ in image.captions]
-            most = max(len(image.captions) for _, image in members)
-            reader = training_pipeline(
-                shards, transform, list, 1, captions_per_image="all", num_captions=most, allow_duplicate_captions=True
+            reader = TrainingPipeline(
+                shards, transform, list, 1, captions_per_image="all", allow_duplicate_captions=True
             )
             by_number = {number: image.captions for number, image in members}
             seen = []
@@ -141,17 +139,12 @@ def coco_test_split(tmp_path_factory):
     return folder, {int(image_id): caption_ids for image_id, caption_ids in captions_of.items()}
 
 
-def convert(folder, out, *flags):
-    arguments = ["--images", folder, "--out", out, *flags]
-    assert main(["shards", *map(str, arguments[4:]), *map(str, arguments[:4])]) == 0
-
-
 def test_the_structure_of_cocos_test_split(coco_test_split, tmp_path, capsys):
     folder, captions_of = coco_test_split
     assert (len(captions_of), sum(map(len, captions_of.values()))) == (5000, 25000)
     out = tmp_path / "shards"
-    flags = ("--annotations", folder / "dataset_coco.json", "--coco-annotations", folder / "captions_val2014.json")
-    convert(folder, out, "coco", *flags)
+    files = ["--annotations", folder / "dataset_coco.json", "--coco-annotations", folder / "captions_val2014.json"]
+    assert main(["shards", "coco", *map(str, files), "--images", str(folder), "--out", str(out)]) == 0
     entry = read_manifest(out)["coco-test"]
     assert (entry["images"], entry["captions"], entry["rejected"]) == (5000, 25000, 0)
     assert entry["source"]["caption_ids"] == "coco-annotation"
@@ -164,35 +157,15 @@ def test_the_structure_of_cocos_test_split(coco_test_split, tmp_path, capsys):
     assert {record["image_id"]: record["caption_ids"] for record in records} == captions_of
     assert [record["image_id"] for record in records] == list(captions_of)
 
-    numbers, captions, owners, positions = [], [], [], []
-    for images, texts, image_of_caption, of_batch in evaluation_pipeline(shards, transform, list, 100):
-        numbers += decode_numbers(images)
-        captions += texts
-        owners += of_batch[image_of_caption].tolist()
-        positions += of_batch.tolist()
-    assert numbers == positions == list(range(5000))
+    numbers, captions, owners = [], [], []
+    for batch in EvaluationReader(shards, transform, list, 100):
+        owners += (len(numbers) + batch.image_of_caption).tolist()
+        numbers += decode_numbers(batch.images)
+        captions += batch.texts
+    assert numbers == list(range(5000))
     assert captions == [
         f"Caption {caption_id} of the picture {image_id}."
         for image_id, caption_ids in captions_of.items()
         for caption_id in caption_ids
     ]
     assert owners == [index for index in range(5000) for _ in range(5)]
-
-
-def test_the_official_files_alone_hold_the_same_ids(coco_test_split, tmp_path):
-    folder, captions_of = coco_test_split
-    out = tmp_path / "shards"
-    convert(folder, out, "coco-captions", "--annotations", folder / "captions_val2014.json")
-    shards = sorted(map(str, out.glob("*.tar")))
-    records = [json.loads(sample["json"]) for sample in webdataset.WebDataset(shards, shardshuffle=False)]
-    assert {record["image_id"]: sorted(record["caption_ids"]) for record in records} == {
-        image_id: sorted(caption_ids) for image_id, caption_ids in captions_of.items()
-    }
-    assert [record["image_id"] for record in records] == list(captions_of)[::-1]
-    assert {record["split"] for record in records} == {"val2014"}
-
-
-def test_without_the_official_file_the_manifest_says_whose_ids_they_are(coco_test_split, tmp_path):
-    folder, _ = coco_test_split
-    convert(folder, tmp_path / "shards", "coco", "--annotations", folder / "dataset_coco.json")
-    assert read_manifest(tmp_path / "shards")["coco-test"]["source"]["caption_ids"] == "karpathy-sentence"

@@ -1,34 +1,21 @@
 import pickle
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from vl_plugins.data.collection import read_collection
-from vl_plugins.data.reader import training_pipeline
-from vl_plugins.data.vocabulary import (
-    PADDING,
-    UNKNOWN,
-    Vocabulary,
-    read_shard_captions,
-    read_word_vectors,
-    split_words,
-)
+from vl_plugins.data.vocabulary import PADDING, UNKNOWN, Vocabulary, read_shard_captions, read_word_vectors, split_words
 from vl_plugins.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("caption", "words"),
     [
-        ("A man, a plan.", ["a", "man", "a", "plan"]),
-        ("It's the dogs' 'ball'", ["it's", "the", "dogs", "ball"]),
+        ("It's the dogs' 'ball', a plan.", ["it's", "the", "dogs", "ball", "a", "plan"]),
         ("the dog’s rock'n'roll", ["the", "dog's", "rock'n'roll"]),
         ("T-shirt no_7: 3.5 km 2nd", ["t", "shirt", "no", "7", "3", "5", "km", "2nd"]),
-        ("Ein Frosch, ÄÖÜ ß café", ["ein", "frosch", "äöü", "ß", "café"]),
+        ("ÄÖÜ ß café 犬 が走る\tСобака\n", ["äöü", "ß", "café", "犬", "が走る", "собака"]),
         (" '' - . ' ", []),
-        ("", []),
-        ("犬 が走る\tСобака\n", ["犬", "が走る", "собака"]),
     ],
 )
 def test_split_words(caption, words):
@@ -40,11 +27,7 @@ class TestVocabulary:
         captions = ["b a d", "a b", "a", "c", "c d", "e"]
         assert Vocabulary.from_captions(captions, min_count=2).words == ("a", "b", "c", "d")
         assert Vocabulary.from_captions(iter(captions), min_count=1).words == ("a", "b", "c", "d", "e")
-        assert Vocabulary.from_captions(captions, min_count=2, max_words=3).words == ("a", "b", "c")
-        assert Vocabulary.from_captions(reversed(captions), min_count=3).words == ("a",)
-
-    def test_four_times_by_default(self):
-        assert Vocabulary.from_captions(["x x x X", "y y y"]).words == ("x",)
+        assert Vocabulary.from_captions(["x x x X", "y y y"]).words == ("x",), "four times by default"
 
     def test_indices(self):
         vocabulary = Vocabulary(("dog", "a"))
@@ -52,38 +35,23 @@ class TestVocabulary:
         indices = vocabulary(["A dog, a DOG", "...", "cat", "a"])
         assert indices.dtype == torch.int64
         assert indices.tolist() == [[3, 2, 3, 2], [1, 0, 0, 0], [1, 0, 0, 0], [3, 0, 0, 0]]
-        assert vocabulary(["dog"]).shape == (1, 1)
-        assert vocabulary([]).shape == (0, 0)
-        assert vocabulary([]).dtype == torch.int64
+        assert (vocabulary([]).shape, vocabulary([]).dtype) == ((0, 0), torch.int64)
 
-    def test_copies_are_equal(self):
+    def test_it_can_be_pickled(self):
         vocabulary = Vocabulary(("a", "b"))
-        copy = pickle.loads(pickle.dumps(vocabulary))
-        assert copy == vocabulary != Vocabulary(("b", "a"))
-        assert copy(["b x"]).tolist() == [[3, 1]]
-        with pytest.raises(AttributeError):
-            copy.words = ()
+        assert pickle.loads(pickle.dumps(vocabulary)) == vocabulary != Vocabulary(("b", "a"))
 
     @pytest.mark.parametrize(
         ("captions", "options", "reason"),
         [
-            (
-                ["a b", "a c"],
-                {"min_count": 3},
-                "no word of the captions occurs 3 times; the most frequent occurs 2 times",
-            ),
+            (["a b", "a c"], {"min_count": 3}, "occurs 3 times; the most frequent occurs 2 times"),
             ([], {}, "occurs 4 times; the most frequent occurs 0 times"),
             (["a"], {"min_count": 0}, "min_count must be at least 1, got 0"),
-            (["a"], {"min_count": 1, "max_words": 0}, "max_words must be at least 1, got 0"),
         ],
     )
     def test_nothing_left(self, captions, options, reason):
         with pytest.raises(UserError, match=reason):
             Vocabulary.from_captions(captions, **options)
-
-    def test_a_word_twice(self):
-        with pytest.raises(UserError, match="the word 'b' occurs 2 times in a vocabulary"):
-            Vocabulary(("a", "b", "b"))
 
 
 class TestShards:
@@ -92,30 +60,6 @@ class TestShards:
         captions = list(read_shard_captions(shards))
         assert tuple(captions) == read_collection(shards).captions
         assert len(captions) == 3 * 8 * 5
-
-    def test_unreadable(self, tmp_path):
-        (tmp_path / "x.tar").write_bytes(b"no archive")
-        with pytest.raises(UserError, match=r"cannot read the captions of shard .*x\.tar: "):
-            list(read_shard_captions(f"{tmp_path}/x.tar"))
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_tokenizer_of_a_pipeline(self, toy_shards, workers):
-        shards = f"{toy_shards}/toy-train-{{000000..000001}}.tar"
-        vocabulary = Vocabulary.from_captions(read_shard_captions(shards), min_count=1)
-        reader = training_pipeline(shards, corner, vocabulary, 2, captions_per_image=3, allow_duplicate_captions=True)
-        rows = Counter(tuple(split_words(caption)) for caption in read_shard_captions(shards))
-        lengths = set()
-        for _, texts in DataLoader(reader, batch_size=None, num_workers=workers):
-            assert texts.shape[0] == 6
-            assert texts[:, -1].any(), "no wider than the longest caption of the batch"
-            lengths.add(texts.shape[1])
-            for row in texts.tolist():
-                assert tuple(vocabulary.words[index - 2] for index in row if index) in rows
-        assert len(lengths) > 1
-
-
-def corner(picture):
-    return torch.tensor(picture.getpixel((0, 0)))
 
 
 class TestWordVectors:
@@ -140,37 +84,27 @@ class TestWordVectors:
         known = 5 * torch.randn(40, 50, generator=torch.Generator().manual_seed(3)) + 0.1
         lines = "".join(f"w{row} {' '.join(map(str, numbers))}\n" for row, numbers in enumerate(known.tolist()))
         words = (*(f"w{row}" for row in range(40)), *(f"new{row}" for row in range(100)))
-        vectors, found = read(lines, words)
-        assert found == 40
+        vectors, _ = read(lines, words)
         torch.testing.assert_close(vectors[2:42], known)
-        drawn = vectors[42:]
-        assert drawn.std().item() == pytest.approx(known.std().item(), rel=0.05)
-        assert abs(drawn.mean().item()) < 0.3
+        assert vectors[42:].std().item() == pytest.approx(known.std().item(), rel=0.05)
+        assert abs(vectors[42:].mean().item()) < 0.3
         assert torch.equal(read(lines, words, seed=0)[0], vectors)
-        other, _ = read(lines, words, seed=1)
-        assert torch.equal(other[2:42], known)
-        assert not torch.isclose(other[42:], drawn).all(dim=1).any()
+        assert not torch.isclose(read(lines, words, seed=1)[0][42:], vectors[42:]).all(dim=1).any()
 
     def test_words_with_spaces_and_other_bytes(self, read):
-        vectors, found = read(
-            b"dog 1 2\n. . . 3 4\na b@c.d 5 6\n\xff\xfe 7 8\n\xe7\x8a\xac 1 1\n", words=("a", "dog", "犬")
-        )
+        text = b"dog 1 2\n. . . 3 4\na b@c.d 5 6\n\xff\xfe 7 8\n\xe7\x8a\xac 1 1\n"
+        vectors, found = read(text, words=("a", "dog", "犬"))
         assert found == 2
         assert vectors[[3, 4]].tolist() == [[1, 2], [1, 1]]
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("dog 1 2\nof 1\n", "line 2: expected a word and 2 numbers"),
+            ("of 1 2\ndog 1\n", "line 2: expected a word and 2 numbers"),
             ("dog 1 2\nof 1 2\ncat 1 2 3\n", "line 3: expected a word and 2 numbers"),
-            ("dog 1 2\nof 1 2 3\n", "line 2: expected a word and 2 numbers"),
-            ("2 3\ndog 1 2\n", "line 2: expected a word and 3 numbers"),
             ("2 0\ndog\n", "line 2: expected a word and its numbers"),
             ("of 1 2\ndog 1 x\n", "line 2: expected a word and 2 numbers"),
-            ("of 1 2\ndog 1 nan\n", "line 2: expected a word and 2 numbers"),
-            ("dog\n", "line 1: expected a word and its numbers"),
-            ("\ndog 1\n", "line 1: expected a word and its numbers"),
-            ("of 1 2\n", "has none of the 4 words of the vocabulary"),
+            ("of 1 2\ndog 1 1e39\n", "line 2: expected a word and 2 numbers"),
             ("", "has none of the 4 words of the vocabulary"),
         ],
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from open_clip.loss import gather_features
 
-from tests.processes import in_processes
+from tests.helpers.processes import in_processes
 from vl_plugins.distributed.gathering import BatchGatherer, all_gather_rows
 
 EVEN, UNEVEN = (2, 2), (3, 0)

@@ -8,12 +8,7 @@ from vl_plugins.utils.errors import UserError
 
 VOCABULARY, WORD_DIM, HIDDEN_DIM = 20, 5, 4
 CAPTIONS = torch.tensor([[3, 7, 19, 3, 0, 0], [1, 0, 0, 0, 0, 0], [4, 5, 6, 7, 8, 9]])
-VARIANTS = {
-    "default": {},
-    "two directions": {"bidirectional": True},
-    "two layers": {"num_layers": 2},
-    "two layers and directions": {"num_layers": 2, "bidirectional": True},
-}
+VARIANTS = {"default": {}, "two layers and directions": {"num_layers": 2, "bidirectional": True}}
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -47,9 +42,9 @@ def states_by_loops(trunk, words):
 
 
 @pytest.mark.parametrize("local", ["states", "words"])
-@EACH_VARIANT
-def test_promises(variant, local):
-    assert_keeps_the_promises_of_trunks(make(variant, torch.float32, local=local, word_dropout=0.3))
+def test_promises(local):
+    trunk = make("two layers and directions", torch.float32, local=local, word_dropout=0.3)
+    assert_keeps_the_promises_of_trunks(trunk, CAPTIONS)
 
 
 @EACH_VARIANT
@@ -68,38 +63,28 @@ def test_states_are_those_of_cells(variant):
 
 
 @EACH_VARIANT
-def test_padding_and_companions_change_nothing(variant):
+def test_padding_changes_nothing(variant):
     trunk = make(variant)
     whole = trunk(CAPTIONS)
-    longer = trunk(nn.functional.pad(CAPTIONS, (0, 3)))
-    torch.testing.assert_close(longer.pooled, whole.pooled)
-    torch.testing.assert_close(longer.local[:, :6], whole.local)
-    alone = trunk(CAPTIONS[:1, :4])
-    torch.testing.assert_close(alone.pooled[0], whole.pooled[0])
-    torch.testing.assert_close(alone.local[0], whole.local[0, :4])
     scattered = trunk(torch.tensor([[0, 3, 0, 7, 19, 0, 3]]))
     torch.testing.assert_close(scattered.pooled[0], whole.pooled[0])
     assert scattered.padding_mask.tolist() == [[False] * 4 + [True] * 3]
 
 
 def test_words_are_left_out_in_training_as_if_they_were_not_there():
-    trunk = make(word_dropout=0.5).train()
-    caption = CAPTIONS[2]
-    kept = set()
-    for seed in range(20):
+    trunk, caption = make(word_dropout=0.5).train(), CAPTIONS[2]
+    for seed in range(9):
         torch.manual_seed(seed)
         features = trunk(caption[None])
         length = int((~features.padding_mask).sum())
         assert 1 <= length <= 6
-        # Which ones, by the state after the first, second, ... of them.
+        # Which ones, by the last state.
         subset = next(
             rest
             for rest in torch.combinations(caption, length)
             if torch.allclose(states_by_loops(trunk, rest)[1], features.pooled[0])
         )
         torch.testing.assert_close(features.local[0, :length], states_by_loops(trunk, subset)[0])
-        kept.add(tuple(subset.tolist()))
-    assert len(kept) > 10
     torch.testing.assert_close(trunk.eval()(caption[None]).pooled[0], states_by_loops(trunk, caption)[1])
 
 
@@ -112,24 +97,12 @@ def test_word_vectors():
     vectors = torch.randn(VOCABULARY, WORD_DIM)
     trunk = GRUTrunk(VOCABULARY, word_dim=WORD_DIM, hidden_dim=HIDDEN_DIM, word_vectors=vectors)
     assert torch.equal(trunk.words.weight, vectors)
-    assert trunk.words.weight.requires_grad
-    random = make().words.weight
-    assert 0.08 < random.abs().max() <= 0.1
+    assert 0.08 < make().words.weight.abs().max() <= 0.1
     with pytest.raises(ValueError, match=r"^word_vectors must have .* \(20, 6\), got \(20, 5\)$"):
         GRUTrunk(VOCABULARY, word_dim=6, word_vectors=vectors)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("vocabulary_size", 1),
-        ("word_dim", 0),
-        ("hidden_dim", 0),
-        ("num_layers", 0),
-        ("word_dropout", 1.0),
-        ("local", "state"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), [("vocabulary_size", 1), ("word_dropout", 1.0), ("local", "state")])
 def test_wrong_options(option, value):
     with pytest.raises(ValueError, match=option):
         GRUTrunk(**{"vocabulary_size": 10, option: value})

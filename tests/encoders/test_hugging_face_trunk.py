@@ -1,5 +1,4 @@
 import pickle
-import sys
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import HuggingFaceTrunk
-from vl_plugins.utils.errors import MissingExtraError, UserError
+from vl_plugins.utils.errors import UserError
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "dog", "runs", "on", "the", "beach")
 LENGTHS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
@@ -16,7 +15,6 @@ BERT = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, **LENGTHS}
 CONFIGS = {
     "bert": BERT,
     "distilbert": {"vocab_size": 20, "dim": 8, "hidden_dim": 12, "n_layers": 1, "n_heads": 2},
-    "albert": {**BERT, "embedding_size": 4},
     "roberta": BERT,
     "t5": {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
 }
@@ -55,7 +53,11 @@ def bert(tmp_path):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_promises(kind):
-    assert_keeps_the_promises_of_trunks(make(kind))
+    trunk = make(kind)
+    tokens = torch.tensor([[2, 4, 5, 3, 9], [2, 8, 3, 0, 0], [2, 3, 0, 0, 0]])
+    tokens = tokens.masked_fill(tokens == 0, trunk.padding)
+    assert_keeps_the_promises_of_trunks(trunk, tokens)
+    torch.testing.assert_close(trunk(tokens)[1][1:2], trunk(tokens[1:2, :3])[1])  # padding changes nothing
 
 
 def test_features_are_the_last_hidden_state(bert):
@@ -73,40 +75,11 @@ def test_features_are_the_last_hidden_state(bert):
     assert {parameter.dtype for parameter in trunk.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_padding_and_companions_change_nothing(kind):
-    trunk = make(kind)
-    words = torch.tensor([[2, 4, 5, 3], [2, 8, 6, 3]])
-    if kind == "roberta":
-        assert trunk.padding == 1
-    padded = torch.nn.functional.pad(words, (0, 3), value=trunk.padding)
-    torch.testing.assert_close(trunk(padded).pooled, trunk(words).pooled)
-    torch.testing.assert_close(trunk(padded).local[:, :4], trunk(words).local)
-    torch.testing.assert_close(trunk(words[:1]).pooled[0], trunk(words).pooled[0])
-
-
-def test_t5_is_its_encoder():
-    trunk = make("t5")
-    assert isinstance(trunk.model, transformers.T5EncoderModel)
-    assert trunk.local_width == 8
-
-
-def test_random_weights_of_the_configuration_of_a_folder(bert):
-    folder, model = bert
-    trunk = HuggingFaceTrunk(str(folder), pretrained=False)
-    words, of_file = trunk.model.get_input_embeddings().weight, model.get_input_embeddings().weight
-    assert words.shape == of_file.shape
-    assert not torch.equal(words, of_file)
-    # Only random weights are of the given configuration.
-    assert HuggingFaceTrunk(str(folder), config={"model_type": "t5"}).model.config.model_type == "bert"
-
-
 def test_the_tokenizer_cuts_off_what_the_model_cannot_take(bert):
     folder, _ = bert
     tokenizer = pickle.loads(pickle.dumps(HuggingFaceTrunk(str(folder)).tokenizer))
     tokens = tokenizer([30 * "dog "])
     assert tokens.tolist() == [[2, *14 * [5], 3]]
-    assert tokens.dtype == torch.int64
     save_tokenizer(folder, model_max_length=6)
     assert HuggingFaceTrunk(str(folder)).tokenizer([30 * "dog "]).shape == (1, 6)
 
@@ -127,33 +100,17 @@ def test_a_tokenizer_of_another_padding(bert):
         trunk.tokenizer  # noqa: B018
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-def test_a_model_that_is_not_there(tmp_path, pretrained):
+def test_a_model_that_is_not_there(tmp_path):
     for name in ("no/such-model", str(tmp_path)):
-        with pytest.raises(UserError, match=f"^text encoder '{name}' of Hugging Face cannot be loaded: ") as caught:
-            HuggingFaceTrunk(name, pretrained=pretrained)
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 500
-
-
-def test_weights_that_are_not_there(bert):
-    folder, _ = bert
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"^text encoder .* cannot be loaded: .*model\.safetensors"):
-        HuggingFaceTrunk(str(folder))
+        with pytest.raises(UserError, match=f"^text encoder '{name}' of Hugging Face cannot be loaded: .*$"):
+            HuggingFaceTrunk(name)
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (
-            {"model_type": "bort"},
-            r"^config .* of text encoder 'm' cannot be loaded: Unrecognized model identifier: bort",
-        ),
-        ({"hidden_size": 8}, r"^config .* cannot be loaded: .*model_type"),
+        ({"model_type": "bort"}, r"^config .* cannot be loaded: Unrecognized model identifier: bort"),
         ({"model_type": "gpt2"}, r"^text encoder 'm' is of the type 'gpt2', not a text encoder such as bert"),
-        ({"model_type": "bart"}, r"^text encoder 'm' is of the type 'bart', not a text encoder"),
-        ({"model_type": "vit"}, r"^text encoder 'm' is of the type 'vit', not a text encoder"),
         ({"model_type": "clip"}, r"^text encoder 'm' is of the type 'clip', not a text encoder"),
         ({"model_type": "bert", "pad_token_id": None}, r"^the configuration of text encoder 'm' has no pad_token_id$"),
     ],
@@ -161,9 +118,3 @@ def test_weights_that_are_not_there(bert):
 def test_wrong_configurations(config, problem):
     with pytest.raises(UserError, match=problem):
         HuggingFaceTrunk("m", pretrained=False, config=config)
-
-
-def test_without_transformers_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'vl_plugins\[transformers\]'$"):
-        HuggingFaceTrunk("m")

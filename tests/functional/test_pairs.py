@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from tests.helpers.memory import LargestTensor
 from tests.helpers.pairs import EMPTY, diagonal_masks, label_masks, loops, similarities_like, value_and_gradients
-from tests.memory import LargestTensor
 from tests.reference import losses as reference
 from vl_plugins.functional import Polynomial, goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
 from vl_plugins.functional.goal import Objective

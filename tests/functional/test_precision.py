@@ -5,8 +5,7 @@ from vl_plugins.functional.precision import full_precision, zero_or_nan
 
 def test_full_precision():
     half, single, double = (torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float64))
-    assert full_precision(half, None)[0].dtype == torch.float32
-    assert full_precision(half, None)[1] is None
+    assert full_precision(half)[0].dtype == torch.float32
     assert full_precision(single)[0] is single
     assert [tensor.dtype for tensor in full_precision(half, double)] == [torch.float64, torch.float64]
 

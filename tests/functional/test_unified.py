@@ -171,7 +171,7 @@ def test_functions_are_called_once_in_single_precision_and_so_is_what_they_retur
     ("options", "message"),
     [
         ({"scale": torch.ones(2)}, r"scale must have one element, got shape \(2,\)"),
-        ({"margin": torch.ones(6)}, r"margin must have the shape \(\), \(7,\) or \(7, 7\), got \(6,\)"),
+        ({"margin": torch.ones(6)}, r"margin must have the shape \(7,\), got \(6,\)"),
         ({"margin": lambda s, p, n: torch.ones(8)}, r"margin must have the shape .*, got \(8,\)"),
         ({"margin": torch.ones(7, device="meta")}, "margin must have the device cpu, got meta"),
         ({"margin": [0.1] * 7}, r"margin must be a number, a tensor or a function that returns one, got \[0.1, "),

@@ -19,7 +19,7 @@ def config_of_command(argv):
 def step_of_each_stage(config: Config) -> None:
     """Build everything but pretrained weights, and take a step of each stage; no file is read."""
     towers = build_towers(config, Vocabulary(tuple(f"word{number}" for number in range(100))), pretrained=False)
-    images, texts = (towers.parts[f"{tower}_trunk"].example_inputs(2) for tower in ("image", "text"))
+    images, texts = towers.parts["image_trunk"].example_inputs(2), torch.randint(1, 100, (2, 12))
     loss = loss_from_config(config)
     for stage in range(len(config.stages)):
         build_trainer(
@@ -27,7 +27,7 @@ def step_of_each_stage(config: Config) -> None:
             stage=stage,
             towers=towers,
             dataset=list(zip(images, texts, torch.arange(2), strict=True)),
-            loss_funcs={"metric_loss": loss},
+            loss=loss,
             batch_size=2,
             dataloader_num_workers=0,
         ).train()

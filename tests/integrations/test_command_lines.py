@@ -27,10 +27,14 @@ def test_exit_status(run, status, line, capsys):
 
 
 def test_only_the_first_process_prints(monkeypatch, capsys):
+    """Unless they have joined: then the error may be of one process."""
     monkeypatch.setenv("RANK", "1")
     assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
     assert exit_status("vl-plugins demo", failing(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
+    assert capsys.readouterr().err == "vl-plugins demo: error: no such file\n"
 
 
 class Failing(torch.utils.data.IterableDataset):

@@ -35,13 +35,6 @@ def test_content_comes_back(file, mmap):
     found = read_torch_file(file, mmap=mmap)
     torch.testing.assert_close(found, CONTENT, rtol=0, atol=0)
     assert found["state_dict"]["layers.0.weight"].dtype == torch.float32
-    meta = read_torch_file(file, map_location="meta", mmap=mmap)
-    assert meta["state_dict"]["layers.0.weight"].is_meta
-
-
-def test_an_open_file_is_read(file):
-    with open(file, "rb") as stream:
-        assert read_torch_file(stream)["epoch"] == 3
 
 
 def read(file, mmap):
@@ -58,27 +51,21 @@ def read(file, mmap):
 
 
 @READ
-def test_a_file_that_is_cut_off_anywhere(file, mmap):
-    whole = file.read_bytes()
-    for size in range(0, len(whole), 23):
+def test_a_file_that_is_cut_off_or_changed_anywhere(file, mmap):
+    """A changed one may still be read: a number of a tensor is as good as another."""
+    whole, draw = file.read_bytes(), random.Random(0)
+    for size in range(0, len(whole), 61):
         file.write_bytes(whole[:size])
         assert not read(file, mmap), size
-
-
-@READ
-def test_a_file_in_which_anything_is_changed(file, mmap):
-    """It may still be read: a number of a tensor is as good as another."""
-    whole = file.read_bytes()
-    draw = random.Random(0)
     unreadable = 0
-    for _ in range(400):
+    for _ in range(150):
         changed = bytearray(whole)
         start = draw.randrange(len(whole))
         for place in range(start, min(start + draw.choice([1, 1, 30]), len(whole))):
             changed[place] = draw.randrange(256)
         file.write_bytes(changed)
         unreadable += not read(file, mmap)
-    assert unreadable > 20
+    assert unreadable > 10
 
 
 class Code:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pytorch_metric_learning.reducers import AvgNonZeroReducer, MeanReducer
 
 from tests.helpers.embeddings import KERNELS, formula_and_gradients, kernel_and_gradients, random_embeddings
+from tests.helpers.memory import extra_bytes
 from tests.helpers.pairs import assert_near, upstream_like, value_and_gradients
-from tests.memory import extra_bytes
 from vl_plugins import kernels
 from vl_plugins.kernels import comparison, equal_label_pairs
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss, VLCLoss

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize as unit
 
+from tests.helpers.memory import extra_bytes
 from tests.helpers.sets import normal, random_mask, value_and_gradients
-from tests.memory import extra_bytes
 from tests.reference import sets as reference
 from vl_plugins.functional import smooth_chamfer_similarity
 from vl_plugins.kernels import comparison, pairwise_smooth_chamfer
@@ -25,12 +25,13 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("masked", [False, True], ids=["all elements", "masked"])
+@pytest.mark.parametrize("masked", [[], ["mask"], ["ref_mask"], ["mask", "ref_mask"]], ids=str)
 @SETTINGS
 @BACKENDS
 def test_formula(small_blocks, backend, alpha, normalize, masked, dtype):
     sets = normal(7, 3, 6, dtype=dtype), normal(5, 2, 6, seed=1, dtype=dtype)
-    masks = {"mask": random_mask(sets[0], 2), "ref_mask": random_mask(sets[1], 3)} if masked else {}
+    both = {"mask": random_mask(sets[0], 2), "ref_mask": random_mask(sets[1], 3)}
+    masks = {name: both[name] for name in masked}
     actual = pairwise_smooth_chamfer(*sets, alpha, normalize=normalize, backend=backend, **masks)
     expected = smooth_chamfer_similarity(*(side.double() for side in sets), alpha, normalize=normalize, **masks)
     assert actual.dtype == dtype

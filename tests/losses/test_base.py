@@ -72,6 +72,8 @@ def test_losses_of_some_rows_and_of_the_others_add_up(name):
         gradients = [torch.autograd.grad(value, call["ref_emb"])[0] for value in values]
         adds_up = torch.allclose(*values) and torch.allclose(*gradients)
         assert adds_up == loss.adds_up_over_rows() == (name != "goal" and not options)  # whose weights are relative
+    own = type("Own", (type(loss),), {})
+    assert not own().adds_up_over_rows(), "a subclass may have another formula"
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-D", "1-D"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.capabilities import needs_float16_on_cpu
+from tests.helpers.capabilities import needs_float16_on_cpu
 from tests.reference import set_prediction as reference
 from vl_plugins.modules import SetPrediction, SetPredictionOutput
 from vl_plugins.modules.set_prediction import slot_attention

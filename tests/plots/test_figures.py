@@ -37,8 +37,15 @@ def test_missing_matplotlib_is_named_before_the_work(monkeypatch):
         picture_file("picture.png")
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+def test_a_failed_write_keeps_the_old_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/picture.png: (File exists|Not a directory)"):
-        write_figure(new_figure(2, 1), tmp_path / "file" / "picture.png")
+    out = tmp_path / "picture.png"
+    out.write_bytes(b"old")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(UserError, match=r"cannot write .*picture.png: No space left on device"):
+        write_figure(new_figure(2, 1), out)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("picture.png", b"old")]

@@ -14,11 +14,6 @@ def axes():
     return new_figure(4, 4).subplots()
 
 
-def test_grid_covers_the_cosines_with_equal_intervals():
-    assert similarity_grid(5).tolist() == pytest.approx([-0.8, -0.4, 0.0, 0.4, 0.8])
-    assert similarity_grid(41).abs().max() < 1
-
-
 def test_each_value_is_over_its_similarities(axes):
     """Columns, to the right, are positive similarities; rows, upwards, are negative ones."""
     positive_similarities, negative_similarities = similarity_grid(4), similarity_grid(5)
@@ -31,14 +26,9 @@ def test_each_value_is_over_its_similarities(axes):
     assert image.get_clim() == (0, values.max())
     assert "positive $s_p$" in axes.get_xlabel()
     assert "negative $s_n$" in axes.get_ylabel()
-    assert (axes.get_xlim(), axes.get_ylim(), axes.get_aspect()) == ((-1, 1), (-1, 1), 1)
-
-
-def test_the_diagonal_is_marked(axes):
-    draw_plane(axes, torch.rand(3, 3))
     (diagonal,) = axes.lines
     assert diagonal.get_xydata().tolist() == [[-1, -1], [1, 1]]
-    assert diagonal.get_label() == "$s_p = s_n$"
+    assert (axes.get_xlim(), axes.get_ylim(), axes.get_aspect()) == ((-1, 1), (-1, 1), 1)
 
 
 def contour_points(axes):
@@ -53,11 +43,9 @@ def test_contours_lie_where_the_value_is_their_level(axes):
     assert found == {2.0, 5.5}
     assert {text.get_text() for text in axes.texts} == {"two", "more"}
     assert axes.images[0].get_clim() == (0, 8)
-    # White on the dark half of the colours, black on the other.
-    assert [tuple(colour[:3]) for lines in axes.collections for colour in lines.get_edgecolor()] == [
-        (1, 1, 1),
-        (0, 0, 0),
-    ]
+    # White on the dark half of the colors, black on the other.
+    colors = [tuple(color[:3]) for lines in axes.collections for color in lines.get_edgecolor()]
+    assert colors == [(1, 1, 1), (0, 0, 0)]
 
 
 @pytest.mark.filterwarnings("error")
@@ -69,7 +57,7 @@ def test_levels_that_no_value_reaches_are_left_out(axes):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("other", "largest"), [(0.0, 1.0), (0.5, 0.5), (float("inf"), 1.0)])
-def test_colours_begin_at_zero_whatever_the_values(axes, other, largest):
+def test_colors_begin_at_zero_whatever_the_values(axes, other, largest):
     values = torch.zeros(3, 3)
     values[0, 1], values[2, 2] = float("nan"), other
     draw_plane(axes, values)

@@ -5,7 +5,7 @@ import torch
 from pytorch_metric_learning.utils import distributed
 
 from tests.helpers.loops import embeddings_of, expected, make_loss
-from tests.processes import in_processes
+from tests.helpers.processes import in_processes
 from vl_plugins.losses.wrappers import CrossBatchMemory, DistributedLossWrapper, DistributedMinerWrapper
 from vl_plugins.miners import HardestNegativeMiner
 

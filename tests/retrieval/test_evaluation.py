@@ -30,7 +30,7 @@ def features(seed, *shape, **description):
 def trials(monkeypatch):
     """The folds of a split of ten images, of which ranks are not needed, and all of it."""
     captions = {image: frozenset(range(10 * image, 10 * image + 5)) for image in IMAGES}
-    monkeypatch.setattr(protocols, "_coco_test_split", lambda: protocols._CocoTestSplit(IMAGES, captions))
+    monkeypatch.setattr(protocols, "_coco_test_split", lambda: captions)
     return [prepare("coco-1k", features(0, 8)), prepare("plain", features(0, 8))]
 
 

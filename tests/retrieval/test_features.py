@@ -173,20 +173,23 @@ def changed(rows, value, column=slice(None)):
     [
         (
             changed([3, 5], float("nan"), 2),
-            "caption features are NaN or infinite in 2 of 8 rows, first row 3 (caption id 104)",
+            "caption features are NaN or infinite: 2 of 8 rows, first row 3 (caption id 104)",
         ),
         (
             changed(7, float("inf"), 0),
-            "caption features are NaN or infinite in 1 of 8 rows, first row 7 (caption id 108)",
+            "caption features are NaN or infinite: 1 of 8 rows, first row 7 (caption id 108)",
         ),
-        (changed([0, 1], 0.0), "caption features are zero in 2 of 8 rows, first row 0 (caption id 101)"),
-        (features(images=3 * unit(4, 6)), "norms go from 3 to 3, wrong in 4 of 4 rows, first row 0 (image id 11)"),
+        (changed([0, 1], 0.0), "caption features are zero: 2 of 8 rows, first row 0 (caption id 101)"),
+        (
+            features(images=3 * unit(4, 6)),
+            "divides by the norms: 4 of 4 rows, first row 0 (image id 11)",
+        ),
         (
             features(captions=unit(8, 6) * torch.tensor([1, 1, 1.02, 1, 1, 1, 1, 1])[:, None]),
-            "norms go from 1 to 1.02, wrong in 1",
+            "norms go from 1 to 1.02;",
         ),
-        (features(images=unit(4, 2, 6) * torch.tensor([[1.0], [2.0]]), captions=unit(8, 2, 6)), "wrong in 4 of 4 rows"),
-        (features(image_ids=None, images=2 * unit(4, 6)), "wrong in 4 of 4 rows, first row 0;"),
+        (features(images=unit(4, 2, 6) * torch.tensor([[1.0], [2.0]]), captions=unit(8, 2, 6)), "4 of 4 rows"),
+        (features(image_ids=None, images=2 * unit(4, 6)), "4 of 4 rows, first row 0"),
         (features(image_ids=(1, 2)), "there are 4 images, but 2 image ids"),
     ],
 )
@@ -195,8 +198,6 @@ def test_features_that_cannot_be_compared(wrong, message):
         wrong.check("model.npz")
     assert str(raised.value).startswith("model.npz: ")
     assert message in str(raised.value)
-    if "norms" in message:
-        assert "--normalize" in str(raised.value)
 
 
 def test_features_that_can_be_compared():
@@ -239,7 +240,7 @@ def test_with_captions():
         ),
         (
             {"image_ids": (1, 5, 9, 7)},
-            "1 of the 4 images of all are missing, such as 1; 1 images are not in all, such as 11",
+            "1 of the 4 images of all are missing, such as 1",
         ),
         ({"caption_ids": (*range(101, 108), 1)}, "1 of the 8 captions of all are missing, such as 1"),
         (

@@ -1,8 +1,4 @@
-"""``vl-plugins losses``: which losses there are, their options, equations and papers.
-
-The losses of this package are described in ``losses.json``, since importing torch and pytorch-metric-learning takes
-seconds. ``python -m vl_plugins.commands.losses`` writes it anew; a test compares it with the classes.
-"""
+"""``vl-plugins losses``: which losses there are, their options, equations and papers."""
 
 import argparse
 import inspect
@@ -10,15 +6,12 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from vl_plugins.registry import REQUIRED, constructor_options, find_loss, format_options, list_losses, load_loss
+from vl_plugins.registry import REQUIRED, constructor_options, format_options, list_losses, load_loss
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["TABLE", "describe_class", "describe_losses", "describe_own_losses", "register", "run"]
-
-TABLE = Path(__file__).with_name("losses.json")
+__all__ = ["describe_class", "describe_losses", "register", "run"]
 
 SHARED_OPTIONS = {
     "embedding_regularizer": None,
@@ -37,10 +30,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "losses",
         help="list the losses with their options, equations and papers",
-        description="List every loss, also those of other installed packages, with its options and their defaults.",
-        allow_abbrev=False,
+        examples=["vl-plugins losses"],
+        description="List all losses, also those of other installed packages, with options, equations and papers.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -55,24 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe_losses() -> list[dict[str, Any]]:
-    """Return :func:`describe_class` of every loss; of one that cannot be loaded, its ``name`` and ``error``."""
-    own = {description["name"]: description for description in json.loads(TABLE.read_text(encoding="utf-8"))}
+    """Return :func:`describe_class` of every loss, which imports torch; of one that cannot be loaded, its ``error``."""
     descriptions = []
     for name in list_losses():
         try:
-            descriptions.append(own[name] if _is_own(name) else describe_class(name, load_loss(name)))
+            descriptions.append(describe_class(name, load_loss(name)))
         except UserError as error:
             descriptions.append({"name": name, "error": str(error)})
     return descriptions
-
-
-def describe_own_losses() -> list[dict[str, Any]]:
-    """Return :func:`describe_class` of the losses of this package: what the table holds."""
-    return [describe_class(name, load_loss(name)) for name in list_losses() if _is_own(name)]
-
-
-def _is_own(name: str) -> bool:
-    return find_loss(name).dist.name == "vl_plugins"
 
 
 def describe_class(name: str, loss: Callable) -> dict[str, Any]:
@@ -113,7 +96,3 @@ def _paragraph(description: dict[str, Any], width: int) -> str:
             indent = "  " if not label else f"  {label:{LABEL_WIDTH}}"
             lines += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * len(indent))
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    TABLE.write_text(json.dumps(describe_own_losses(), indent=1) + "\n", encoding="utf-8")

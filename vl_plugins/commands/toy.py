@@ -1,4 +1,4 @@
-"""``vl-plugins toy``: the toy data set of coloured shapes."""
+"""``vl-plugins toy``: the toy data set of colored shapes."""
 
 import argparse
 from pathlib import Path
@@ -12,22 +12,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the ``toy`` subcommand."""
     parser = subparsers.add_parser(
         "toy",
-        help="draw a small set of captioned scenes to try everything on",
-        description="Draw scenes of two or three coloured shapes, with five captions each, from vague to exact.\n"
-        "They are laid out like Karpathy's release of COCO, so the other commands take them as they take COCO.",
-        epilog="example:\n"
-        "  vl-plugins toy --out toy\n"
-        "  vl-plugins shards coco --annotations toy/dataset_toy.json --images toy --out toy-shards",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        help="draw a small data set of captioned scenes",
+        examples=["vl-plugins toy --out toy"],
+        description="Draw scenes of two or three colored shapes, each with five captions, and write their annotations "
+        "in the format of Karpathy's COCO splits.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures and dataset_toy.json")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--train", type=int, default=1600, help="number of training images (default: %(default)s)")
     parser.add_argument("--val", type=int, default=200, help="number of validation images (default: %(default)s)")
     parser.add_argument("--test", type=int, default=200, help="number of test images (default: %(default)s)")
     parser.add_argument(
-        "--image-size", type=int, default=64, help="height and width in pixels, at least 16 (default: %(default)s)"
+        "--image-size", type=int, default=64, help="width and height in pixels, at least 16 (default: %(default)s)"
     )
     parser.set_defaults(run=run)
 

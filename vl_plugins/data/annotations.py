@@ -1,52 +1,42 @@
-"""Annotation files of captioned images, read into one checked record per image."""
+"""Captioned images, how the rows of any source become images, and the reader of Karpathy's annotation files."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from vl_plugins.data.json_text import check_type, parse_json
-from vl_plugins.data.storage import open_regular
-from vl_plugins.utils.errors import UserError, unknown_name
+from vl_plugins.data.storage import read_file
+from vl_plugins.utils.errors import UserError, check_name
 
-__all__ = [
-    "KARPATHY_DATASETS",
-    "CaptionedImage",
-    "ImageCollector",
-    "RejectedImage",
-    "check_caption",
-    "check_name",
-    "check_unique",
-    "get_group",
-    "place_of",
-    "read_json",
-    "read_karpathy",
-]
+__all__ = ["CaptionedImage", "RejectedImage", "gather_images", "place_of", "read_document", "read_karpathy"]
 
-KARPATHY_DATASETS = ("coco", "flickr30k")
-SPLITS = ("train", "restval", "val", "test")
+KARPATHY_HINT = (
+    "expected Karpathy's format, with the splits train, restval, val and test; "
+    "`vl-plugins shards coco-captions` converts COCO's own caption files"
+)
+LABEL = re.compile(r"[A-Za-z0-9_-]+")
+# 18 digits fit into 64 bits, whatever reads the shards.
+CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True)
 class CaptionedImage:
-    """One image with its captions, as the annotation file has them.
+    """One image with its captions.
 
     Args:
-        image_id: id of the image, unique in the source (``cocoid`` or ``id`` for COCO, ``imgid`` for Flickr30K); a
-            string where a table has such ids.
+        image_id: id of the image, unique in the source.
         file: POSIX path relative to the image root; never absolute and without ``..``.
         captions: at least one, none blank, in source order.
-        caption_ids: one id per caption, unique in the source (``sentid``, COCO's annotation id, or a running number).
-        split: name of the split, such as ``"train"``; letters, digits, ``_`` and ``-`` only.
-        dataset: name of the data set; letters, digits, ``_`` and ``-`` only.
-        filename: name of the image file as the annotation file gives it.
-        group: id of the images of the data set that belong together, such as pictures of one object or frames of a
-            video; None for an image that is in no group.
+        caption_ids: one id per caption, unique in the source.
+        split, dataset: their names, such as ``"train"``; letters, digits, ``_`` and ``-`` only.
+        filename: name of the image file as the source gives it.
+        group: id of images that belong together, such as frames of a video; None, or blank text, for no group.
 
     Raises:
-        UserError: there is no caption, a caption is blank, there are more or fewer ids than captions, a text is not
-            valid Unicode, the path leads out of the root, or a name has other characters.
+        UserError: a value is not as above, or a text is not valid Unicode.
     """
 
     image_id: int | str
@@ -59,142 +49,159 @@ class CaptionedImage:
     group: int | str | None = None
 
     def __post_init__(self):
-        # Both become part of keys and shard names, where a dot or a slash has a meaning of its own.
-        check_name("split", self.split)
-        check_name("data set", self.dataset)
-        # Windows paths know both separators and drive letters, so this refuses what any system could resolve elsewhere.
+        # Both become part of keys and shard names, where dots and slashes are separators.
+        for kind, name in (("split", self.split), ("data set", self.dataset)):
+            if not _is_label(name):
+                raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
+        # Windows paths know both separators and drive letters: nothing passes that any system could resolve elsewhere.
         path = PureWindowsPath(self.file)
         if path.anchor or ".." in path.parts:
             raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
-        for kind, text in (("path", self.file), ("file name", self.filename), ("image id", self.image_id)):
-            _check_unicode(kind, str(text))
-        _check_unicode("group", str(self.group))
+        if isinstance(self.group, str) and not self.group.strip():
+            object.__setattr__(self, "group", None)
         if not self.captions:
             raise UserError("it has no captions; every image needs at least one")
         if len(self.caption_ids) != len(self.captions):
             raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
         for caption in self.captions:
-            check_caption(caption)
+            if not caption.strip():
+                raise UserError(f"caption {caption!r} is blank")
+        texts = [("path", self.file), ("file name", self.filename), ("image id", self.image_id), ("group", self.group)]
+        for kind, text in (*texts, *(("caption", caption) for caption in self.captions)):
+            try:
+                str(text).encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{kind} {text!r:.60} is not valid Unicode: {error.reason}") from error
 
 
 @dataclass(frozen=True)
 class RejectedImage:
-    """An image that was left out, and why.
-
-    Args:
-        image: file of the image, or its place in the annotation file when it has no usable file name.
-        split: name of its split.
-        reason: what is wrong with it.
-    """
+    """An image that was left out: its file, or its place in the source; its split; and the reason."""
 
     image: str
     split: str
     reason: str
 
 
-class ImageCollector:
-    """Images of one source in order, with unique ids; wrong entries are raised or put on a list.
+def gather_images(
+    rows: Iterable[tuple[str, dict[str, Any]]], rejected: list[RejectedImage] | None
+) -> list[CaptionedImage]:
+    """Return the images of a source. Rows with the same path are one image, at the place of the first.
+
+    An image has the captions of all its rows; split, id and group must agree. Image ids become integers when all of
+    them are, or are text of plain decimal integers of up to 18 digits; otherwise strings.
 
     Args:
-        rejected: list that wrong entries are appended to; None raises the first one.
+        rows: the place of each row for messages, and its arguments of :class:`CaptionedImage`. With None as
+            ``image_id``, and without ``caption_ids``, ids are running numbers. A row that cannot be used has ``split``
+            and ``problem``, the reason.
+        rejected: a list for images with a wrong row; None raises an error for the first one.
+
+    Raises:
+        UserError: a row is wrong: a value of another type, no valid :class:`CaptionedImage`, an id that occurred
+            before, rows of an image that disagree. With ``rejected`` only if the split is not known.
     """
-
-    def __init__(self, rejected: list[RejectedImage] | None):
-        self.images: list[CaptionedImage] = []
-        self._rejected = rejected
-        self._image_ids: set[int | str] = set()
-        self._caption_ids: set[int | str] = set()
-
-    def add(self, image: CaptionedImage) -> None:
-        """Append an image.
-
-        Raises:
-            UserError: its id, or that of a caption, occurred before. The ids of an image that was not added stay free.
-        """
-        check_unique("image", [image.image_id], self._image_ids)
-        check_unique("caption", image.caption_ids, self._caption_ids)
-        self._image_ids.add(image.image_id)
-        self._caption_ids.update(image.caption_ids)
-        self.images.append(image)
-
-    def reject(self, source: str | Path, place: str, split: str | None, error: UserError) -> None:
-        """Put a wrong entry on the list of the rejected.
-
-        Args:
-            source: file (or files) with the entry.
-            place: where in the file the entry is.
-            split: its split; None where that is unknown, and the entry cannot be counted.
-            error: what is wrong.
-
-        Raises:
-            UserError: there is no list, or the split is unknown; the message names file and place.
-        """
-        if self._rejected is None or split is None:
-            raise UserError(f"{source}: {place}: {error}") from error
-        self._rejected.append(RejectedImage(place, split, str(error)))
-
-
-def check_name(kind: str, name: Any) -> None:
-    """Raise :class:`UserError` unless ``name`` consists of letters, digits, ``_`` and ``-``."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
-
-
-def check_caption(caption: str) -> None:
-    """Raise :class:`UserError` when a caption is blank or not valid Unicode."""
-    if not caption.strip():
-        raise UserError(f"caption {caption!r} is blank")
-    _check_unicode("caption", caption)
+    gathered: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for place, row in rows:
+        key = place
+        if isinstance(row.get("file"), str) and row["file"].strip():
+            row["file"] = key = str(PurePosixPath(row["file"]))
+        gathered.setdefault(key, []).append((place, row))
+    images: list[CaptionedImage] = []
+    seen_images: set[str] = set()
+    seen_captions: set[int | str] = set()
+    total = 0  # captions
+    for number, members in enumerate(gathered.values()):
+        first_place, first = members[0]
+        captions: list[str] = []
+        caption_ids: list[int | str] = []
+        try:
+            for place, row in members:  # noqa: B007, the place of the row that is wrong
+                image = _parse_row(row, number, total + len(captions))
+                for key in ("split", "image_id", "group"):
+                    # As text: JSON may have a number in one line and the same in quotes in another.
+                    if str(row[key]) != str(first[key]):
+                        reason = f"{key} {row[key]!r}, but {first[key]!r} in {first_place}"
+                        raise UserError(f"{reason}; rows of one image must agree")
+                captions += image.captions
+                caption_ids += image.caption_ids
+            place = first_place
+            if len(members) > 1:
+                image = replace(
+                    image, filename=first["filename"], captions=tuple(captions), caption_ids=tuple(caption_ids)
+                )
+            _check_unique("image", [str(image.image_id)], seen_images)
+            _check_unique("caption", caption_ids, seen_captions)
+        except UserError as error:
+            if rejected is None or not _is_label(first["split"]):
+                raise UserError(f"{place}: {error}") from error
+            rejected.append(RejectedImage(place, first["split"], str(error)))
+        else:
+            images.append(image)
+            # Only now: the ids of an image that is rejected stay free.
+            seen_images.add(str(image.image_id))
+            seen_captions.update(caption_ids)
+        total += len(captions)
+    if any(isinstance(image.image_id, str) for image in images):
+        as_id = int if all(CANONICAL_INT.fullmatch(str(image.image_id)) for image in images) else str
+        images = [replace(image, image_id=as_id(image.image_id)) for image in images]
+    return images
 
 
-def check_unique(kind: str, ids: Iterable[int | str], seen: Collection[int | str]) -> None:
-    """Raise :class:`UserError` when one of ``ids`` is among those ``seen`` or occurs twice."""
-    here: set[int | str] = set()
-    for value in ids:
-        if value in seen or value in here:
+def _parse_row(row: dict[str, Any], number: int, first_caption_id: int) -> CaptionedImage:
+    """Return a row as an image, with running numbers for ids that it does not have."""
+    if "problem" in row:
+        raise UserError(row["problem"])
+    for key, name in (("file", "path"), ("image_id", "image id")):
+        if isinstance(row[key], str) and not row[key].strip():
+            raise UserError(f"its {name} is blank")
+    image_id = number if row["image_id"] is None else row["image_id"]
+    caption_ids = range(first_caption_id, first_caption_id + len(row["captions"]))
+    return check_type({"caption_ids": list(caption_ids), **row, "image_id": image_id}, CaptionedImage)
+
+
+def _is_label(text: Any) -> bool:
+    return isinstance(text, str) and LABEL.fullmatch(text) is not None
+
+
+def _check_unique(kind: str, ids: Iterable[int | str], seen: Collection[int | str]) -> None:
+    for value, count in Counter(ids).items():
+        if count > 1 or value in seen:
             raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
-        here.add(value)
 
 
-def get_group(item: Mapping[str, Any], key: str | None) -> int | str | None:
-    """Return the group under ``key``; None without a key, and where there is none or it is blank.
+def place_of(file: str | Path, kind: str, number: int | str, name: Any = None) -> str:
+    """Return what messages call an entry of a file; the name is left out unless it is a string.
 
-    Raises:
-        UserError: it is neither a string nor a whole number.
+    >>> place_of("a.json", "image", 3, "cat.jpg")
+    'a.json: image 3 (cat.jpg)'
     """
-    value = None if key is None else item.get(key)
-    if isinstance(value, str) and not value.strip():
-        return None
-    try:
-        return check_type(value, int | str | None)
-    except UserError as error:
-        raise UserError(f"group {key!r}: {error}") from None
-
-
-def place_of(kind: str, number: int | str, name: Any = None) -> str:
-    r"""Return how messages call an entry; the name is left out unless it is a string.
-
-    >>> place_of("image", 3, "cat.jpg"), place_of("line", 7), place_of("line", 8, "a\nb")
-    ('image 3 (cat.jpg)', 'line 7', 'line 8 (a\\nb)')
-    """
-    if not isinstance(name, str):
-        return f"{kind} {number}"
     # Messages are one line, and the list of the rejected is UTF-8, which has no half characters.
-    return f"{kind} {number} ({name if name.isprintable() else repr(name)[1:-1]})"
+    shown = f" ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else ""
+    return f"{file}: {kind} {number}{shown}"
 
 
-def read_json(file: Path) -> Any:
-    """Read a JSON document.
+def read_document(file: Path, hint: str, **fields: Any) -> dict[str, Any]:
+    """Read an annotation file and check the types of some fields, such as ``images=list[dict[str, str]]``.
 
     Raises:
-        UserError: the file is missing or unreadable, not UTF-8, or not JSON; the message names the file.
+        UserError: the file cannot be read, or a field is missing or of another type; the hint follows.
     """
+    document = parse_json(read_file(file), str(file))
     try:
-        with open_regular(file) as stream:
-            data = stream.read()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
-    return parse_json(data, str(file))
+        check_type(document, TypedDict("Document", fields))  # type: ignore[operator]
+    except UserError as error:
+        raise UserError(f"{file}: {error}; {hint}") from error
+    return document
+
+
+class _Sentence(TypedDict):
+    raw: str
+    sentid: int
+
+
+KARPATHY_FIELDS = {"filename": str, "split": Literal["train", "restval", "val", "test"], "sentences": list[_Sentence]}
+KARPATHY_IDS = {"coco": {"filepath": str, "cocoid": int}, "flickr30k": {"imgid": int}}
 
 
 def read_karpathy(
@@ -210,101 +217,38 @@ def read_karpathy(
 
     Args:
         annotation_file: ``dataset_coco.json``, ``dataset_flickr30k.json``, or another file in their format.
-        dataset: whose keys the file uses. ``"coco"`` has ``filepath`` beside ``filename``, and its image id is
-            ``cocoid``; ``"flickr30k"`` has ``filename`` only, and its image id is ``imgid``.
-        dataset_name: name given to the data set; by default the one in the file, or else ``dataset``.
-        join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO) or stay a split of
-            their own.
+        dataset: ``"coco"``, with ``filepath`` beside ``filename`` and ``cocoid`` as image id; or ``"flickr30k"``, with
+            ``filename`` only and ``imgid``.
+        dataset_name: by default the name in the file, or else ``dataset``.
+        join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO).
         group_key: field of an image with its ``group``.
-        rejected: a list to which images with wrong entries are appended, as long as their split is known. None
-            raises on the first one.
+        rejected: a list for images that cannot be used, see :func:`gather_images`.
 
     Returns:
-        The images of all splits in the order of the file.
+        The images of all splits in the order of the file, with ``sentid`` as ``caption_ids``.
 
     Raises:
-        UserError: the file is missing, not JSON or without images. Also, unless ``rejected`` is given: an image
-            with a missing or ill-typed key, an unknown split, an id that occurred before, no captions, a caption
-            that is blank or not a string, or a path that leads out of the image root. The message names file
-            and image.
+        UserError: the file is missing or not in this format; an image cannot be used, see :func:`gather_images`.
     """
-    if dataset not in KARPATHY_DATASETS:
-        raise unknown_name("dataset", dataset, KARPATHY_DATASETS)
-    annotation_file = Path(annotation_file)
-    document = read_json(annotation_file)
-    items = document.get("images") if isinstance(document, dict) else None
-    if not isinstance(items, list) or not items:
-        raise UserError(
-            f"{annotation_file} has no images; expected Karpathy's format, an object with a list under 'images'"
-        )
-    if "annotations" in document and isinstance(items[0], dict) and "sentences" not in items[0]:
-        raise UserError(
-            f"{annotation_file} has COCO's own format, with 'annotations'; convert it with `vl-plugins shards "
-            "coco-captions`"
-        )
+    check_name("dataset", dataset, KARPATHY_IDS)
+    file, coco = Path(annotation_file), dataset == "coco"
+    item_type = TypedDict("Image", KARPATHY_FIELDS | KARPATHY_IDS[dataset])  # type: ignore[misc]
+    document = read_document(file, KARPATHY_HINT, images=list[item_type])
     name = document.get("dataset", dataset) if dataset_name is None else dataset_name
-    try:
-        check_name("data set", name)
-    except UserError as error:
-        raise UserError(f"{annotation_file}: {error}") from error
-
-    collector = ImageCollector(rejected)
-    for position, item in enumerate(items):
-        try:
-            collector.add(_parse_image(item, dataset, name, join_restval, group_key))
-        except UserError as error:
-            known = item if isinstance(item, dict) else {}
-            split = _joined(known["split"], join_restval) if known.get("split") in SPLITS else None
-            collector.reject(annotation_file, place_of("image", position, known.get("filename")), split, error)
-    return collector.images
-
-
-@dataclass
-class _Sentence:
-    raw: str
-    sentid: int
-
-
-@dataclass
-class _KarpathyImage:
-    filename: str
-    split: str
-    sentences: list[_Sentence]
-
-
-@dataclass
-class _CocoImage(_KarpathyImage):
-    filepath: str
-    cocoid: int
-
-
-@dataclass
-class _Flickr30kImage(_KarpathyImage):
-    imgid: int
-
-
-def _parse_image(item: Any, dataset: str, name: str, join_restval: bool, group_key: str | None) -> CaptionedImage:
-    entry = check_type(item, _CocoImage if dataset == "coco" else _Flickr30kImage)
-    if entry.split not in SPLITS:
-        raise unknown_name("split", entry.split, SPLITS)
-    return CaptionedImage(
-        image_id=entry.cocoid if dataset == "coco" else entry.imgid,
-        file=str(PurePosixPath(entry.filepath, entry.filename)) if dataset == "coco" else entry.filename,
-        captions=tuple(sentence.raw for sentence in entry.sentences),
-        caption_ids=tuple(sentence.sentid for sentence in entry.sentences),
-        split=_joined(entry.split, join_restval),
-        dataset=name,
-        filename=entry.filename,
-        group=get_group(item, group_key),
+    rows = (
+        (
+            place_of(file, "image", position, item["filename"]),
+            {
+                "image_id": item["cocoid" if coco else "imgid"],
+                "file": str(PurePosixPath(item["filepath"] if coco else "", item["filename"])),
+                "captions": [sentence["raw"] for sentence in item["sentences"]],
+                "caption_ids": [sentence["sentid"] for sentence in item["sentences"]],
+                "split": "train" if item["split"] == "restval" and join_restval else item["split"],
+                "dataset": name,
+                "filename": item["filename"],
+                "group": item.get(group_key),
+            },
+        )
+        for position, item in enumerate(document["images"])
     )
-
-
-def _joined(split: str, join_restval: bool) -> str:
-    return "train" if split == "restval" and join_restval else split
-
-
-def _check_unicode(kind: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{kind} {text!r:.60} is not valid Unicode: {error.reason}") from error
+    return gather_images(rows, rejected)

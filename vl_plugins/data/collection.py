@@ -1,21 +1,30 @@
-"""What shards hold besides pictures: names of images, and captions, in the order in which they are evaluated."""
+"""The names and captions in shards, in the order in which they are evaluated."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vl_plugins.data.decoding import read_captions
-from vl_plugins.data.shard_files import EXTENSIONS, TEXTS, expand_shards, input_of, read_samples
-from vl_plugins.data.shard_scanner import ScannedSample
+from vl_plugins.data.decoding import ShardSlice, is_id, raise_error, read_slices
+from vl_plugins.data.shard_files import ScannedSample, expand_shards, input_of, read_texts
 from vl_plugins.utils.errors import UserError
 
-__all__ = ["Collection", "Id", "first_captions", "read_collection"]
+__all__ = ["Collection", "Id", "Record", "first_captions", "parse_record", "read_collection", "read_records"]
 
 Id = int | str
+
+
+class Record(NamedTuple):
+    """The names and captions of one image."""
+
+    key: str
+    image_id: Id  # the key where the shard has none
+    captions: list[str]  # at least one, in source order
+    caption_ids: list[Id]  # "<image id>#<number>" where the shard has none
+    split: str | None  # "<dataset>-<split>"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,12 +35,11 @@ class Collection:
         shards: paths or URLs.
         sizes: number of samples of each shard.
         keys: of the I samples.
-        image_ids: of the I images; the key where a shard has none.
+        image_ids: of the I images, see :class:`Record`.
         captions: the C texts, those of an image adjacent and in source order.
-        caption_ids: of the C captions; ``<image id>#<number>`` where a shard has none.
+        caption_ids: of the C captions, see :class:`Record`.
         image_of_caption: (C,) int64, index of each caption's image.
-        splits: ``<dataset>-<split>`` of the samples, each once, in the order of their first appearance; empty for
-            shards that do not say.
+        splits: the different ``<dataset>-<split>`` of the samples, in the order of their first appearance.
     """
 
     shards: tuple[str, ...]
@@ -43,55 +51,57 @@ class Collection:
     image_of_caption: Tensor
     splits: tuple[str, ...]
 
-    def with_captions(self, kept: Tensor) -> "Collection":
-        """Return the same images with some of the captions, given by their indices."""
-        return replace(
-            self,
-            captions=tuple(self.captions[index] for index in kept.tolist()),
-            caption_ids=tuple(self.caption_ids[index] for index in kept.tolist()),
-            image_of_caption=self.image_of_caption[kept],
+    @classmethod
+    def from_records(cls, shards: Sequence[str], sizes: Sequence[int], records: Sequence[Record]) -> "Collection":
+        """Return the collection of all records, in the order of the shards."""
+        return cls(
+            shards=tuple(shards),
+            sizes=tuple(sizes),
+            keys=tuple(record.key for record in records),
+            image_ids=tuple(record.image_id for record in records),
+            captions=tuple(caption for record in records for caption in record.captions),
+            caption_ids=tuple(caption for record in records for caption in record.caption_ids),
+            image_of_caption=torch.tensor(
+                [index for index, record in enumerate(records) for _ in record.captions], dtype=torch.int64
+            ),
+            splits=tuple(dict.fromkeys(record.split for record in records if record.split)),
         )
 
+    def with_captions(self, kept: Tensor) -> "Collection":
+        """Return the same images with some of the captions, given by their indices."""
+        captions = tuple(self.captions[index] for index in kept.tolist())
+        caption_ids = tuple(self.caption_ids[index] for index in kept.tolist())
+        return replace(self, captions=captions, caption_ids=caption_ids, image_of_caption=self.image_of_caption[kept])
+
     def pictures(self, images: Iterable[int]) -> dict[int, bytes]:
-        """Read the files of some images from the shards again.
-
-        Args:
-            images: indices in [0, I).
-
-        Returns:
-            The bytes of each image's file by its index.
+        """Read the files of some images, given by indices in [0, I), from the shards again.
 
         Raises:
             UserError: a shard cannot be read, has changed since, or has features in place of pictures.
         """
-        wanted = sorted(set(images))
-        found, first = {}, 0
-        for shard, size in zip(self.shards, self.sizes, strict=True):
-            here = [index - first for index in wanted if first <= index < first + size]
-            if here:
+        images, found = set(images), {}
+        slices = []
+        for shard, size, end in zip(self.shards, self.sizes, accumulate(self.sizes), strict=True):
+            first = end - size
+            if wanted := [index - first for index in images if first <= index < end]:
+                slices.append(ShardSlice(shard, min(wanted), max(wanted) + 1, first))
+        for index, shard, sample in read_slices(slices, "images", raise_error):
+            if index in images:
                 try:
-                    samples = read_samples(shard, here[0], here[-1] + 1, extensions=EXTENSIONS)
-                    for index, sample in enumerate(samples, here[0]):
-                        if index in here:
-                            key = sample.key
-                            if key != self.keys[first + index]:
-                                raise ValueError(f"sample {index} is {key}, not {self.keys[first + index]}")
-                            found[first + index] = input_of(sample)
-                    if first + here[-1] not in found:
-                        raise ValueError(f"it has no sample {here[-1]} any more")
-                # Damaged archives raise nearly anything.
-                except Exception as error:
-                    raise UserError(f"cannot read the pictures of shard {shard}: {error!r}") from error
-            first += size
+                    if sample.key != self.keys[index]:
+                        raise UserError(f"{self.keys[index]} was in its place before")
+                    found[index] = input_of(sample)
+                except UserError as error:
+                    raise_error(f"sample {sample.key} of {shard}", error)
         return found
 
 
 def read_collection(shards: str | Sequence[str], max_captions: int | None = None) -> Collection:
-    """Read the texts of shards, and leave their pictures where they are.
+    """Read the names and captions in shards, without their pictures.
 
     Args:
-        shards: as for :func:`vl_plugins.data.reader.evaluation_pipeline`, whose order this is.
-        max_captions: only the first so many captions of each image.
+        shards: as for :func:`vl_plugins.data.shard_files.expand_shards`.
+        max_captions: only the first so many captions of each image; all by default.
 
     Raises:
         UserError: a shard does not exist or cannot be read, a sample has no captions, or ``max_captions`` is below 1.
@@ -99,36 +109,35 @@ def read_collection(shards: str | Sequence[str], max_captions: int | None = None
     if max_captions is not None and max_captions < 1:
         raise UserError(f"max_captions must be at least 1, got {max_captions}")
     shards = expand_shards(shards)
-    sizes, records = [], []
-    for shard in shards:
-        before = len(records)
-        try:
-            for sample in read_samples(shard, extensions=TEXTS):
-                records.append(_Record(sample))
-        except Exception as error:
-            raise UserError(f"cannot read sample {len(records) - before} of shard {shard}: {error}") from error
-        sizes.append(len(records) - before)
-    collection = Collection(
-        shards=tuple(shards),
-        sizes=tuple(sizes),
-        keys=tuple(record.key for record in records),
-        image_ids=tuple(record.image_id for record in records),
-        captions=tuple(caption for record in records for caption in record.captions),
-        caption_ids=tuple(caption for record in records for caption in record.caption_ids),
-        image_of_caption=torch.tensor(
-            [index for index, record in enumerate(records) for _ in record.captions], dtype=torch.int64
-        ),
-        splits=tuple(dict.fromkeys(record.split for record in records if record.split)),
-    )
-    return (
-        collection
-        if max_captions is None
-        else collection.with_captions(first_captions(collection.image_of_caption, max_captions))
-    )
+    records = [list(read_records(shard, max_captions)) for shard in shards]
+    return Collection.from_records(shards, list(map(len, records)), list(chain.from_iterable(records)))
+
+
+def read_records(shard: str, max_captions: int | None = None) -> Iterator[Record]:
+    """Yield the names and captions of a shard's samples, see :func:`read_collection`."""
+    for _, _, sample in read_slices([ShardSlice(shard, 0, None, 0)], None, raise_error):
+        yield parse_record(sample, shard, max_captions)
+
+
+def parse_record(sample: ScannedSample, shard: str, max_captions: int | None = None) -> Record:
+    """Return the names and captions of a sample that was read with its texts; errors as :func:`read_collection`."""
+    try:
+        metadata, captions = read_texts(sample)
+    except ValueError as error:
+        raise_error(f"sample {sample.key} of {shard}", error)
+    image_id: Any = metadata.get("image_id")
+    caption_ids: Any = metadata.get("caption_ids")
+    if not is_id(image_id):
+        image_id = sample.key
+    if not isinstance(caption_ids, list) or len(caption_ids) != len(captions) or not all(map(is_id, caption_ids)):
+        caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
+    names = [name for name in (metadata.get("dataset"), metadata.get("split")) if isinstance(name, str)]
+    split = "-".join(names) if len(names) == 2 else None
+    return Record(sample.key, image_id, captions[:max_captions], caption_ids[:max_captions], split)
 
 
 def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
-    """Return the indices of the first captions of each image, at most so many of an image, ascending.
+    """Return the ascending indices of the first ``number`` captions of each image.
 
     Args:
         image_of_caption: (C,) int64, index of each caption's image.
@@ -144,26 +153,3 @@ def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
     first = counts.cumsum(0) - counts
     place = torch.arange(len(order)) - first[image_of_caption[order]]
     return order[place < number].sort().values
-
-
-class _Record:
-    """The texts of a sample."""
-
-    def __init__(self, sample: ScannedSample):
-        self.key = sample.key
-        self.captions = read_captions(sample)
-        texts = json.loads(sample.data["json"]) if "json" in sample.data else {}
-        texts = texts if isinstance(texts, dict) else {}
-        image_id, caption_ids = texts.get("image_id"), texts.get("caption_ids")
-        self.image_id = image_id if _is_id(image_id) else self.key
-        if not isinstance(caption_ids, list) or not all(map(_is_id, caption_ids)):
-            caption_ids = []
-        if len(caption_ids) != len(self.captions):
-            caption_ids = [f"{self.image_id}#{number}" for number in range(len(self.captions))]
-        self.caption_ids = caption_ids
-        names = texts.get("dataset"), texts.get("split")
-        self.split = "-".join(names) if all(isinstance(name, str) for name in names) else None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, str)) and not isinstance(value, bool)

@@ -5,44 +5,26 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PureWindowsPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.storage import error_text
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-if TYPE_CHECKING:
-    import numpy
-
-__all__ = ["FEATURE_EXTENSION", "FeatureInfo", "decode_features", "inspect_features", "with_array_files"]
+__all__ = ["FEATURE_EXTENSION", "decode_features", "with_array_files"]
 
 FEATURE_EXTENSION = "npy"
 
-# The first bytes of an array file.
-MAGIC = b"\x93NUMPY"
 
-
-class FeatureInfo(NamedTuple):
-    """What :func:`inspect_features` finds.
-
-    Args:
-        num_features: number N of features of the image.
-        feature_dim: number W of values of each.
-    """
-
-    num_features: int
-    feature_dim: int
-
-
-def decode_features(data: bytes) -> "numpy.ndarray":
-    """Return the features of an image, (N, W) float32: a row for each region, or each cell of a grid.
+def decode_features(data: bytes) -> Any:
+    """Return the features of an image, a NumPy array (N, W) float32: a row for each region, or each cell of a grid.
 
     A row of zeros is a region that is not there: batches are padded with such rows. A grid ``(W, rows, columns)`` is
-    stored as ``(rows * columns, W)``, which is ``grid.reshape(len(grid), -1).T``.
+    stored as ``grid.reshape(len(grid), -1).T``.
 
     Args:
-        data: content of an array file (``.npy``) as ``numpy.save`` writes it, of 16, 32 or 64 bit floats.
+        data: content of an array file (``.npy``), of 16, 32 or 64 bit floats.
 
     Raises:
         UserError: the content is empty, damaged, pickled or something else; the array is not two-dimensional or of
@@ -51,7 +33,7 @@ def decode_features(data: bytes) -> "numpy.ndarray":
     numpy = require("numpy", extra="data")
     if not data:
         raise UserError("the file is empty")
-    if not data.startswith(MAGIC):
+    if not data.startswith(b"\x93NUMPY"):
         raise UserError("the file is not an array file (.npy, as numpy.save writes it)")
     try:
         array = numpy.load(io.BytesIO(data), allow_pickle=False)
@@ -62,8 +44,8 @@ def decode_features(data: bytes) -> "numpy.ndarray":
         raise UserError(f"the array must be of float16, float32 or float64, it is of {array.dtype}")
     if array.ndim != 2:
         raise UserError(
-            f"the array must be (N, W), a row for each of N features, it is {array.shape}; store a grid (W, rows, "
-            "columns) as grid.reshape(len(grid), -1).T"
+            f"the array must be (N, W), a row for each feature, it is {array.shape}; "
+            "store a grid (W, rows, columns) as grid.reshape(len(grid), -1).T"
         )
     with numpy.errstate(over="ignore"):
         features = numpy.ascontiguousarray(array, dtype=numpy.float32)
@@ -72,15 +54,6 @@ def decode_features(data: bytes) -> "numpy.ndarray":
     if not features.any():
         raise UserError(f"the array {array.shape} has no features; a row of zeros is one that is not there")
     return features
-
-
-def inspect_features(data: bytes) -> FeatureInfo:
-    """Find out whether readers of shards can use an array file.
-
-    Raises:
-        UserError: as for :func:`decode_features`.
-    """
-    return FeatureInfo(*decode_features(data).shape)
 
 
 def with_array_files(images: Iterable[CaptionedImage], folder: str | os.PathLike) -> list[CaptionedImage]:
@@ -100,20 +73,19 @@ def with_array_files(images: Iterable[CaptionedImage], folder: str | os.PathLike
     owners: dict[str, CaptionedImage] = {}
     found = []
     for image in images:
-        by_id = f"{image.image_id}.{FEATURE_EXTENSION}"
-        by_name = f"{PureWindowsPath(image.filename).stem}.{FEATURE_EXTENSION}"
-        if by_id != by_name and {by_id, by_name} <= present:
-            raise UserError(
-                f"{folder} has both {by_id}, by image id, and {by_name}, by file name, for image {image.filename}; "
-                "name all array files by image id, or all by file name"
-            )
-        file = by_id if by_id in present else by_name
-        if file in present and owners.setdefault(file, image) is not image:
-            raise UserError(
-                f"{folder} has one {file} for two images, {owners[file].filename} (image id {owners[file].image_id}) "
-                f"and {image.filename} (image id {image.image_id}); name the array files by image id"
-            )
-        found.append(replace(image, file=file))
+        stems = dict.fromkeys((str(image.image_id), PureWindowsPath(image.filename).stem))
+        names = [f"{stem}.{FEATURE_EXTENSION}" for stem in stems]
+        files = [name for name in names if name in present]
+        if len(files) > 1:
+            raise UserError(f"{folder} has both {files[0]} and {files[1]} for {image.filename}; name all files one way")
+        for file in files:
+            owner = owners.setdefault(file, image)
+            if owner is not image:
+                raise UserError(
+                    f"{folder} has one {file} for {owner.filename} (image id {owner.image_id}) and {image.filename} "
+                    f"(image id {image.image_id}); name the array files by image id"
+                )
+        found.append(replace(image, file=files[0] if files else names[-1]))
     if found and not owners:
-        raise UserError(f"{folder} has no array file of the images; expected names such as {by_id} or {by_name}")
+        raise UserError(f"{folder} has no array file of the images; expected names such as {' or '.join(names)}")
     return found

@@ -6,43 +6,28 @@ from typing import Any
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["check_type", "parse_json"]
+__all__ = ["check_type", "parse_json", "to_json"]
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Parse the content of a JSON document.
-
-    Args:
-        data: UTF-8 text.
-        name: of the document, for errors.
-
-    Raises:
-        UserError: the content is not UTF-8, not JSON, nested too deeply, or has numbers of thousands of digits.
-    """
+    """Parse UTF-8 text as JSON; raise :class:`UserError` that begins with ``name`` if it is anything else."""
     try:
         return json.loads(data.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
+    # Also for numbers of thousands of digits, and for brackets nested thousands of times.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{name} cannot be read: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{name} is nested too deeply to be an annotation or index file") from error
+
+
+def to_json(value: Any, **options: Any) -> bytes:
+    """Return JSON that is readable in any language and does not depend on the order of keys."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, **options).encode()
 
 
 def check_type(value: Any, expected: Any) -> Any:
-    """Return a JSON value as a type that msgspec knows: a dataclass, a ``TypedDict``, ``list[int | str]``, ...
-
-    Keys that a dataclass or ``TypedDict`` does not have are left out.
+    """Return a JSON value as a type that msgspec knows; without keys that a dataclass or ``TypedDict`` does not have.
 
     Raises:
-        UserError: the value is of another type; the message says what was expected where, in a line.
-
-    >>> check_type({"a": [1, "2"]}, dict[str, list[int]])
-    Traceback (most recent call last):
-        ...
-    vl_plugins.utils.errors.UserError: Expected `int`, got `str` - at `$[...][1]`
+        UserError: the value is of another type, as in "Expected `int`, got `str` - at `$.images[1]`".
     """
     msgspec = require("msgspec", extra="data")
     try:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from vl_plugins import __version__
 from vl_plugins.data.annotations import RejectedImage
-from vl_plugins.data.json_text import check_type, parse_json
+from vl_plugins.data.json_text import check_type, parse_json, to_json
 from vl_plugins.data.storage import Folder
 from vl_plugins.utils.errors import UserError, unknown_name
 
@@ -17,17 +17,14 @@ __all__ = [
     "MANIFEST_FILE",
     "REJECTED_FILE",
     "SIZES_FILE",
-    "CaptionsPerImage",
     "ForeignManifestError",
     "ShardFacts",
     "SplitEntry",
     "is_shard_of",
-    "number_of_captions",
     "read_manifest",
     "read_sizes",
     "select_splits",
     "shard_name",
-    "to_json",
     "update_index",
 ]
 
@@ -48,26 +45,20 @@ class ShardFacts(TypedDict):
     sha256: str
 
 
-class CaptionsPerImage(TypedDict):
-    """How many captions images have; the histogram is the number of images by number of captions."""
-
-    min: int
+class _CaptionsPerImage(TypedDict):
     max: int
-    histogram: dict[int, int]
 
 
 class _RequiredFields(TypedDict):
     source: dict[str, Any]
     options: dict[str, Any]
-    images: int
-    captions: int
     rejected: int
-    captions_per_image: CaptionsPerImage
+    captions_per_image: _CaptionsPerImage
     shards: dict[str, ShardFacts]
 
 
 class SplitEntry(_RequiredFields, total=False):
-    """What the manifest says of a split."""
+    """What the manifest says of a split, as far as it is read again."""
 
     groups: int
 
@@ -79,78 +70,65 @@ class ForeignManifestError(UserError):
 def read_manifest(folder: Folder | str | os.PathLike) -> dict[str, SplitEntry] | None:
     """Return the entries of a folder's ``manifest.json`` by ``<dataset>-<split>``; None when there is no manifest.
 
-    Raises:
-        UserError: the file cannot be read, or an entry is damaged.
-        ForeignManifestError: it is something else.
+    A file that cannot be read, or a damaged entry, is a :class:`UserError`.
     """
-    manifest = _read_json(_folder(folder), MANIFEST_FILE)
+    manifest, place = _read_json(folder, MANIFEST_FILE)
     if manifest is None:
         return None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
-        raise ForeignManifestError(f"{_folder(folder) / MANIFEST_FILE} is not a manifest of vl-plugins shards")
+        raise ForeignManifestError(f"{place} is not a manifest of vl-plugins shards")
     try:
         check_type(manifest["splits"], dict[str, SplitEntry])
     except UserError as error:
-        raise UserError(f"{_folder(folder) / MANIFEST_FILE} is damaged: {error} (below 'splits')") from None
+        raise UserError(f"{place} is damaged: {error} (below 'splits')") from None
     return manifest["splits"]
 
 
 def read_sizes(folder: Folder | str | os.PathLike) -> dict[str, int] | None:
-    """Return the number of samples by shard from a folder's ``sizes.json``; None when there is none.
-
-    Raises:
-        UserError: the file cannot be read, or is something else.
-    """
-    sizes = _read_json(_folder(folder), SIZES_FILE)
+    """Return the number of samples by shard from ``sizes.json``, None without one; anything else is an error."""
+    sizes, place = _read_json(folder, SIZES_FILE)
     if sizes is None:
         return None
     try:
         sizes = check_type(sizes, dict[str, int])
-        if all(0 <= size <= MAX_SAMPLES for size in sizes.values()):
-            return sizes
-        problem = f"a number is not 0 to {MAX_SAMPLES:,}"
+        if not all(0 <= size <= MAX_SAMPLES for size in sizes.values()):
+            raise UserError(f"a number is not 0 to {MAX_SAMPLES:,}")
     except UserError as error:
-        problem = str(error)
-    raise UserError(f"{_folder(folder) / SIZES_FILE} must hold numbers of samples by name of shard: {problem}")
+        raise UserError(f"{place} must hold numbers of samples by name of shard: {error}") from None
+    return sizes
 
 
-def update_index(folder: Folder, name: str, entry: SplitEntry | None, rejected: Sequence[RejectedImage] = ()) -> None:
-    """Put the entry of one split into the files beside the shards, or with None take it out of them.
+def update_index(
+    folder: Folder, name: str, entry: Mapping[str, Any] | None, rejected: Sequence[RejectedImage] = ()
+) -> None:
+    """Put the entry of one split into the files beside the shards, or with None take it out of them."""
+    splits: dict[str, Any] = read_manifest(folder) or {}
+    sizes = read_sizes(folder) or {}
+    lines = folder.read(REJECTED_FILE).splitlines(keepends=True) if folder.exists(REJECTED_FILE) else []
 
-    Other entries stay, also those that another process writes at the same time into the same local folder.
-    """
-    with folder.lock():
-        splits = read_manifest(folder) or {}
-        sizes = read_sizes(folder) or {}
-        # Not `splitlines`: a file name may hold other characters that end a line.
-        lines = folder.read(REJECTED_FILE).decode().split("\n")[:-1] if folder.exists(REJECTED_FILE) else []
+    splits.pop(name, None)
+    sizes = {shard: samples for shard, samples in sizes.items() if not is_shard_of(name, shard)}
+    lines = [line for line in lines if not line.startswith(b'{"shards": "%s", ' % name.encode())]
+    if entry is not None:
+        splits[name] = entry
+        sizes |= {shard: facts["samples"] for shard, facts in entry["shards"].items()}
+        records = ({"shards": name, **asdict(item)} for item in rejected)
+        lines += [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
 
-        splits.pop(name, None)
-        sizes = {shard: samples for shard, samples in sizes.items() if not is_shard_of(name, shard)}
-        lines = [line for line in lines if json.loads(line)["shards"] != name]
-        if entry is not None:
-            splits[name] = entry
-            sizes |= {shard: facts["samples"] for shard, facts in entry["shards"].items()}
-            lines += [json.dumps({"shards": name, **asdict(item)}, ensure_ascii=False) for item in rejected]
-
-        if lines:
-            _write(folder, REJECTED_FILE, "".join(f"{line}\n" for line in lines).encode())
-        else:
-            folder.remove(REJECTED_FILE)
-        _write(folder, SIZES_FILE, to_json(sizes, indent=2))
-        # Last: what it lists is complete.
-        _write(folder, MANIFEST_FILE, to_json({"tool": f"vl_plugins {__version__}", "splits": splits}, indent=2))
+    if lines:
+        folder.write_bytes(REJECTED_FILE, b"".join(lines))
+    else:
+        folder.remove(REJECTED_FILE)
+    folder.write_bytes(SIZES_FILE, to_json(sizes, indent=2))
+    # Last: what it lists is complete.
+    folder.write_bytes(MANIFEST_FILE, to_json({"tool": f"vl_plugins {__version__}", "splits": splits}, indent=2))
 
 
 def select_splits(names: Iterable[str], wanted: Sequence[str] | None) -> list[str]:
-    """Return the splits that are wanted, of those that are there.
-
-    Args:
-        names: of the splits that are there, ``<dataset>-<split>``.
-        wanted: such names, or ``<split>`` for that split of every data set; None for all.
+    """Return the splits that are wanted by name, or by ``<split>`` for that of every data set; None is all.
 
     Raises:
-        UserError: one of them is not there.
+        UserError: one is not there.
 
     >>> select_splits(["coco-train", "coco-val", "flickr30k-train"], ["train"])
     ['coco-train', 'flickr30k-train']
@@ -175,24 +153,7 @@ def is_shard_of(name: str, file: str) -> bool:
     return re.fullmatch(rf"{re.escape(name)}-\d{{6}}\.tar", file) is not None
 
 
-def number_of_captions(captions_per_image: Mapping[int, int]) -> int:
-    """Return how many captions there are, given how many images have how many."""
-    return sum(captions * images for captions, images in captions_per_image.items())
-
-
-def to_json(value: Any, **options: Any) -> bytes:
-    """Return JSON, readable in any language, and the same bytes whatever order the keys were set in."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, **options).encode()
-
-
-def _folder(folder: Folder | str | os.PathLike) -> Folder:
-    return folder if isinstance(folder, Folder) else Folder(folder)
-
-
-def _read_json(folder: Folder, name: str) -> Any:
-    return parse_json(folder.read(name), folder / name) if folder.exists(name) else None
-
-
-def _write(folder: Folder, name: str, data: bytes) -> None:
-    with folder.write(name) as stream:
-        stream.write(data)
+def _read_json(folder: Folder | str | os.PathLike, name: str) -> tuple[Any, str]:
+    """Return the content of a file, None when there is none, and its location."""
+    folder = Folder(folder)
+    return parse_json(folder.read(name), folder / name) if folder.exists(name) else None, folder / name

@@ -23,15 +23,9 @@ def usable_cores() -> int:
 
 
 def map_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
-    """Yield ``function(task)`` for each task, in the order of the tasks.
+    """Yield ``function(task)`` for each task, in the order of the tasks; when one fails, no other begins.
 
-    With one worker the work is done here, otherwise in so many new processes, which end with this one even if it is
-    killed. The first task that fails stops the rest: what has not begun is not begun.
-
-    Args:
-        function: a function of a module; it, the tasks and the results are pickled.
-        tasks: what to do.
-        workers: number of processes, at least 1.
+    With several workers, function, tasks and results are pickled; the processes end with this one even if it is killed.
 
     Raises:
         UserError: ``workers`` is less than 1, or a process died. Also whatever ``function`` raises.
@@ -44,25 +38,20 @@ def map_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], 
         return
     # Not forked: this process may have threads, of torch for example, whose locks a fork would copy.
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
-        for future in [executor.submit(function, task) for task in tasks]:
-            yield future.result()
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as executor:
+            yield from executor.map(function, tasks)
     except BrokenProcessPool as error:
-        raise UserError(
-            "a worker process was killed, perhaps because the memory was full; try again with fewer --workers"
-        ) from error
-    finally:
-        # Not by `with`, which would take back that pending tasks are cancelled.
-        executor.shutdown(cancel_futures=True)
+        raise UserError("a worker process was killed, perhaps because the memory was full; lower --workers") from error
 
 
 def _start_worker() -> None:
-    # Ctrl-C reaches the whole group of processes; the one that waits for the others decides what to do.
+    # Ctrl-C reaches the whole group of processes; the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     os._exit(1)

@@ -13,11 +13,7 @@ __all__ = ["derived_seed", "random_states", "seed_everything", "seeded", "set_ra
 
 
 def derived_seed(*parts: int | str) -> int:
-    """Return a seed, [0, 2^32), that is another for every other ``parts``.
-
-    >>> derived_seed(0, 1) == derived_seed(0, 1), derived_seed(0, 1) == derived_seed(1, 0)
-    (True, False)
-    """
+    """Return a seed, [0, 2^32), that is another for every other ``parts``."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
@@ -32,27 +28,25 @@ def seed_everything(seed: int) -> None:
 @contextlib.contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
     """Draw random numbers that depend on ``parts`` alone, on the CPU; afterwards all generators go on as before."""
-    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()  # noqa: NPY002
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     seed = derived_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        python_state, numpy_state, torch_state = before
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.random.set_rng_state(torch_state)
+        torch.set_rng_state(torch_state)
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all generators of random numbers, as tensors, numbers, strings and lists."""
-    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
-    version, internal, gauss = random.getstate()
+    """Return the states of all generators of random numbers, as tensors and tuples that are safe to load."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {
-        "python": [version, list(internal), gauss],
-        "numpy": [numpy_name, numpy_keys.tolist(), *numpy_rest],
+        "python": random.getstate(),
+        "numpy": (name, tuple(keys.tolist()), *rest),  # type: ignore[attr-defined]
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -60,10 +54,8 @@ def random_states() -> dict[str, Any]:
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Go on with the random numbers where :func:`random_states` was."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])

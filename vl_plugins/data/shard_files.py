@@ -1,17 +1,19 @@
 """Shards as files: where they are, and the samples in them."""
 
 import os
-from collections import Counter
+import re
+import tarfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
-from vl_plugins.data.shard_scanner import ScannedSample, scan_samples
-from vl_plugins.data.storage import Folder
+from vl_plugins.data.json_text import parse_json
+from vl_plugins.data.storage import MAX_FILE_BYTES, Folder
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
@@ -20,11 +22,13 @@ __all__ = [
     "INPUTS",
     "TEXTS",
     "Place",
+    "ScannedSample",
     "expand_shards",
     "input_of",
     "locate",
-    "missing_shards",
     "read_samples",
+    "read_texts",
+    "scan_samples",
 ]
 
 # Of images; where a sample has several, the first counts.
@@ -36,15 +40,23 @@ MEMBERS = {*EXTENSIONS, *TEXTS}
 INPUTS = {"images": EXTENSIONS, "features": (FEATURE_EXTENSION,)}
 
 
-class Place(NamedTuple):
-    """A shard in a folder that can be listed.
+# As webdataset splits names: folders and name up to the first dot, and what follows it.
+NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+# Files of webdataset itself.
+META_NAME = re.compile(r"__[^/]*__($|/)")
 
-    Args:
-        url: of the shard, or its path.
-        folder: path or URL, for :class:`vl_plugins.data.storage.Folder`.
-        name: of the file in it.
-        is_local: whether webdataset opens it as a file of this machine; otherwise fsspec opens it.
-    """
+
+@dataclass(slots=True)
+class ScannedSample:
+    """Consecutive files of one key: their headers, and the content of those asked for, by extension in lower case."""
+
+    key: str
+    members: dict[str, tarfile.TarInfo] = field(default_factory=dict)
+    data: dict[str, bytes] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    """A shard as a file of a folder that can be listed; ``is_local`` if webdataset opens it, otherwise fsspec does."""
 
     url: str
     folder: str
@@ -55,10 +67,8 @@ class Place(NamedTuple):
 def locate(shard: str) -> Place | None:
     """Return where a shard is, or None for what webdataset reads from a program (``pipe:``, ``https://``, ``gs://``).
 
-    >>> locate("shards/coco-train-000000.tar")
-    Place(url='shards/coco-train-000000.tar', folder='shards', name='coco-train-000000.tar', is_local=True)
-    >>> locate("s3://bucket/coco-train-000000.tar").folder
-    's3://bucket'
+    >>> locate("s3://bucket/coco-train-000000.tar")
+    Place(url='s3://bucket/coco-train-000000.tar', folder='s3://bucket', name='coco-train-000000.tar', is_local=False)
     >>> locate("pipe:cat coco-train-000000.tar")
     """
     url = urlparse(shard)
@@ -82,114 +92,161 @@ def expand_shards(pattern: str | Sequence[str]) -> list[str]:
             ``gs://``) are not checked; others are fsspec's (``s3://``, ``memory://``).
 
     Raises:
-        UserError: the pattern is empty or malformed, a shard is listed twice, a shard does not exist, a URL contains
-            a quote, or fsspec cannot open it; the message says what exists, or which package is missing.
+        UserError: the pattern is empty or malformed, a shard does not exist or is listed twice, a URL contains a quote,
+            or fsspec cannot open it.
 
     >>> expand_shards("https://host/toy-{00..02}.tar::pipe:cat other.tar")
     ['https://host/toy-00.tar', 'https://host/toy-01.tar', 'https://host/toy-02.tar', 'pipe:cat other.tar']
     """
+    # As webdataset does, but without importing torch, so that a missing shard is reported at once.
+    braceexpand = require("braceexpand", extra="data").braceexpand
     try:
-        urls = _expand(pattern) if isinstance(pattern, str) else pattern
-        shards = [shard for shard in urls if shard]
-    # An AssertionError is webdataset's way to say that a ${variable} is not set.
-    except (ValueError, AssertionError) as error:
+        parts = map(braceexpand, pattern.split("::")) if isinstance(pattern, str) else [pattern]
+        shards = [shard for part in parts for shard in part if shard]
+    except ValueError as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
-    twice = next((shard for shard, count in Counter(map(_absolute_path, shards)).items() if count > 1), None)
-    if twice is not None:
-        raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
-    for shard in shards:
+    places = [locate(shard) for shard in shards]
+    seen: set[str] = set()
+    for shard, place in zip(shards, places, strict=True):
         # webdataset puts such URLs into the command line of a shell.
-        if not shard.startswith("pipe:") and locate(shard) is None and {"'", '"'}.intersection(shard):
+        if place is None and not shard.startswith("pipe:") and {"'", '"'}.intersection(shard):
             raise UserError(f"the URL {shard} contains a quote: write it as %27 or %22")
-    missing = missing_shards(shards)
+        path = os.path.abspath(Path(place.folder, place.name)) if place is not None and place.is_local else shard
+        if path in seen:
+            raise UserError(f"the shard {path} is listed more than once, so its images would count more than once")
+        seen.add(path)
+    # One listing of a remote folder instead of a request for each shard.
+    listing = cache(lambda folder: frozenset(Folder(folder).names()))
+    missing = [
+        place
+        for place in places
+        if place is not None
+        and not (Path(place.folder, place.name).is_file() if place.is_local else place.name in listing(place.folder))
+    ]
     if missing:
         folder = missing[0].folder
         present = [name for name in Folder(folder).names() if name.endswith(".tar")]
-        beside = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
+        others = f"{present[0]} ... {present[-1]} ({len(present)} files)" if present else "no .tar files"
         raise UserError(
-            f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {beside}"
+            f"{len(missing)} of {len(shards)} shards do not exist: {missing[0].url}; {folder} holds {others}"
         )
     return shards
-
-
-def _absolute_path(shard: str) -> str:
-    place = locate(shard)
-    return os.path.abspath(Path(place.folder, place.name)) if place is not None and place.is_local else shard
-
-
-def _expand(pattern: str) -> list[str]:
-    if "${" in pattern:
-        return require("webdataset", extra="data").shardlists.expand_urls(pattern)
-    # The same without variables, but without importing torch, so that a missing shard is reported at once.
-    braceexpand = require("braceexpand", extra="data").braceexpand
-    return [url for part in pattern.split("::") for url in braceexpand(part)]
-
-
-def missing_shards(shards: Sequence[str]) -> list[Place]:
-    """Return the shards that do not exist, of those that :func:`locate` knows a place for.
-
-    Raises:
-        UserError: fsspec cannot open a URL; the message says which package is missing.
-    """
-    places = [place for place in map(locate, shards) if place is not None]
-    # One listing of a folder instead of a request for each shard.
-    remote_folders = dict.fromkeys(place.folder for place in places if not place.is_local)
-    listings = {folder: set(Folder(folder).names()) for folder in remote_folders}
-    return [
-        place
-        for place in places
-        if not (Path(place.folder, place.name).is_file() if place.is_local else place.name in listings[place.folder])
-    ]
 
 
 def read_samples(
     shard: str, start: int = 0, stop: int | None = None, extensions: Collection[str] = MEMBERS
 ) -> Iterator[ScannedSample]:
-    """Yield samples ``start`` to ``stop`` of a shard, see :func:`vl_plugins.data.shard_scanner.scan_samples`.
-
-    Args:
-        shard: path or URL.
-        start: first sample.
-        stop: the one after the last; all with None.
-        extensions: of the files whose content is read.
-
-    Raises:
-        Exception: the shard cannot be read, or ends too early; samples before that place have been yielded.
-    """
-    with _open(shard) as stream:
+    """Yield samples ``start`` to ``stop`` of a shard; see :func:`scan_samples`. Damaged archives raise any error."""
+    place = locate(shard)
+    gopen = require("webdataset.gopen", extra="data").gopen
+    if place is None:
+        # Not closed: for the pipe of a program that has not finished that is an error; it ends when it is dropped.
+        yield from scan_samples(gopen(shard), extensions, start, stop)
+        return
+    with gopen(shard) if place.is_local else Folder(place.folder).open(place.name) as stream:
         yield from scan_samples(stream, extensions, start, stop)
 
 
 def input_of(sample: ScannedSample, inputs: str = "images") -> bytes:
-    """Return the file that a sample of :func:`read_samples` has for its image: a picture, or an array of features.
+    """Return the file with a sample's picture, or its features; raise :class:`UserError` if there is none."""
+    for extension in INPUTS[inputs]:
+        if extension in sample.data:
+            return sample.data[extension]
+    others = {FEATURE_EXTENSION, *EXTENSIONS}.intersection(sample.members)
+    hint = f", but it has {', '.join(sorted(others))} in its place" if others else ""
+    raise UserError(f"it has no {inputs}; expected {' or '.join(INPUTS[inputs])}{hint}")
 
-    Args:
-        sample: read with ``INPUTS[inputs]`` among the extensions.
-        inputs: ``"images"`` or ``"features"``.
+
+def read_texts(sample: ScannedSample) -> tuple[dict[str, Any], list[str]]:
+    """Return the object of ``json``, empty without one, and the captions in it, or else the one in ``txt``.
 
     Raises:
-        ValueError: there is none; the message says what the sample has instead.
+        ValueError: there are no captions, or something else in their place.
     """
-    found = next((sample.data[extension] for extension in INPUTS[inputs] if extension in sample.data), None)
-    if found is not None:
-        return found
-    expected, others = ", ".join(INPUTS[inputs]), sample.members
-    if inputs == "features":
-        problem = f"no features; expected {expected}"
-        pictures = [extension for extension in others if extension in EXTENSIONS]
-        hint = f", but it has a picture ({pictures[0]}); were the shards written with --features?" if pictures else ""
-    else:
-        problem = f"no image; expected one of {expected}"
-        hint = f", but it has features ({FEATURE_EXTENSION}) in its place" if FEATURE_EXTENSION in others else ""
-    raise ValueError(f"sample {sample.key} has {problem}{hint}")
+    metadata = parse_json(sample.data["json"], "its json") if "json" in sample.data else {}
+    metadata = metadata if isinstance(metadata, dict) else {}
+    captions = metadata.get("captions")
+    if captions is None:
+        if "txt" not in sample.data:
+            raise UserError("it has no captions; expected a list 'captions' in json, or txt")
+        captions = [sample.data["txt"].decode()]
+    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
+        raise UserError(f"'captions' must be a list of strings, got {captions!r:.60}")
+    return metadata, captions
 
 
-def _open(shard: str) -> AbstractContextManager[BinaryIO]:
-    place = locate(shard)
-    if place is not None and not place.is_local:
-        return Folder(place.folder).open(place.name)
-    stream = require("webdataset.gopen", extra="data").gopen(shard)
-    # To close the pipe of a program that has not finished is an error; it ends when the stream is dropped.
-    return stream if place is not None else nullcontext(stream)
+def scan_samples(
+    stream: BinaryIO, extensions: Collection[str], start: int = 0, stop: int | None = None
+) -> Iterator[ScannedSample]:
+    """Yield samples ``start`` to ``stop`` of an archive, from where the stream is.
+
+    Args:
+        stream: of a file, of which only headers are read where ``data`` is not needed, or a pipe.
+        extensions: those whose content is read. Files that belong to no sample are passed over.
+        start, stop: first sample, and the one after the last; all with None.
+
+    Raises:
+        tarfile.TarError: there is no archive, or it is compressed, cut off or damaged; a sample has two files of the
+            same extension; a file is sparse or larger than ``MAX_FILE_BYTES``. Complete samples before that place
+            have been yielded.
+    """
+    try:
+        yield from _scan(stream, extensions, start, stop)
+    # What tarfile raises for headers that lie about sizes and names.
+    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
+        raise tarfile.ReadError(f"it is damaged: {error or type(error).__name__}") from error
+
+
+def _scan(stream: BinaryIO, extensions: Collection[str], start: int, stop: int | None) -> Iterator[ScannedSample]:
+    can_seek = hasattr(stream, "seekable") and stream.seekable()
+    try:
+        # Never `r:*`: a compressed archive of kilobytes may go on without end.
+        tar = tarfile.open(fileobj=stream, mode="r:" if can_seek else "r|")  # noqa: SIM115
+    except tarfile.ReadError as error:
+        hint = "; a compressed shard must be unpacked" if "header" in str(error) else ""
+        raise tarfile.ReadError(f"{error}{hint}") from error
+    sample, position = None, -1
+    for member in _headers(tar):
+        name = NAME.fullmatch(member.name)
+        if not member.isreg() or not name or META_NAME.match(member.name):
+            continue
+        key, extension = name[1], name[2].lower()
+        if sample is None or key != sample.key:
+            if sample is not None and position >= start:
+                yield sample
+            position += 1
+            if position == stop:
+                return
+            sample = ScannedSample(key)
+        if extension in sample.members:
+            raise tarfile.ReadError(f"{member.name} is in it twice")
+        sample.members[extension] = member
+        if extension in extensions and position >= start:
+            tar.fileobj.seek(member.offset_data)
+            data = tar.fileobj.read(member.size)
+            if len(data) < member.size:
+                raise tarfile.ReadError(f"it is cut off in {member.name}")
+            sample.data[extension] = data
+    if can_seek:
+        # tarfile takes a cut between two members, or garbage, for the end.
+        stream.seek(tar.offset)
+        if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it is cut off or damaged at byte {tar.offset:,}: an archive ends with zeros")
+    if sample is not None and position >= start:
+        yield sample
+
+
+def _headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the headers of an archive that has just been opened, without keeping them."""
+    if tar.firstmember is None:  # type: ignore[attr-defined]
+        return  # nothing is in it, and `next` of Python 3.10 would seek to before its beginning
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # the index of a large shard would grow in memory
+        # By a negative size, some versions of tarfile would go back and read the same forever.
+        if not 0 <= member.size <= MAX_FILE_BYTES:
+            raise tarfile.ReadError(f"the header of {member.name} says {member.size} bytes")
+        if member.issparse():
+            raise tarfile.ReadError(f"{member.name} is a sparse file, which may be zeros without end")
+        yield member

@@ -2,10 +2,9 @@
 
 import json
 import random
-from dataclasses import dataclass
 from math import cos, pi, sin
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
@@ -23,31 +22,26 @@ COLORS = {
     "cyan": (60, 205, 215),
 }
 BACKGROUNDS = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (125, 125, 125)}
-SHAPES = ("circle", "square", "triangle", "star")
+KINDS = ("circle", "square", "triangle", "star")
 # Radius as part of the picture's side; three large ones fit in a row.
 SIZES = {"large": 0.155, "small": 0.09}
-# How far an object may be off its row or column, so small that "left of" is never "above" as well.
+# How far a shape may be off its row or column, so small that "left of" is never "above" as well.
 OFFSET = 0.05
-# An axis, the relation of each object to the next one along it, and that of the next one back.
+# An axis, the relation of each shape to the next one along it, and that of the next one back.
 RELATIONS = {"horizontal": ("left of", "right of"), "vertical": ("above", "below")}
+PAINT_SCALE = 4  # painted larger and scaled down for smooth edges
 
 # Far below the number of different scenes, so that drawing until one is new does not take long.
 MAX_SCENES = 100_000
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One object of a scene."""
-
+class Shape(NamedTuple):
     size: str
     color: str
     kind: str
 
 
-@dataclass(frozen=True)
-class Scene:
-    """Two or three objects along an axis; no two scenes of a data set are equal."""
-
+class Scene(NamedTuple):
     shapes: tuple[Shape, ...]
     axis: str
     background: str
@@ -58,16 +52,13 @@ def write_toy_scenes(
 ) -> Path:
     """Write pictures of colored shapes, with five captions each, in the format of Karpathy's COCO splits.
 
-    A scene has two or three shapes in a row or a column, each of a color and a size, on a plain background. Its
-    captions give the colors; the shapes; colors and shapes; those with the relation of neighbours; and everything.
-    The last one fits no other image of the data set; the first ones fit several.
+    A scene has two or three shapes in a row or a column. Its captions give the colors; the kinds; colors and kinds;
+    those with the relation of neighbors; and everything. The last one fits no other image; the first ones fit several.
 
     Args:
         out: folder for ``train/``, ``val/``, ``test/`` and ``dataset_toy.json``; made when missing.
-        seed: of scenes, positions and wordings. The same seed gives the same files.
-        train: number of training images.
-        val: number of validation images.
-        test: number of test images.
+        seed: the same one gives the same files.
+        train, val, test: number of images of each split.
         image_size: height and width in pixels, at least 16.
 
     Returns:
@@ -82,35 +73,30 @@ def write_toy_scenes(
     if image_size < 16:
         raise UserError(f"image_size must be at least 16, got {image_size}")
     require("PIL.Image", extra="data")  # before a folder is made
-    out = Path(out)
     rng = random.Random(seed)
     scenes: set[Scene] = set()
-    items = []
+    items: list[dict[str, Any]] = []
+    annotation_file = Path(out) / TOY_ANNOTATIONS
     try:
         for split, count in counts.items():
-            (out / split).mkdir(parents=True, exist_ok=True)
+            (Path(out) / split).mkdir(parents=True, exist_ok=True)
             for _ in range(count):
-                scene = _draw_new(rng, scenes)
+                while (scene := _draw(rng)) in scenes:
+                    pass
+                scenes.add(scene)
                 item = _annotate(len(items), split, _describe(scene, rng))
-                _paint(scene, image_size, rng).save(out / item["filepath"] / item["filename"], format="PNG")
+                _paint(scene, image_size, rng).save(Path(out, split, item["filename"]), format="PNG")
                 items.append(item)
-        annotation_file = out / TOY_ANNOTATIONS
         annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the toy data set to {out}: {error.strerror}") from error
     return annotation_file
 
 
-def _draw_new(rng: random.Random, scenes: set[Scene]) -> Scene:
-    while True:
-        shapes = tuple(
-            Shape(rng.choice(list(SIZES)), rng.choice(list(COLORS)), rng.choice(SHAPES))
-            for _ in range(rng.choice((2, 3)))
-        )
-        scene = Scene(shapes, rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
-        if scene not in scenes:
-            scenes.add(scene)
-            return scene
+def _draw(rng: random.Random) -> Scene:
+    number = rng.choice((2, 3))
+    shapes = tuple(Shape(rng.choice(list(SIZES)), rng.choice(list(COLORS)), rng.choice(KINDS)) for _ in range(number))
+    return Scene(shapes, rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
 
 
 def _describe(scene: Scene, rng: random.Random) -> list[str]:
@@ -125,34 +111,32 @@ def _describe(scene: Scene, rng: random.Random) -> list[str]:
         " and ".join(f"a {shape.kind}" for shape in kinds),
         " and ".join(f"a {shape.color} {shape.kind}" for shape in both),
         f" {relation} ".join(f"a {shape.color} {shape.kind}" for shape in ordered),
-        f" {forward} ".join(f"a {shape.size} {shape.color} {shape.kind}" for shape in scene.shapes)
-        + f" on a {scene.background} background",
+        f" {forward} ".join(f"a {' '.join(shape)}" for shape in scene.shapes) + f" on a {scene.background} background",
     ]
 
 
 def _annotate(index: int, split: str, captions: list[str]) -> dict[str, Any]:
-    """Return the entry of image ``index``, numbered from 0, with the keys that COCO's entries have."""
-    sentence_ids = range(index * len(captions), (index + 1) * len(captions))
+    """Return the entry of an image with the keys that COCO's entries have."""
+    sentences = [
+        {"raw": caption, "tokens": caption.split(), "imgid": index, "sentid": sentence_id}
+        for sentence_id, caption in enumerate(captions, index * len(captions))
+    ]
     return {
         "filepath": split,
         "filename": f"toy_{split}_{index + 1:06d}.png",
         "split": split,
         "imgid": index,
         "cocoid": index + 1,
-        "sentids": list(sentence_ids),
-        "sentences": [
-            {"raw": caption, "tokens": caption.split(), "imgid": index, "sentid": sentence_id}
-            for caption, sentence_id in zip(captions, sentence_ids, strict=True)
-        ],
+        "sentids": [sentence["sentid"] for sentence in sentences],
+        "sentences": sentences,
     }
 
 
 def _paint(scene: Scene, image_size: int, rng: random.Random) -> Any:
-    """Return the picture of a scene, a ``PIL.Image``; only the exact positions are left to chance."""
+    """Return the picture of a scene, a ``PIL.Image``, with positions at random."""
     image_module, draw_module = (require(f"PIL.{name}", extra="data") for name in ("Image", "ImageDraw"))
-    # Painted larger and scaled down for smooth edges.
-    scale = 4
-    image = image_module.new("RGB", (image_size * scale, image_size * scale), BACKGROUNDS[scene.background])
+    side = image_size * PAINT_SCALE
+    image = image_module.new("RGB", (side, side), BACKGROUNDS[scene.background])
     draw = draw_module.Draw(image)
     cell = 1 / len(scene.shapes)
     margin = SIZES["large"] + OFFSET
@@ -162,22 +146,16 @@ def _paint(scene: Scene, image_size: int, rng: random.Random) -> Any:
         along = index * cell + rng.uniform(radius, cell - radius)
         across = line + rng.uniform(-OFFSET, OFFSET)
         x, y = (along, across) if scene.axis == "horizontal" else (across, along)
-        if shape.kind == "circle":
-            outline, draw_outline = [(-1.0, -1.0), (1.0, 1.0)], draw.ellipse
-        else:
-            outline, draw_outline = _corners(shape.kind), draw.polygon
-        points = [((x + radius * dx) * image.width, (y + radius * dy) * image.height) for dx, dy in outline]
-        draw_outline(points, fill=COLORS[shape.color])
-    return image.reduce(scale)
+        points = [((x + radius * dx) * side, (y + radius * dy) * side) for dx, dy in _outline(shape.kind)]
+        (draw.ellipse if shape.kind == "circle" else draw.polygon)(points, fill=COLORS[shape.color])
+    return image.reduce(PAINT_SCALE)
 
 
-def _corners(kind: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape in the unit circle around its center."""
-    # Number of corners, distance of every other corner from the center, and turn of the first one from the top.
+def _outline(kind: str) -> list[tuple[float, float]]:
+    """Return the corners of a shape in the unit circle around its center, or of the square around the circle itself."""
+    if kind == "circle":
+        return [(-1.0, -1.0), (1.0, 1.0)]
+    # Number of corners, distance of every other one from the center, and turn of the first one from the top.
     number, inner, turn = {"square": (4, 1.0, pi / 4), "triangle": (3, 1.0, 0.0), "star": (10, 0.4, 0.0)}[kind]
-    corners = []
-    for corner in range(number):
-        angle = turn + 2 * pi * corner / number
-        distance = inner if corner % 2 else 1.0
-        corners.append((distance * sin(angle), -distance * cos(angle)))
-    return corners
+    polar = [(turn + 2 * pi * corner / number, inner if corner % 2 else 1.0) for corner in range(number)]
+    return [(distance * sin(angle), -distance * cos(angle)) for angle, distance in polar]

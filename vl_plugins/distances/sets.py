@@ -4,6 +4,7 @@ All have the arguments of :class:`SetDistance`, and raise its errors.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
@@ -47,14 +48,13 @@ class SetDistance(BaseDistance):
         ValueError: a hyper-parameter out of its range.
     """
 
+    similarity: Callable[..., Tensor]
+    """Similarity of sets, with the arguments of :mod:`vl_plugins.functional.set_similarity`."""
+
     def __init__(self, set_size: int = 1, **kwargs):
         super().__init__(is_inverted=True, **kwargs)
         self.set_size = integer("set_size", set_size, least=1)
         self.add_to_recordable_attributes(name="set_size", is_stat=False)
-
-    def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options) -> Tensor:
-        """Return the similarities of sets; for ``options`` see :mod:`vl_plugins.functional.set_similarity`."""
-        raise NotImplementedError
 
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         """Return the similarities, (A, C).
@@ -100,7 +100,8 @@ class SetDistance(BaseDistance):
                 f"embeddings must be sets (B, K, D) of the same D, or packed: (B, {self.set_size} * D) for the query "
                 f"and a multiple of D for the other, got {tuple(query_emb.shape)} and {tuple(ref_emb.shape)}"
             )
-        return tuple(side.reshape(len(side), side.shape[1:].numel() // dimension, dimension) for side in sides)
+        query, ref = (side.reshape(len(side), side.shape[1:].numel() // dimension, dimension) for side in sides)
+        return query, ref
 
     def check_shapes(self, query_emb: Tensor, ref_emb: Tensor | None) -> None:
         self.unpack(query_emb, query_emb if ref_emb is None else ref_emb)

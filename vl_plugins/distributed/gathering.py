@@ -45,7 +45,7 @@ class BatchGatherer:
         self.gather_with_grad = gather_with_grad
         self.rank = rank
         self.world_size = world_size
-        self._cpu_group: distributed.ProcessGroup | None = None
+        self._cpu_group: distributed.ProcessGroup | int | None = None
         self._has_warned = False
 
     def global_batch(
@@ -79,8 +79,8 @@ class BatchGatherer:
 
     def features(self, images: Tensor, texts: Tensor, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         """Return the features of all images and texts, given those of this process and :meth:`global_batch`."""
-        sides = ((images, batch.image_counts), (texts, batch.text_counts))
-        return tuple(all_gather_rows(rows, counts, with_grad=self.gather_with_grad) for rows, counts in sides)
+        images = all_gather_rows(images, batch.image_counts, with_grad=self.gather_with_grad)
+        return images, all_gather_rows(texts, batch.text_counts, with_grad=self.gather_with_grad)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> int:
         """Check the numbers of images, texts and image ids in each process, and return k."""

@@ -1,5 +1,7 @@
 """From what a trunk knows of its inputs to one embedding each."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from vl_plugins.modules import POOLINGS, TowerFeatures
@@ -15,10 +17,9 @@ PROJECTIONS = ("linear", "none", "residual_mlp")
 class Embedder(nn.Module):
     """Project the features of a trunk to the width of the embeddings, and pool them.
 
-    With the poolings of :data:`vl_plugins.modules.POOLINGS`, ``avg``, ``max`` and ``gpo``, every local feature is
-    projected first, and the embedding is pooled from the results, (B, N, dim), which are the local features of the
-    output; of features that do not exist they are 0. With ``own``, the trunk's own embedding is projected, and its
-    local features stay as they are.
+    With ``avg``, ``max`` and ``gpo``, of :data:`vl_plugins.modules.POOLINGS`, every local feature is projected, 0 for
+    padding, and the embedding is pooled from them. With ``own``, the trunk's own embedding is projected, and its local
+    features stay as they are.
 
     Args:
         local_width: width of the trunk's local features, >= 1.
@@ -68,12 +69,12 @@ class Embedder(nn.Module):
         else:
             width = local_width
             self.local_width = dim
-            pool = POOLINGS[pooling]
+            pool: Any = POOLINGS[pooling]
             self.pool = pool() if isinstance(pool, type) else pool
         if projection == "none":
             if width != dim:
                 raise ValueError(f"projection 'none' needs features of width dim={dim}, got {width}; use 'linear'")
-            self.projection = nn.Identity()
+            self.projection: nn.Module = nn.Identity()
         else:
             self.projection = _linear(width, dim) if projection == "linear" else ResidualMLP(width, dim)
 
@@ -97,7 +98,7 @@ class Embedder(nn.Module):
 class ResidualMLP(nn.Module):
     """A linear map plus a multi-layer perceptron with one hidden layer, as VSE infinity has them on region features.
 
-    The perceptron has a hidden layer of half the output's width, with batch normalisation and ReLU. Unlike in the
+    The perceptron has a hidden layer of half the output's width, with batch normalization and ReLU. Unlike in the
     authors' code, :class:`Embedder` shows it no padding, so batch statistics are those of features that exist.
 
     Args:

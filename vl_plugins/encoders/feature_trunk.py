@@ -60,9 +60,9 @@ class FeatureTrunk(nn.Module):
         """
         return partial(_to_tensor, width=self.local_width)
 
-    def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
+    def example_inputs(self, batch_size: int) -> Tensor:
         """Return made-up features (batch_size, 36, W)."""
-        return torch.randn(batch_size, EXAMPLE_REGIONS, self.local_width, generator=generator)
+        return torch.randn(batch_size, EXAMPLE_REGIONS, self.local_width)
 
     def extra_repr(self) -> str:
         return f"width={self.local_width}, dropout={self.dropout}"

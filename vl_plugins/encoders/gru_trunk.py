@@ -13,14 +13,12 @@ __all__ = ["GRUTrunk"]
 
 PADDING = 0  # the id of no word
 LOCAL = ("states", "words")
-EXAMPLE_LENGTH = 12  # about as many words as captions of COCO have
 
 
 class GRUTrunk(nn.Module):
     """Word vectors and a GRU over them, as in VSE++.
 
-    The trunk's own embedding is the state after the last word; of a bidirectional GRU, the mean of the last states of
-    both directions, which are those after the last word and after the first.
+    The trunk's own embedding is the state after the last word; of a bidirectional GRU, the mean of both last states.
 
     Args:
         vocabulary_size: number of word ids, that of the padding, 0, included; >= 2.
@@ -109,13 +107,6 @@ class GRUTrunk(nn.Module):
             states, _ = pad_packed_sequence(states, batch_first=True, total_length=captions.shape[1])
             local = states.unflatten(2, (directions, -1)).mean(dim=2)
         return TowerFeatures(local, pooled, padding_mask, None, has_positions=True)
-
-    def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return made-up captions of 1 to 12 words, (batch_size, 12)."""
-        size = (batch_size, EXAMPLE_LENGTH)
-        words = torch.randint(1, self.words.num_embeddings, size, generator=generator)
-        lengths = torch.randint(1, EXAMPLE_LENGTH + 1, (batch_size, 1), generator=generator)
-        return words.masked_fill(torch.arange(EXAMPLE_LENGTH) >= lengths, PADDING)
 
     def extra_repr(self) -> str:
         return f"word_dropout={self.word_dropout}, local={self.local!r}"

@@ -8,7 +8,6 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vl_plugins.modules import TowerFeatures
@@ -19,10 +18,8 @@ __all__ = ["HuggingFaceTokenizer", "HuggingFaceTrunk"]
 
 EXTRA = "transformers"
 LONGEST_REASON = 300
-EXAMPLE_LENGTH = 12  # about as many words as captions of COCO have
 
-# Tokenizers that know no limit name a number beyond any model's.
-NO_LIMIT = 1_000_000
+NO_LIMIT = 1_000_000  # tokenizers that know no limit name a larger number
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class HuggingFaceTrunk(nn.Module):
     """A text encoder of Hugging Face: any that predicts masked words, such as BERT, or the encoder of a T5.
 
     Local features are the last hidden state, and ``pooled`` its first token, ``[CLS]`` in BERT; a T5 has no such token,
-    so there another pooling is better. The model's own pooling layer is left out.
+    so another pooling is better there. The model's own pooling layer is left out.
 
     Args:
         model: name at the hub, such as ``"google-bert/bert-base-uncased"``, or a local folder.
@@ -74,10 +71,8 @@ class HuggingFaceTrunk(nn.Module):
         transformers = require("transformers", extra=EXTRA)
         self.name = str(model)
         if config is not None and not pretrained:
-            settings = _attempt(
-                f"config {dict(config)} of text encoder {self.name!r}",
-                lambda: transformers.AutoConfig.for_model(**config),
-            )
+            what = f"config {dict(config)} of text encoder {self.name!r}"
+            settings = _attempt(what, transformers.AutoConfig.for_model, **config)
         else:
             settings = self._load(transformers.AutoConfig)
         auto_class = self._auto_class(settings)
@@ -114,41 +109,30 @@ class HuggingFaceTrunk(nn.Module):
         max_length = min(tokenizer.model_max_length, positions)
         return HuggingFaceTokenizer(tokenizer, max_length if max_length < NO_LIMIT else None)
 
-    def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return made-up token ids of 1 to 12 tokens, (batch_size, 12)."""
-        words = self.model.get_input_embeddings().num_embeddings
-        tokens = torch.randint(0, words, (batch_size, EXAMPLE_LENGTH), generator=generator)
-        tokens[tokens == self.padding] = (self.padding + 1) % words
-        lengths = torch.randint(1, EXAMPLE_LENGTH + 1, (batch_size, 1), generator=generator)
-        return tokens.masked_fill(torch.arange(EXAMPLE_LENGTH) >= lengths, self.padding)
-
     def _load(self, auto_class: Any, **options: Any) -> Any:
         # Not even after a question on the terminal, which is what transformers does without this option.
         options["trust_remote_code"] = False
-        return _attempt(
-            f"text encoder {self.name!r} of Hugging Face", lambda: auto_class.from_pretrained(self.name, **options)
-        )
+        what = f"text encoder {self.name!r} of Hugging Face"
+        return _attempt(what, auto_class.from_pretrained, self.name, **options)
 
     def _auto_class(self, settings: Any) -> Any:
         transformers = require("transformers", extra=EXTRA)
         kind = type(settings)
-        masked, text_encoding = transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
-        if kind in masked or kind in text_encoding:
-            # Not what the settings say: the encoder of a T5 that was saved alone says that it has no decoder.
-            has_decoder = kind().is_encoder_decoder
-            if has_decoder and kind in text_encoding:
+        # Not what the settings say: the encoder of a T5 that was saved alone says that it has no decoder.
+        if kind().is_encoder_decoder:
+            if kind in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
                 return transformers.AutoModelForTextEncoding  # the encoder alone
-            if not has_decoder and kind in masked and hasattr(settings, "hidden_size"):
-                return transformers.AutoModel
+        elif kind in transformers.MODEL_FOR_MASKED_LM_MAPPING and hasattr(settings, "hidden_size"):
+            return transformers.AutoModel
         raise UserError(
             f"text encoder {self.name!r} is of the type {settings.model_type!r}, not a text encoder such as "
             "bert, roberta, deberta-v2, modernbert or t5"
         )
 
 
-def _attempt(what: str, action: Callable[[], Any]) -> Any:
+def _attempt(what: str, action: Callable, *arguments: Any, **options: Any) -> Any:
     try:
-        return action()
+        return action(*arguments, **options)
     # Hub, files, tokenizers and checks of configurations raise nearly anything.
     except Exception as error:
         raise UserError(f"{what} cannot be loaded: {textwrap.shorten(str(error), LONGEST_REASON)}") from error

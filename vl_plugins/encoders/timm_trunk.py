@@ -22,24 +22,22 @@ FILE_OPTIONS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_o
 
 
 class TimmTrunk(nn.Module):
-    """An image model of timm, any that gives feature maps or tokens, without its classifier.
+    """An image model of timm that gives feature maps or tokens, without its classifier.
 
-    Local features are the places of the last feature map (B, C, H, W) or (B, H, W, C), or the patches of a transformer
-    without class and register tokens, as the model's ``forward_features`` gives them. ``pooled`` is what the model
-    itself would classify, ``forward_head`` up to the last layer. Layers that only ``pooled`` goes through, such as
-    the attention pooling of some transformers, get no gradient where an embedder does not use it.
+    Local features are the places of the last feature map, or the patches of a transformer without class and register
+    tokens, as the model's ``forward_features`` gives them. ``pooled`` is what the model itself would classify. Layers
+    that only ``pooled`` goes through get no gradient where an embedder does not use it.
 
     Args:
         model: name of a model, with or without the tag of its weights: ``"resnet152.tv_in1k"``.
         pretrained: whether to load the weights of timm; those of the tag, or the model's default ones.
-        weights: file of weights to load instead, of torch or safetensors. All have to fit but those of the classifier;
-            names of other releases of a model and position embeddings of other sizes are adapted as timm does.
+        weights: file of weights to load instead, of torch or safetensors, adapted as timm does. All have to fit but
+            those of the classifier.
         image_size: height and width of images in pixels, or both in one number; by default those of the weights.
         crop_area: part of the picture's area that a random crop keeps in training, from least to most. VSE++ has 0.08
             to 1, the default of timm and torchvision for classification, where little is left of what a caption says.
         horizontal_flip: probability in training that a picture is mirrored, which its caption is not.
-        crop_pct: part of height and width that the crop in the centre keeps in evaluation; by default that with which
-            the weights were evaluated.
+        crop_pct: part of height and width that the center crop keeps in evaluation; by default that of the weights.
         options: any that ``timm.create_model`` takes for this model, such as ``drop_path_rate``.
 
     Attributes:
@@ -72,15 +70,15 @@ class TimmTrunk(nn.Module):
             raise ValueError(f"{name} is not supported: name a file of weights with the option weights")
         self.crop_area, self.horizontal_flip, self.crop_pct = tuple(crop_area), horizontal_flip, crop_pct
         timm = require("timm", extra="timm")
-        _check_model(timm, model)
-        size = {}
+        if not timm.is_model(model.partition(".")[0]):
+            raise unknown_name("timm model", model, timm.list_models())
         if image_size is not None:
             image_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-            # Others take images of any size, and know no such option.
-            if timm.get_pretrained_cfg(model).fixed_input_size:
-                size = {"img_size": image_size}
         num_classes, overlay = (0, None) if weights is None else _classes_and_overlay(timm, model, weights)
         try:
+            # Others take images of any size, and know no such option.
+            fixed = image_size and timm.get_pretrained_cfg(model, allow_unregistered=False).fixed_input_size
+            size = {"img_size": image_size} if fixed else {}
             self.model = timm.create_model(
                 model,
                 pretrained=pretrained or weights is not None,
@@ -89,11 +87,11 @@ class TimmTrunk(nn.Module):
                 **size,
                 **options,
             )
-        # How torch refuses weights, timm and its models options, and the hub names or to be reached.
+        # From torch for weights, from timm and its models for names and options, and from the hub.
         except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
             where = "" if weights is None else f" with the weights {weights}"
             reason = textwrap.shorten(str(error), LONGEST_REASON)
-            raise UserError(f"timm model {model!r}{where} cannot be made: {reason}") from error
+            raise UserError(f"timm model {model!r}{where} cannot be created: {reason}") from error
         if weights is not None:
             self.model.reset_classifier(0)
             self.model.pretrained_cfg.pop("state_dict")  # of no more use, and as large as the model
@@ -103,7 +101,7 @@ class TimmTrunk(nn.Module):
 
     @classmethod
     def forwarded_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all given ones: each model of timm has others, and refuses those that it does not know itself."""
+        """Return all given ones: each model of timm has others, and checks them itself."""
         return dict(given)
 
     def forward(self, images: Tensor) -> TowerFeatures:
@@ -114,24 +112,23 @@ class TimmTrunk(nn.Module):
         """
         output = self.model.forward_features(images)
         pooled = self.model.forward_head(output, pre_logits=True)
-        if isinstance(output, Tensor) and output.ndim == 4:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        if len(shape) == 4:
             maps = output if getattr(self.model, "output_fmt", "NCHW") == "NHWC" else output.permute(0, 2, 3, 1)
             return TowerFeatures(maps.flatten(1, 2), pooled, None, tuple(maps.shape[1:3]), has_positions=False)
-        if isinstance(output, Tensor) and output.ndim == 3 and output.shape[1] > (prefix := self._prefix_tokens()):
+        # Models that do not say how many tokens are no patches have a class token if they pool by it.
+        by_token = getattr(self.model, "global_pool", None) == "token"
+        prefix = getattr(self.model, "num_prefix_tokens", int(by_token))
+        if len(shape) == 3 and shape[1] > prefix:
             local = output[:, prefix:]
             return TowerFeatures(local, pooled, None, self._grid(images, local.shape[1]), has_positions=True)
-        found = f"of the shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"in a {type(output).__name__}"
         raise UserError(
-            f"timm model {type(self.model).__name__} gives features {found}; local features are "
-            "maps (B, C, H, W) or (B, H, W, C), or tokens (B, N, C) of patches"
+            f"timm model {type(self.model).__name__} gives features of the shape {shape or type(output).__name__}; "
+            "local features are maps (B, C, H, W) or (B, H, W, C), or tokens (B, N, C) of patches"
         )
 
     def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
-        """Return timm's transform of pictures for the model's image size, mean, standard deviation and interpolation.
-
-        For training: a random crop of ``crop_area``, resized, and a random horizontal flip. For evaluation: the crop in
-        the centre.
-        """
+        """Return timm's transform of pictures for the model: random crop and flip in training, or a center crop."""
         config = self._data_config() | {"input_size": (3, *self.image_size)}
         if self.crop_pct is not None:
             config["crop_pct"] = self.crop_pct
@@ -140,33 +137,19 @@ class TimmTrunk(nn.Module):
             **config, is_training=is_train, scale=self.crop_area, hflip=self.horizontal_flip, color_jitter=None
         )
 
-    def example_inputs(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
+    def example_inputs(self, batch_size: int) -> Tensor:
         """Return made-up images (batch_size, 3, height, width)."""
-        return torch.randn(batch_size, 3, *self.image_size, generator=generator)
+        return torch.randn(batch_size, 3, *self.image_size)
 
     def _data_config(self) -> dict[str, Any]:
         return require("timm.data", extra="timm").resolve_model_data_config(self.model)
 
-    def _prefix_tokens(self) -> int:
-        # Models that do not say how many have a class token if they pool by it.
-        return getattr(self.model, "num_prefix_tokens", int(getattr(self.model, "global_pool", None) == "token"))
-
     def _grid(self, images: Tensor, length: int) -> tuple[int, int] | None:
-        patches = getattr(self.model, "patch_embed", None)
-        if not hasattr(patches, "dynamic_feat_size"):
+        grid_size = getattr(getattr(self.model, "patch_embed", None), "dynamic_feat_size", None)
+        if grid_size is None:
             return None
-        height, width = patches.dynamic_feat_size(tuple(images.shape[2:]))
-        return (height, width) if height * width == length else None  # not where patches are dropped
-
-
-def _check_model(timm: Any, model: str) -> None:
-    architecture, _, tag = model.partition(".")
-    if not timm.is_model(architecture):
-        raise unknown_name("timm model", model, timm.list_models())
-    if tag:
-        tags = [name.partition(".")[2] for name in timm.list_pretrained(architecture)]
-        if tag not in tags:
-            raise unknown_name(f"weights of timm model {architecture!r}", tag, tags)
+        height, width = grid_size(tuple(images.shape[2:]))
+        return (height, width) if height * width == length else None  # None where patches are dropped
 
 
 def _classes_and_overlay(timm: Any, model: str, weights: str | Path) -> tuple[int, dict[str, Any]]:

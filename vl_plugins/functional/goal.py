@@ -63,7 +63,7 @@ class Objective:
     lam: float = 0.5
     eps: float = 0.1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_name("triplet_weight", self.triplet_weight, TRIPLET_WEIGHTS)
         check_name("pair_weight", self.pair_weight, PAIR_WEIGHTS)
         positive("tau", self.tau)
@@ -256,16 +256,18 @@ def pair_weights(
         return torch.ones_like(s_p), torch.ones_like(s_n)
     if kind == "lin":
         return 1 - s_p, s_n
-    if kind == "lin_ms":
-        return (1 - terms.positive) * (1 - s_p), (1 + terms.negative) * s_n
     exponents = objective.alpha * (s_p - objective.lam), objective.beta * (objective.lam - s_n)
     if kind == "sig":
-        return tuple((-exponent).sigmoid() for exponent in exponents)
+        return (-exponents[0]).sigmoid(), (-exponents[1]).sigmoid()
+    assert terms is not None, f"pair weight {kind} needs terms"
+    if kind == "lin_ms":
+        return (1 - terms.positive) * (1 - s_p), (1 + terms.negative) * s_n
     # 1 / (term + exp(exponent)), without an exponential that overflows.
-    return tuple(
+    positive_weight, negative_weight = (
         (-torch.logaddexp(torch.as_tensor(term).to(exponent).log(), exponent)).exp()
         for term, exponent in zip(terms, exponents, strict=True)
     )
+    return positive_weight, negative_weight
 
 
 def objective_losses(
@@ -292,13 +294,13 @@ def objective_losses(
 
 def _relative_terms(
     objective: Objective, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor
-) -> RelativeTerms:
+) -> tuple[Tensor, Tensor]:
     """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
     with torch.no_grad():
         s_p = similarities[anchors, positives]
         hardest, _ = hardest_negatives(similarities, negative_mask)
         to_negatives = relative_negatives(objective, similarities, negative_mask, s_p.min() - objective.eps)
-        return RelativeTerms(relative_positives(objective, s_p, hardest[anchors]), to_negatives)
+        return relative_positives(objective, s_p, hardest[anchors]), to_negatives
 
 
 def relative_positives(objective: Objective, s_p: Tensor, hardest: Tensor, part: slice = slice(None)) -> Tensor:

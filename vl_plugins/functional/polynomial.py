@@ -34,7 +34,7 @@ class Polynomial:
 
     coefficients: Sequence[float]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.coefficients, Sequence) or not self.coefficients:
             raise ValueError(f"coefficients must be one or more finite numbers, got {self.coefficients!r}")
         coefficients = tuple(finite("coefficients", value) for value in self.coefficients)

@@ -6,8 +6,8 @@ from torch import Tensor
 __all__ = ["full_precision", "unit_vectors", "zero_or_nan"]
 
 
-def full_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the tensors in their common type, float32 at least; None stays None.
+def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors in their common type, float32 at least.
 
     Gradients come back in each tensor's own type.
 
@@ -16,9 +16,8 @@ def full_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """
     dtype = torch.float32
     for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def zero_or_nan(tensor: Tensor) -> Tensor:

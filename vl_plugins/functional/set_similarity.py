@@ -165,7 +165,9 @@ def _prepare(sets: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor
     return unit_vectors(sets) if normalize else sets, element_weights(sets, mask)
 
 
-def _mean_of_directions(maximum: Callable, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
+def _mean_of_directions(
+    maximum: Callable[[Tensor, int], Tensor], cosines: Tensor, weights: Tensor, ref_weights: Tensor
+) -> Tensor:
     values = (maximum(cosines, -1) * weights).sum(-1) + (maximum(cosines, -2) * ref_weights).sum(-1)
     return _zero_empty(values / 2, weights, ref_weights)
 

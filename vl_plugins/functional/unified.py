@@ -89,7 +89,9 @@ def unified_loss(
         s_p = similarities * torch.where(positive_mask, positive_weights, 1)
         s_n = similarities * torch.where(negative_mask, negative_weights, 1)
 
-    def anchor_loss(s_n, negative_mask, anchors, positives, s_p, margin):  # s_n (A, C), s_p (M,)
+    def anchor_loss(
+        s_n: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, s_p: Tensor, margin: float | Tensor
+    ) -> Tensor:  # s_n (A, C), s_p (M,)
         if relative is None:
             negative_lse = _masked_logsumexp(scale * s_n, negative_mask)[anchors]  # (M,)
             return unified_pair_losses(negative_lse, s_p, margin, scale)
@@ -164,9 +166,6 @@ def _margin_of_pairs(margin: Margin, similarities: Tensor, *masks: Tensor) -> fl
         return margin
     if not isinstance(margin, Tensor):
         raise ValueError(f"margin must be a number, a tensor or a function that returns one, got {margin!r}")
-    rows, columns = similarities.shape
-    if margin.shape not in ((), (rows,), (rows, columns)):
-        raise ValueError(f"margin must have the shape (), ({rows},) or ({rows}, {columns}), got {tuple(margin.shape)}")
     return _tensor_like(similarities, "margin", margin, least_ndim=0)
 
 
@@ -176,10 +175,8 @@ def _pair_of_weights(weights: Weights | tuple[Weights, Weights], similarities: T
         return (_tensor_like(similarities, "weights", weights),) * 2
     if len(weights) != 2:
         raise ValueError(f"weights must be one or a pair, for positives and negatives, got {len(weights)}")
-    return tuple(
-        _tensor_like(similarities, f"weights of the {kind}", value)
-        for kind, value in zip(("positives", "negatives"), weights, strict=True)
-    )
+    positive_weights = _tensor_like(similarities, "weights of the positives", weights[0])
+    return positive_weights, _tensor_like(similarities, "weights of the negatives", weights[1])
 
 
 def _tensor_like(matrix: Tensor, name: str, value: Weights, least_ndim: int = 1) -> Tensor:

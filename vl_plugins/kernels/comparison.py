@@ -139,14 +139,12 @@ class EmbeddingPair:
     Attributes:
         embeddings: (A, D), contiguous.
         ref_emb: (C, D).
-        inverse_norms: (A,), 0 for zero vectors; None to compare by dot product.
-        ref_inverse_norms: (C,).
+        inverse_norms: (A,) and (C,), 0 for zero vectors; None to compare by dot product.
     """
 
     embeddings: Tensor
     ref_emb: Tensor
-    inverse_norms: Tensor | None
-    ref_inverse_norms: Tensor | None
+    inverse_norms: tuple[Tensor, Tensor] | None
 
     @classmethod
     def prepare(
@@ -158,8 +156,8 @@ class EmbeddingPair:
         """
         dtype = torch.promote_types(embeddings.dtype, ref_emb.dtype)
         dtype = dtype if keep_half else torch.promote_types(dtype, torch.float32)
-        sides = [side.detach().to(dtype).contiguous() for side in (embeddings, ref_emb)]
-        return cls(*sides, *(inverse_norms(side) if normalize else None for side in sides))
+        left, right = (side.detach().to(dtype).contiguous() for side in (embeddings, ref_emb))
+        return cls(left, right, (inverse_norms(left), inverse_norms(right)) if normalize else None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,15 +171,15 @@ class EmbeddingPair:
 
     def swapped(self) -> "EmbeddingPair":
         """Return the same with the sides exchanged."""
-        return EmbeddingPair(self.ref_emb, self.embeddings, self.ref_inverse_norms, self.inverse_norms)
+        return EmbeddingPair(self.ref_emb, self.embeddings, self.inverse_norms and self.inverse_norms[::-1])
 
     def similarities(self, rows: slice, factor: float | Tensor = 1.0) -> Tensor:
         """Return the similarities of some rows and all columns, (a, C), times a factor."""
         vectors = self.embeddings[rows]
         if self.inverse_norms is None:
             return (vectors @ self.ref_emb.T).mul_(factor)
-        products = (vectors * self.inverse_norms[rows, None]) @ self.ref_emb.T
-        return products.mul_(self.ref_inverse_norms * factor)
+        products = (vectors * self.inverse_norms[0][rows, None]) @ self.ref_emb.T
+        return products.mul_(self.inverse_norms[1] * factor)
 
     def similarities_of_pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the similarities of pairs of indices, (M,)."""
@@ -190,7 +188,7 @@ class EmbeddingPair:
             left, right = self.embeddings[rows[part]].to(self.dtype), self.ref_emb[columns[part]].to(self.dtype)
             torch.sum(left * right, dim=1, out=values[part])
         if self.inverse_norms is not None:
-            values *= self.inverse_norms[rows] * self.ref_inverse_norms[columns]
+            values *= self.inverse_norms[0][rows] * self.inverse_norms[1][columns]
         return values
 
     def add_gradients_of_pairs(
@@ -198,7 +196,7 @@ class EmbeddingPair:
     ) -> None:
         """Add the gradients of :meth:`similarities_of_pairs`, for constant norms, to (A, D) and (C, D) in place."""
         if self.inverse_norms is not None:
-            upstream = upstream * self.inverse_norms[rows] * self.ref_inverse_norms[columns]
+            upstream = upstream * self.inverse_norms[0][rows] * self.inverse_norms[1][columns]
         shape = len(self.embeddings), len(self.ref_emb)
         weights = torch.sparse_coo_tensor(torch.stack([rows, columns]), upstream, shape, check_invariants=False)
         if grad is not None:
@@ -208,11 +206,9 @@ class EmbeddingPair:
 
     def finish_gradients(self, grad: Tensor | None, ref_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Turn gradients for constant norms into those of the normalized embeddings, in place."""
-        for gradient, vectors, factors in (
-            (grad, self.embeddings, self.inverse_norms),
-            (ref_grad, self.ref_emb, self.ref_inverse_norms),
-        ):
-            if gradient is not None and factors is not None:
+        sides = zip((grad, ref_grad), (self.embeddings, self.ref_emb), self.inverse_norms or (), strict=False)
+        for gradient, vectors, factors in sides:
+            if gradient is not None:
                 add_normalization_gradient(gradient, vectors, factors)
         return grad, ref_grad
 

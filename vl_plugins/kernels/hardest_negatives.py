@@ -1,7 +1,7 @@
 """The hardest negatives of each row and column, searched a block of similarities at a time."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,11 +97,11 @@ def _mine(
         positives, hardest, ref_hardest = search(pair, labels, symmetric=symmetric)
         # Of each positive pair, and of the hardest negatives of its row and its column.
         values, all_rows, all_columns = [positives, hardest[0][rows]], [rows, rows], [columns, hardest[1][rows]]
-        if symmetric:
+        if ref_hardest is not None:
             values.append(ref_hardest[0][columns])
             all_rows, all_columns = [*all_rows, ref_hardest[1][columns]], [*all_columns, columns]
         values, all_rows, all_columns = map(torch.cat, (values, all_rows, all_columns))
-    values, zero = _PairSimilarities.apply(embeddings, ref_emb, pair, values, all_rows, all_columns, normalize)
+    values, zero = _PairSimilarities.apply(embeddings, ref_emb, pair, values, (all_rows, all_columns))
     s_p, s_n = values[:count], values[count:].view(-1, count)
     exists = s_n.detach() != -torch.inf
     s_n = torch.where(exists, s_n, 0)
@@ -134,7 +134,8 @@ def _search(
             else:  # of equal ones the first
                 is_larger = values > columns[0]
                 columns = torch.maximum(values, columns[0]), torch.where(is_larger, index, columns[1])
-    return torch.cat(positives), tuple(map(torch.cat, zip(*rows, strict=True))), columns
+    row_values, row_index = map(torch.cat, zip(*rows, strict=True))
+    return torch.cat(positives), (row_values, row_index), columns
 
 
 def _relative_terms(
@@ -169,31 +170,31 @@ class _PairSimilarities(torch.autograd.Function):
     """Give known similarities of pairs a gradient that takes no copy of the embeddings of each pair; and 0 or NaN."""
 
     @staticmethod
-    def forward(ctx, embeddings, ref_emb, pair, values, rows, columns, normalize):
+    def forward(
+        ctx: Any, embeddings: Tensor, ref_emb: Tensor, pair: EmbeddingPair, values: Tensor, at: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         zero = pair.zero_or_nan
-        ctx.save_for_backward(embeddings, ref_emb, rows, columns, zero)
-        ctx.pair, ctx.normalize = pair, normalize
+        ctx.save_for_backward(embeddings, ref_emb, zero)
+        ctx.pair, ctx.at = pair, at
         return values.clone(), zero
 
     @staticmethod
-    def backward(ctx, upstream, zero_upstream):
-        embeddings, ref_emb, rows, columns, zero = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor, zero_upstream: Tensor) -> tuple[Tensor | None, ...]:
+        embeddings, ref_emb, zero = ctx.saved_tensors
         upstream = upstream + zero_upstream * zero
         if torch.is_grad_enabled():
-            formula = partial(_plain_similarities, rows, columns, ctx.normalize)
-            return *differentiable_gradients(formula, (embeddings, ref_emb), (upstream,)), None, None, None, None, None
+            formula = partial(_plain_similarities, ctx.at, ctx.pair.inverse_norms is not None)
+            return *differentiable_gradients(formula, (embeddings, ref_emb), (upstream,)), None, None, None
         needed = zip((ctx.pair.embeddings, ctx.pair.ref_emb), ctx.needs_input_grad, strict=False)
         grad, ref_grad = (torch.zeros_like(side, dtype=ctx.pair.dtype) if needs else None for side, needs in needed)
         with torch.autocast(upstream.device.type, enabled=False):
-            ctx.pair.add_gradients_of_pairs(rows, columns, upstream, grad, ref_grad)
-            grad, ref_grad = ctx.pair.finish_gradients(grad, ref_grad)
-        grad = None if grad is None else grad.to(embeddings.dtype)
-        return grad, None if ref_grad is None else ref_grad.to(ref_emb.dtype), None, None, None, None, None
+            ctx.pair.add_gradients_of_pairs(*ctx.at, upstream, grad, ref_grad)
+            return *ctx.pair.finish_gradients(grad, ref_grad), None, None, None
 
 
 def _plain_similarities(
-    rows: Tensor, columns: Tensor, normalize: bool, embeddings: Tensor, ref_emb: Tensor
+    at: tuple[Tensor, Tensor], normalize: bool, embeddings: Tensor, ref_emb: Tensor
 ) -> tuple[Tensor]:
     """Return the same from plain operations, for second derivatives."""
     sides = (unit_vectors(embeddings), unit_vectors(ref_emb)) if normalize else full_precision(embeddings, ref_emb)
-    return ((sides[0][rows] * sides[1][columns]).sum(dim=1),)
+    return ((sides[0][at[0]] * sides[1][at[1]]).sum(dim=1),)

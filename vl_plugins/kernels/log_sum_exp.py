@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ __all__ = ["unified_losses_from_embeddings"]
 
 # Exponentials of -MAX_EXPONENT to MAX_EXPONENT, their sums and inverses are far from the limits of float32.
 MAX_EXPONENT = 75.0
+
+Options = tuple[PairLabels, bool, bool, str]  # normalize, symmetric and backend
 
 
 def unified_losses_from_embeddings(
@@ -78,7 +81,9 @@ def unified_losses_from_embeddings(
 
 class _UnifiedLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, embeddings, ref_emb, margin, scale, options):
+    def forward(
+        ctx: Any, embeddings: Tensor, ref_emb: Tensor, margin: float | Tensor, scale: float | Tensor, options: Options
+    ) -> Tensor:
         labels, normalize, symmetric, backend = options
         pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize, keep_half=backend == "triton")
         numbers = [_number(value, pair) for value in (margin, scale)]
@@ -89,7 +94,7 @@ class _UnifiedLosses(torch.autograd.Function):
                 keep_matrix = backend == "dense" and any(ctx.needs_input_grad)
                 sums = _log_sum_exps(pair, numbers[1], labels, symmetric=symmetric, keep_matrix=keep_matrix)
         negative_lse = [sums.row_lse[labels.rows]]
-        if symmetric:
+        if sums.column_lse is not None:
             negative_lse.append(sums.column_lse[labels.columns])
         losses = unified_pair_losses(torch.stack(negative_lse), sums.positive_similarities, *numbers)  # (1 or 2, M)
         if any(shift is None for _, shift in sums.blocks):  # a block with a shift is known to be finite
@@ -99,12 +104,12 @@ class _UnifiedLosses(torch.autograd.Function):
         return losses.sum(dim=0)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         labels, _, _, backend = ctx.options
         if torch.is_grad_enabled():
             formula = partial(_plain_losses, ctx.options, ctx.numbers)
             return *differentiable_gradients(formula, ctx.saved_tensors, (upstream,)), None
-        embeddings, ref_emb, margin, scale = ctx.saved_tensors
+        embeddings, _, margin, scale = ctx.saved_tensors
         pair, numbers = ctx.pair, ctx.numbers
         # The matrix is overwritten; a second backward pass recomputes it.
         sums, ctx.sums = ctx.sums, ctx.sums._replace(matrix=None)
@@ -119,15 +124,9 @@ class _UnifiedLosses(torch.autograd.Function):
         margin_grad = scale_grad = None
         with torch.autocast(embeddings.device.type, enabled=False):
             gradients = _triton().gradients if backend == "triton" else _gradients
+            needed = needs_grad or needs_scale, needs_ref_grad
             grad, ref_grad = gradients(
-                pair,
-                numbers[1],
-                labels,
-                sums,
-                row_weights,
-                column_weights,
-                -pair_weights,
-                (needs_grad or needs_scale, needs_ref_grad),
+                pair, numbers[1], labels, sums, row_weights, column_weights, -pair_weights, needed
             )
             if needs_margin:
                 margin_grad = pair_weights if margin.ndim else pair_weights.sum()
@@ -136,8 +135,7 @@ class _UnifiedLosses(torch.autograd.Function):
                 total = (grad * pair.embeddings).sum() + (weights * numbers[0] - ctx.losses * upstream).sum()
                 scale_grad = (total / numbers[1]).to(scale).view_as(scale)
             grad, ref_grad = pair.finish_gradients(grad if needs_grad else None, ref_grad)
-        grad = None if grad is None else grad.to(embeddings.dtype)
-        return grad, None if ref_grad is None else ref_grad.to(ref_emb.dtype), margin_grad, scale_grad, None
+        return grad, ref_grad, margin_grad, scale_grad, None  # autograd casts them to the types of the inputs
 
 
 def _number(value: float | Tensor, pair: EmbeddingPair) -> float | Tensor:
@@ -173,7 +171,7 @@ def _log_sum_exps(
         blocks.append((block, shift))
         exponentials = _exponentials(exponents, shift, block)
         row_lse[block.rows] = _log_sum(exponentials, shift, dim=1)
-        if symmetric:
+        if column_lse is not None:
             torch.logaddexp(column_lse, _log_sum(exponentials, shift, dim=0), out=column_lse)
     return LogSumExps(positives, row_lse, column_lse, blocks, matrix)
 
@@ -201,7 +199,7 @@ def _gradients(
         for block, shift in sums.blocks:
             _weigh(sums.matrix[block.rows], shift, pair, sums, block.rows, row_weights, column_weights)
         if pair.inverse_norms is not None:
-            positive_grad = positive_grad * pair.inverse_norms[labels.rows] * pair.ref_inverse_norms[labels.columns]
+            positive_grad = positive_grad * pair.inverse_norms[0][labels.rows] * pair.inverse_norms[1][labels.columns]
         sums.matrix[labels.rows, labels.columns] = positive_grad
         grad = sums.matrix @ pair.ref_emb if needed[0] else None
         return grad, sums.matrix.T @ pair.embeddings if needed[1] else None
@@ -255,10 +253,10 @@ def _weigh(
     if shift is None:
         least = torch.finfo(exponentials.dtype).min  # instead of the -inf of no negatives, which minus itself is NaN
         softmax = (exponentials - sums.row_lse[block, None].clamp(min=least)).exp_().mul_(row_weights[block, None])
-        if column_weights is not None:
+        if column_weights is not None and sums.column_lse is not None:
             softmax += (exponentials - sums.column_lse.clamp(min=least)).exp_().mul_(column_weights)
         if pair.inverse_norms is not None:
-            softmax.mul_(pair.inverse_norms[block, None]).mul_(pair.ref_inverse_norms)
+            softmax.mul_(pair.inverse_norms[0][block, None]).mul_(pair.inverse_norms[1])
         exponentials.copy_(softmax)
         return
     # The sum of a number of each row and one of each column, over the norms, is a product of two thin matrices.
@@ -266,17 +264,17 @@ def _weigh(
     left = row_weights[block] * (shift - sums.row_lse[block]).clamp_(max=MAX_EXPONENT).exp_()
     left = torch.stack([left, torch.ones_like(left)], dim=1)
     right = exponentials.new_zeros(exponentials.shape[1])
-    if column_weights is not None:
+    if column_weights is not None and sums.column_lse is not None:
         right = column_weights * (shift - sums.column_lse).clamp_(max=MAX_EXPONENT).exp_()
     right = torch.stack([torch.ones_like(right), right])
     if pair.inverse_norms is not None:
-        left, right = left * pair.inverse_norms[block, None], right * pair.ref_inverse_norms
+        left, right = left * pair.inverse_norms[0][block, None], right * pair.inverse_norms[1]
     for rows in row_blocks(len(left), 8 * right.shape[1], left.device):  # for little memory
         exponentials[rows].mul_(left[rows] @ right)
 
 
 def _plain_losses(
-    options: tuple[PairLabels, bool, bool, str],
+    options: Options,
     numbers: list[float | Tensor],
     embeddings: Tensor,
     ref_emb: Tensor,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def pairwise_smooth_chamfer(
         embeddings = embeddings.masked_fill(~mask[..., None], 0)
     if ref_mask is not None:
         ref_emb = ref_emb.masked_fill(~ref_mask[..., None], 0)
-    options = {"mask": mask, "ref_mask": ref_mask, "alpha": alpha, "normalize": normalize}
+    options: dict[str, Any] = {"mask": mask, "ref_mask": ref_mask, "alpha": alpha, "normalize": normalize}
     if 0 in (*embeddings.shape, *ref_emb.shape):
         return smooth_chamfer_similarity(embeddings, ref_emb, **options)
     if backend != "triton" and (alpha > LARGEST_EXPONENT or not normalize):
@@ -78,8 +79,9 @@ def _formula_in_blocks(
     formula = partial(smooth_chamfer_similarity, ref_mask=ref_mask, alpha=alpha, normalize=normalize)
     similarities = []
     for rows in _blocks_of_sets(embeddings, ref_emb):
-        options = {"mask": None if mask is None else mask[rows], "use_reentrant": False, "preserve_rng_state": False}
-        similarities.append(checkpoint(formula, embeddings[rows], ref_emb, **options))
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        part = None if mask is None else mask[rows]
+        similarities.append(checkpoint(formula, embeddings[rows], ref_emb, mask=part, **options))
     return torch.cat(similarities)
 
 
@@ -89,8 +91,10 @@ def _blocks_of_sets(embeddings: Tensor, ref_emb: Tensor) -> list[slice]:
 
 class _PairwiseSmoothChamfer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, embeddings, ref_emb, mask, ref_mask, alpha, normalize, backend):
-        ctx.alpha, ctx.normalize, ctx.backend = alpha, normalize, backend
+    def forward(
+        ctx: Any, embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None, *options: Any
+    ) -> Tensor:
+        ctx.alpha, ctx.normalize, ctx.backend = alpha, normalize, backend = options
         derivatives = None
         if backend == "triton":
             from vl_plugins.kernels import triton_sets  # Triton is optional
@@ -103,20 +107,21 @@ class _PairwiseSmoothChamfer(torch.autograd.Function):
         return similarities
 
     @staticmethod
-    def backward(ctx, upstream):
-        *sets, derivatives = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        embeddings, ref_emb, mask, ref_mask, derivatives = ctx.saved_tensors
+        sets, needed = (embeddings, ref_emb, mask, ref_mask), ctx.needs_input_grad[:2]
         with torch.autocast(upstream.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph=True
-                options = {"mask": sets[2], "ref_mask": sets[3], "alpha": ctx.alpha, "normalize": ctx.normalize}
+                options = {"mask": mask, "ref_mask": ref_mask, "alpha": ctx.alpha, "normalize": ctx.normalize}
                 gradients = differentiable_gradients(
                     lambda *leaves: (smooth_chamfer_similarity(*leaves, **options),), sets[:2], (upstream,)
                 )
             elif ctx.backend == "triton":
                 from vl_plugins.kernels import triton_sets
 
-                gradients = triton_sets.gradients(*sets, ctx.alpha, ctx.normalize, upstream, ctx.needs_input_grad)
+                gradients = triton_sets.gradients(*sets, ctx.alpha, ctx.normalize, upstream, needed)
             else:
-                gradients = _Exponentials(*sets, ctx.alpha).gradients(upstream, derivatives, ctx.needs_input_grad)
+                gradients = _Exponentials(*sets, ctx.alpha).gradients(upstream, derivatives, needed)
         return *gradients, None, None, None, None, None
 
 

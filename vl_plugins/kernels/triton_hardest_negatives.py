@@ -31,7 +31,8 @@ def search(
 
 def _tile_memory(tiles: int, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for the values and indices of so many tiles, (T, N)."""
-    return tuple(vectors.new_empty(tiles, len(vectors), dtype=dtype) for dtype in (torch.float32, torch.int32))
+    shape = tiles, len(vectors)
+    return vectors.new_empty(shape, dtype=torch.float32), vectors.new_empty(shape, dtype=torch.int32)
 
 
 def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,8 +40,8 @@ def _first_largest(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return largest, index.gather(0, tile[None])[0].long()
 
 
-@triton.jit(do_not_specialize=["row_count", "column_count"])
-def _search_tiles(
+@triton.jit(do_not_specialize=["row_count", "column_count"])  # type: ignore[untyped-decorator]
+def _search_tiles(  # type: ignore[no-untyped-def]
     x, y, x_factors, y_factors, x_labels, y_labels, row_values, row_index, column_values, column_index,
     width, row_count, column_count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,

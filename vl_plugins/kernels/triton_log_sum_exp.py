@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vl_plugins.kernels.comparison import EmbeddingPair, LogSumExps, PairLabels
+from vl_plugins.kernels.comparison import Block, EmbeddingPair, LogSumExps, PairLabels
 from vl_plugins.kernels.triton_tiles import (
     LEAST,
     LOG2_E,
@@ -36,12 +36,11 @@ def log_sum_exps(pair: EmbeddingPair, scale: float | Tensor, labels: PairLabels,
     if len(x) and len(y):
         arguments = *side_arguments(pair, labels), _rate(scale, x)
         launch(_sum_tiles, blocks, (len(x), len(y)), *arguments, row_partials, column_partials, x.shape[1])
-    row_lse, column_lse = (
-        None if partials is None else _merged(partials, scale) for partials in (row_partials, column_partials)
-    )
+    column_lse = None if column_partials is None else _merged(column_partials, scale)
     positives = pair.similarities_of_pairs(labels.rows, labels.columns)
     # One block without a shift: whether all is finite has not been seen.
-    return LogSumExps(positives, row_lse, column_lse, [(None, None)])
+    block = Block(slice(len(x)), labels.rows, labels.columns, labels.same_set)
+    return LogSumExps(positives, _merged(row_partials, scale), column_lse, [(block, None)])
 
 
 def gradients(
@@ -59,7 +58,7 @@ def gradients(
     # For each side the similarity whose exponential is 1, and the gradient where it is that.
     references = (sums.row_lse / scale).clamp(min=LEAST.value)
     column_arguments = None, None
-    if column_weights is not None:
+    if column_weights is not None and sums.column_lse is not None:
         column_arguments = (sums.column_lse / scale).clamp(min=LEAST.value), column_weights
     blocks = block_sizes(x.shape[1], x.dtype)
 
@@ -71,7 +70,7 @@ def gradients(
 
     grads = gradients_from_products(x, y, write, blocks, needed)
     pair.add_gradients_of_pairs(labels.rows, labels.columns, positive_grad, *grads)
-    return tuple(grads)
+    return grads[0], grads[1]
 
 
 def _rate(scale: float | Tensor, like: Tensor) -> Tensor:
@@ -89,8 +88,8 @@ def _merged(partials: Tensor, scale: float | Tensor) -> Tensor:
     return totals.log_().add_(scale * largest)
 
 
-@triton.jit(do_not_specialize=["row_count", "column_count"])
-def _sum_tiles(
+@triton.jit(do_not_specialize=["row_count", "column_count"])  # type: ignore[untyped-decorator]
+def _sum_tiles(  # type: ignore[no-untyped-def]
     x, y, x_factors, y_factors, x_labels, y_labels, rate, row_partials, column_partials, width, row_count, column_count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,8 +119,8 @@ def _sum_tiles(
         tl.store(at + row_blocks.to(tl.int64) * column_count, sums, mask=column_exists)
 
 
-@triton.jit(do_not_specialize=["row_count", "column_count"])
-def _write_gradients(
+@triton.jit(do_not_specialize=["row_count", "column_count"])  # type: ignore[untyped-decorator]
+def _write_gradients(  # type: ignore[no-untyped-def]
     x, y, x_factors, y_factors, x_labels, y_labels, row_references, row_weights, column_references, column_weights,
     rate, gradients, stride, width, row_count, column_count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,

@@ -111,8 +111,8 @@ def _tiling(x: _Sets, y: _Sets) -> tuple[Blocks, dict[str, int]]:
     return blocks._replace(rows=rows, columns=columns, warps=warps), constants
 
 
-@triton.jit(do_not_specialize=["row_count", "column_count"])
-def _pool_tile(
+@triton.jit(do_not_specialize=["row_count", "column_count"])  # type: ignore[untyped-decorator]
+def _pool_tile(  # type: ignore[no-untyped-def]
     x, x_factors, x_weights, y, y_factors, y_weights, rate, similarities, width, row_count, column_count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr,
@@ -141,8 +141,8 @@ def _pool_tile(
     tl.store(at, pooled, mask=(rows < row_count)[:, None] & (columns < column_count)[None, :])
 
 
-@triton.jit(do_not_specialize=["row_count", "column_count"])
-def _derive_tile(
+@triton.jit(do_not_specialize=["row_count", "column_count"])  # type: ignore[untyped-decorator]
+def _derive_tile(  # type: ignore[no-untyped-def]
     x, x_factors, x_weights, y, y_factors, y_weights, rate, upstream, gradients, stride, width, row_count, column_count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr,
@@ -177,8 +177,8 @@ def _derive_tile(
     tl.store(at, gradient.to(gradients.dtype.element_ty))
 
 
-@triton.jit
-def _elements_of_tile(block, weights, count, SETS: tl.constexpr, ELEMENTS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _elements_of_tile(block, weights, count, SETS: tl.constexpr, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return for each place of a tile the index of a vector that exists, and its weight, 0 where there is none."""
     at = block * (SETS * ELEMENTS) + tl.arange(0, SETS * ELEMENTS)
     exists = at < count * ELEMENTS
@@ -186,8 +186,8 @@ def _elements_of_tile(block, weights, count, SETS: tl.constexpr, ELEMENTS: tl.co
     return at, tl.load(weights + at, mask=exists, other=0.0)
 
 
-@triton.jit
-def _cosines_of_tile(
+@triton.jit  # type: ignore[untyped-decorator]
+def _cosines_of_tile(  # type: ignore[no-untyped-def]
     x, x_factors, x_weights, x_at, y, y_factors, y_weights, y_at, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,11 +72,12 @@ def block_sizes(width: int, dtype: torch.dtype) -> Blocks:
     return Blocks(128, 128, depth, warps=8, stages=3)
 
 
-def side_arguments(pair: EmbeddingPair, labels: PairLabels, rows: slice = slice(None)) -> tuple:
+def side_arguments(pair: EmbeddingPair, labels: PairLabels, rows: slice = slice(None)) -> tuple[Any, ...]:
     """Return what kernels read of both sides, of some rows and all columns."""
-    norms = None if pair.inverse_norms is None else pair.inverse_norms[rows]
-    labels, ref_labels = labels.labels[rows].long(), labels.ref_labels.long()
-    return pair.embeddings[rows], pair.ref_emb, norms, pair.ref_inverse_norms, labels, ref_labels
+    norms = None, None
+    if pair.inverse_norms is not None:
+        norms = pair.inverse_norms[0][rows], pair.inverse_norms[1]
+    return pair.embeddings[rows], pair.ref_emb, *norms, labels.labels[rows].long(), labels.ref_labels.long()
 
 
 def gradients_from_products(
@@ -123,7 +124,7 @@ def _float32_product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()  # before torch 2.8
 
 
-def launch(kernel, blocks: Blocks, counts: tuple[int, int], *arguments, **constants) -> None:
+def launch(kernel: Any, blocks: Blocks, counts: tuple[int, int], *arguments: Any, **constants: Any) -> None:
     """Start a kernel for all tiles of a matrix of so many rows and columns.
 
     Args:
@@ -160,14 +161,14 @@ def _precision() -> str:
 
 
 @triton.jit
-def tile_position(row_blocks, column_blocks):
+def tile_position(row_blocks, column_blocks):  # type: ignore[no-untyped-def]
     """Return which block of rows and of columns this program computes."""
     program = tl.program_id(0)
     return tl.swizzle2d(program // column_blocks, program % column_blocks, row_blocks, column_blocks, GROUP)
 
 
-@triton.jit
-def products_of_tile(
+@triton.jit  # type: ignore[untyped-decorator]
+def products_of_tile(  # type: ignore[no-untyped-def]
     x, y, rows, columns, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Return the dot products (ROWS, COLUMNS), float32, of listed vectors of x and y, which all exist."""
@@ -184,8 +185,8 @@ def products_of_tile(
     return products
 
 
-@triton.jit
-def negatives_of_tile(
+@triton.jit  # type: ignore[untyped-decorator]
+def negatives_of_tile(  # type: ignore[no-untyped-def]
     x, y, x_factors, y_factors, x_labels, y_labels, rows, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

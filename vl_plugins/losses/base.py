@@ -1,6 +1,6 @@
 """Losses of positive pairs as pytorch-metric-learning losses."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
@@ -8,7 +8,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer, PerAnchorReducer
 from torch import Tensor
 
-from vl_plugins.functional.precision import zero_or_nan
+from vl_plugins.functional.precision import full_precision, zero_or_nan
 from vl_plugins.kernels import BACKENDS
 from vl_plugins.losses.pair_batch import IndicesTuple, PairBatch
 from vl_plugins.utils.checks import scale_of_call
@@ -44,12 +44,7 @@ class PairLoss(BaseMetricLossFunction):
     independent_pairs: ClassVar[bool] = False
     """Whether the loss of a pair depends on the similarities of its own row and column only; not inherited."""
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if "independent_pairs" not in cls.__dict__:  # a subclass may have another formula
-            cls.independent_pairs = False
-
-    def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs):
+    def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.symmetric = symmetric
         self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
@@ -58,7 +53,9 @@ class PairLoss(BaseMetricLossFunction):
         """Return the loss of each positive pair, (M,), in the order of ``batch.pairs``."""
         raise NotImplementedError
 
-    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor):
+    def triplet_losses(
+        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor
+    ) -> Tensor | None:
         """Return the loss of each given triplet, (T,); None to take triplets for pairs.
 
         Args:
@@ -72,7 +69,8 @@ class PairLoss(BaseMetricLossFunction):
 
     def adds_up_over_rows(self) -> bool:
         """Return whether the losses of some rows and of the others, weighted by their pairs, make that of all rows."""
-        return self.independent_pairs and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+        independent_pairs = vars(type(self)).get("independent_pairs", False)  # a subclass may have another formula
+        return independent_pairs and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
     def forward(
         self,
@@ -104,7 +102,16 @@ class PairLoss(BaseMetricLossFunction):
         ref_emb = None if ref_emb is embeddings else ref_emb
         return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
 
-    def _forward(self, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric):
+    def _forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: IndicesTuple | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        scale: float | Tensor | None,
+        symmetric: bool | None,
+    ) -> Tensor | dict[str, Any]:
         self.reset_stats()
         self._check_reducer(embeddings, labels, ref_emb)
         problem = self.kernel_problem()
@@ -113,9 +120,10 @@ class PairLoss(BaseMetricLossFunction):
         if problem is not None and self.backend is not None:
             raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
         if self.backend != "triton":  # which multiplies half precision in float32
-            dtype = torch.promote_types(embeddings.dtype, torch.float32)
-            dtype = dtype if ref_emb is None else torch.promote_types(dtype, ref_emb.dtype)
-            embeddings, ref_emb = embeddings.to(dtype), None if ref_emb is None else ref_emb.to(dtype)
+            if ref_emb is None:
+                (embeddings,) = full_precision(embeddings)
+            else:
+                embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = PairBatch.make(
                 embeddings,
@@ -143,7 +151,7 @@ class PairLoss(BaseMetricLossFunction):
             loss = self.reducer(loss_dict, embeddings, batch.labels)
             return self._connected(loss, losses, batch)
 
-    def _connected(self, loss: Tensor | dict, losses: Tensor, batch: PairBatch) -> Tensor | dict:
+    def _connected(self, loss: Tensor | dict[str, Any], losses: Tensor, batch: PairBatch) -> Tensor | dict[str, Any]:
         """Add 0 that connects what contributes nothing to the loss, or NaN that the reducer has dropped."""
         if not isinstance(loss, Tensor):  # DoNothingReducer returns the dict
             return loss
@@ -151,7 +159,7 @@ class PairLoss(BaseMetricLossFunction):
             return loss if type(self.reducer) is MeanReducer else loss + zero_or_nan(losses)
         return loss + sum(zero_or_nan(source.to(loss)) for source in (losses, batch.embeddings, batch.ref_emb))
 
-    def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict:
+    def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict[str, Any]:
         regularizer = self.embedding_regularizer
         options = {}
         if getattr(regularizer, "takes_ref_emb", False):
@@ -159,9 +167,9 @@ class PairLoss(BaseMetricLossFunction):
         losses = regularizer(embeddings, **options) * self.embedding_reg_weight
         return {"losses": losses, "indices": None, "reduction_type": "already_reduced"}
 
-    def _scale(self, scale: float | Tensor | None) -> float | Tensor | None:
+    def _scale(self, scale: float | Tensor | None) -> float | Tensor:
         if scale is None:
-            return getattr(self, "scale", None)
+            return getattr(self, "scale", 1.0)
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
         return scale_of_call(scale)
@@ -175,7 +183,7 @@ class PairLoss(BaseMetricLossFunction):
             if isinstance(reducer, ClassWeightedReducer) and labels is None:
                 raise ValueError("ClassWeightedReducer needs labels, got None")
 
-    def get_default_distance(self):
+    def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
 

@@ -17,7 +17,7 @@ DEFAULTS = {field.name: field.default for field in fields(Objective)}
 
 
 class GOALLoss(HardestNegativeLoss):
-    """GOAL: a triplet weight times a pair weight as gradient; in fine-tuning (nca, con) gained, (cir, sig_ms) lost.
+    """GOAL: a triplet weight times a pair weight as the gradient of each mined triplet.
 
     There are 3 triplet weights and 5 pair weights; negatives are the hardest. :func:`vl_plugins.functional.goal_loss`
     has the formulas, which combination is which known loss, and where the paper's text and its authors' code differ.
@@ -46,8 +46,9 @@ class GOALLoss(HardestNegativeLoss):
 
     equation = "Eq. 5-13"
     paper = "Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval"
+    independent_pairs = True
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any):
         super().__init__(**{name: value for name, value in options.items() if name not in DEFAULTS})
         self.objective = Objective(**{name: value for name, value in options.items() if name in DEFAULTS})
         triplet_weight, pair_weight = self.objective.triplet_weight, self.objective.pair_weight
@@ -63,17 +64,15 @@ class GOALLoss(HardestNegativeLoss):
         """Return the fields of the objective with their defaults."""
         return DEFAULTS
 
-    @property
-    def independent_pairs(self) -> bool:
-        """Not with sig_ms and lin_ms, which compare a pair with others."""
-        return not self.objective.is_relative
+    def adds_up_over_rows(self) -> bool:
+        return not self.objective.is_relative and super().adds_up_over_rows()
 
     def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
         if batch.use_kernel and mining == "hardest":
             mined = mine_hardest_negatives(**batch.kernel_arguments(), objective=self.objective, backend=self.backend)
             s_p, s_n, exists, terms, zero = mined
             return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
-        options = {"mining": mining, "symmetric": batch.symmetric, "reduction": "none"}
+        options: dict[str, Any] = {"mining": mining, "symmetric": batch.symmetric, "reduction": "none"}
         return goal_loss(batch.similarities(), *batch.masks(), self.objective, **options)
 
     def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:

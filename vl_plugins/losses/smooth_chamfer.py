@@ -74,7 +74,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
         backend: str | None = None,
-        **base_options,
+        **base_options: Any,
     ):
         base = _base_loss(base, distance, {"alpha": alpha, "set_size": set_size, "backend": backend}, base_options)
         # Not the base class's: reducer, distance and embedding regularizer are those of the base loss.
@@ -113,7 +113,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         ref_slots: Tensor | None = None,
         scale: float | Tensor | None = None,
         symmetric: bool | None = None,
-    ) -> Tensor | dict[str, dict]:
+    ) -> Tensor | dict[str, dict[str, Any]]:
         """Return the reduced loss of the base plus the regularization; a dict of both with ``DoNothingReducer``.
 
         Args:
@@ -127,10 +127,11 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 distance or the reducer.
         """
         self.reset_stats()
-        if ref_emb is embeddings:
-            ref_emb = None
         # Here, so that gradients in half precision are rounded once, not for each term.
-        embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        if ref_emb is None or ref_emb is embeddings:
+            (embeddings,), ref_emb = full_precision(embeddings), None
+        else:
+            embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             # A base of pytorch-metric-learning takes neither.
             options = {"scale": scale, "symmetric": symmetric}
@@ -172,7 +173,10 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
 
 def _base_loss(
-    base: str | BaseMetricLossFunction, distance: BaseDistance | None, distance_options: dict, base_options: dict
+    base: str | BaseMetricLossFunction,
+    distance: BaseDistance | None,
+    distance_options: dict[str, Any],
+    base_options: dict[str, Any],
 ) -> BaseMetricLossFunction:
     is_loss = isinstance(base, BaseMetricLossFunction) and not isinstance(base, SmoothChamferLoss)
     if base == "smooth_chamfer" or not (is_loss or isinstance(base, str)):

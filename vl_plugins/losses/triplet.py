@@ -1,5 +1,7 @@
 """Triplet losses, and the warm-up without mining of losses that search for hardest negatives."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class HardestNegativeLoss(PairLoss):
         training_calls: the number of such calls so far, a 0-D buffer.
     """
 
-    def __init__(self, warmup_steps: int = 0, **kwargs):
+    def __init__(self, warmup_steps: int = 0, **kwargs: Any):
         super().__init__(**kwargs)
         self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
         self.register_buffer("training_calls", torch.zeros((), dtype=torch.long))
@@ -73,7 +75,7 @@ class TripletSHLoss(PairLoss):
     paper = "Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives"
     independent_pairs = True
 
-    def __init__(self, margin: float = 0.2, **kwargs):
+    def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = non_negative("margin", margin)
         self.add_to_recordable_attributes(name="margin")

@@ -15,8 +15,6 @@ from vl_plugins.utils.checks import adaptive_margin, constant_scale, finite_tens
 
 __all__ = ["UnifiedLoss", "VLCLoss"]
 
-KINDS = "positives", "negatives"
-
 
 class UnifiedLoss(PairLoss):
     """Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.
@@ -53,6 +51,7 @@ class UnifiedLoss(PairLoss):
 
     equation = "Eq. 5, 24-27"
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
+    independent_pairs = True
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class UnifiedLoss(PairLoss):
         scale: float = 50.0,
         weights: Weights | Sequence[Weights | Sequence[float] | float] | None = None,
         relative: Callable[[Tensor], Tensor] | Sequence[float] | None = None,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.margin = adaptive_margin("margin", margin)
@@ -73,15 +72,15 @@ class UnifiedLoss(PairLoss):
             # An optimizer would not find their parameters in a tuple.
             self.weight_modules = nn.ModuleList(weight for weight in self.weights if isinstance(weight, nn.Module))
 
-    @property
-    def independent_pairs(self) -> bool:
-        """Not with functions, which may look at all similarities, nor with numbers for certain rows."""
-        return isinstance(self.margin, float) and self.weights is None and self.relative is None
+    def adds_up_over_rows(self) -> bool:
+        # Functions may look at all similarities, and tensors have numbers for certain rows.
+        has_numbers = isinstance(self.margin, float) and self.weights is None and self.relative is None
+        return has_numbers and super().adds_up_over_rows()
 
     def pair_losses(self, batch: PairBatch) -> Tensor:
-        if not batch.use_kernel:
-            options = {"weights": self.weights, "relative": self.relative, "symmetric": batch.symmetric}
+        if callable(self.margin) or not batch.use_kernel:
             similarities, masks = batch.similarities(), batch.masks()
+            options: dict[str, Any] = {"weights": self.weights, "relative": self.relative, "symmetric": batch.symmetric}
             return unified_loss(similarities, *masks, self.margin, batch.scale, **options, reduction="none")
         arguments, margin = batch.kernel_arguments(), _margin_of_pairs(self.margin, batch)
         return unified_losses_from_embeddings(**arguments, margin=margin, scale=batch.scale, backend=self.backend)
@@ -120,7 +119,7 @@ class VLCLoss(PairLoss):
     paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     independent_pairs = True
 
-    def __init__(self, scale: float = 50.0, **kwargs):
+    def __init__(self, scale: float = 50.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.scale = constant_scale(scale)
         self.add_to_recordable_attributes(name="scale")
@@ -141,11 +140,9 @@ def _margin_of_pairs(margin: float | Tensor, batch: PairBatch) -> float | Tensor
     """Return the margins of the positive pairs, a number or (M,)."""
     if not isinstance(margin, Tensor):
         return margin
-    shape = len(batch.embeddings), len(batch.ref_emb)
-    if margin.shape != shape[: margin.ndim]:
-        raise ValueError(
-            f"margin must have the shape (), ({shape[0]},) or ({shape[0]}, {shape[1]}), got {tuple(margin.shape)}"
-        )
+    expected = (len(batch.embeddings), len(batch.ref_emb))[: margin.ndim]
+    if margin.shape != expected:
+        raise ValueError(f"margin must have the shape {expected}, got {tuple(margin.shape)}")
     margin = margin[batch.pairs[: margin.ndim]] if margin.ndim else margin
     return margin.to(torch.promote_types(batch.embeddings.dtype, torch.float32))
 
@@ -153,7 +150,8 @@ def _margin_of_pairs(margin: float | Tensor, batch: PairBatch) -> float | Tensor
 def _weights(weights: Any) -> Weights | tuple[Weights, Weights] | None:
     """Return weights, or a pair of them, with a polynomial in place of its coefficients."""
     if isinstance(weights, Sequence) and len(weights) == 2 and not any(isinstance(item, Real) for item in weights):
-        return tuple(_one_weight(f"weights of the {kind}", item) for kind, item in zip(KINDS, weights, strict=True))
+        positives, negatives = weights
+        return _one_weight("weights of the positives", positives), _one_weight("weights of the negatives", negatives)
     return None if weights is None else _one_weight("weights", weights)
 
 

@@ -1,6 +1,7 @@
 """Wrappers of pytorch-metric-learning, corrected, and for the losses of this package too."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from vl_plugins.functional.precision import full_precision
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.pair_batch import IndicesTuple
 from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss
 from vl_plugins.utils.checks import tensor_or_none
 
@@ -21,8 +23,8 @@ class _SupportsPairLosses:
 
     @classmethod
     def supported_losses(cls) -> list[str]:
-        ours = {SmoothChamferLoss, *_subclasses(SmoothChamferLoss), *_subclasses(PairLoss)}
-        return [*super().supported_losses(), *sorted({loss.__name__ for loss in ours})]
+        ours: set[type[Any]] = {SmoothChamferLoss, *_subclasses(SmoothChamferLoss), *_subclasses(PairLoss)}
+        return [*super().supported_losses(), *sorted({loss.__name__ for loss in ours})]  # type: ignore[misc]
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
@@ -63,7 +65,13 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
     (tensor(0.), tensor(1.2000))
     """
 
-    def forward(self, embeddings, labels, indices_tuple=None, enqueue_mask=None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: IndicesTuple | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Tensor:
         tensor_or_none("labels", labels)
         expected = len(labels), self.embedding_size
         if embeddings.shape != expected:
@@ -86,7 +94,8 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
         else:  # the base class would take an empty queue for a full one
             self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
 
-    def create_indices_tuple(self, embeddings, labels, E_mem, L_mem, input_indices_tuple, do_remove_self_comparisons):
+    def create_indices_tuple(self, *arguments: Any) -> IndicesTuple:
+        *batch_and_queue, input_indices_tuple, do_remove_self_comparisons = arguments
         if isinstance(self.miner, distributed.DistributedMinerWrapper):
             raise ValueError(
                 "the miner of a CrossBatchMemory mines its own queue: pass the wrapped miner instead, and for several "
@@ -104,7 +113,7 @@ class CrossBatchMemory(_SupportsPairLosses, losses.CrossBatchMemory):
             anchors, positives, *negative_anchors, negatives = input_indices_tuple
             input_indices_tuple = anchors, own_copies[positives], *negative_anchors, own_copies[negatives]
         # How the base class removes self-comparisons ignores a batch of one and fails for an empty one.
-        indices = super().create_indices_tuple(embeddings, labels, E_mem, L_mem, input_indices_tuple, False)
+        indices = super().create_indices_tuple(*batch_and_queue, input_indices_tuple, False)
         if not do_remove_self_comparisons:
             return indices
         others = indices[1] != own_copies[indices[0]]
@@ -155,12 +164,28 @@ class DistributedLossWrapper(distributed.DistributedLossWrapper):
             after DistributedDataParallel has averaged them, gradients are those of one process with the whole batch.
     """
 
-    def forward(self, embeddings, labels=None, indices_tuple=None, ref_emb=None, ref_labels=None, enqueue_mask=None):
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Tensor:
         tensor_or_none("labels", labels)
         tensor_or_none("ref_labels", ref_labels)
         return super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels, enqueue_mask)
 
-    def forward_regular_loss(self, emb, labels, indices_tuple, ref_emb, ref_labels, world_size) -> Tensor:
+    def forward_regular_loss(
+        self,
+        emb: Tensor,
+        labels: Tensor,
+        indices_tuple: IndicesTuple | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor,
+        world_size: int,
+    ) -> Tensor:
         if self.efficient and ref_emb is not None and indices_tuple is None and world_size > 1:
             ref_labels = ref_labels.to(ref_emb.device)
             all_labels = torch.cat([ref_labels, distributed.all_gather(ref_labels)])
@@ -183,7 +208,9 @@ class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
         TypeError: ``miner`` is not a ``BaseMiner``.
     """
 
-    def forward(self, emb, labels, ref_emb=None, ref_labels=None) -> tuple[Tensor, ...]:
+    def forward(
+        self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> IndicesTuple:
         tensor_or_none("labels", labels)
         tensor_or_none("ref_labels", ref_labels)
         if not self.efficient or ref_emb is None or torch.distributed.get_world_size() == 1:
@@ -192,7 +219,7 @@ class DistributedMinerWrapper(distributed.DistributedMinerWrapper):
         return self.miner(emb, labels, all_ref_emb, all_ref_labels)
 
 
-def check_miner(miner: Callable | None) -> None:
+def check_miner(miner: Callable[..., Any] | None) -> None:
     """Raise ``ValueError`` for a miner that would drop each image's own caption."""
     theirs, ours = distributed.DistributedMinerWrapper, DistributedMinerWrapper
     if isinstance(miner, theirs) and not isinstance(miner, ours) and miner.efficient:
@@ -202,5 +229,5 @@ def check_miner(miner: Callable | None) -> None:
         )
 
 
-def _subclasses(base: type) -> set[type]:
+def _subclasses(base: type[Any]) -> set[type[Any]]:
     return {found for direct in base.__subclasses__() for found in (direct, *_subclasses(direct))}

@@ -1,7 +1,7 @@
 """Sets of embeddings by slot attention: the set prediction module of DivE, also as a head of a tower."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,8 @@ class SetPrediction(nn.Module):
     (torch.Size([2, 3, 16]), torch.Size([2, 3, 16]), torch.Size([2, 4, 9, 3]))
     """
 
+    noise: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -130,8 +132,8 @@ class SetPrediction(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if self.gru is None:
-            for module in (self.to_slots, self.mlp[-1]):
-                nn.init.xavier_uniform_(module.weight, gain=1 / self.num_iters)
+            for weight in (self.to_slots.weight, self.mlp.get_parameter("2.weight")):
+                nn.init.xavier_uniform_(weight, gain=1 / self.num_iters)
         noise = torch.randn(self.num_slots, self.dim)
         if self.slots == "learned":
             self.initial_slots = nn.Parameter(noise)
@@ -174,7 +176,7 @@ class SetPrediction(nn.Module):
             slots, attention = self._aggregate(slots, keys, values, padding_mask)
             maps.append(attention)
         embeddings = self.norm_output(slots)
-        if self.norm_global is not None:
+        if self.norm_global is not None and global_feature is not None:
             embeddings = embeddings + self.norm_global(global_feature.to(dtype))[:, None]
         return SetPredictionOutput(embeddings, slots, torch.stack(maps, dim=1))
 
@@ -224,10 +226,12 @@ class SetHead(nn.Module):
         self.prediction = prediction
 
     def predict(self, features: TowerFeatures) -> SetPredictionOutput:
-        """Return sets, slots and attention; sinusoidal positions are added to features without positions."""
+        """Return sets, slots and attention; sinusoidal positions are added to a grid without positions."""
         local, pooled, padding_mask, grid, has_positions = features
-        positions = None if has_positions else sinusoidal_positions_2d(*grid, local.shape[-1]).to(local.device)
-        if self.prediction.global_feature:
+        positions = None
+        if grid is not None and not has_positions:
+            positions = sinusoidal_positions_2d(*grid, local.shape[-1]).to(local.device)
+        if self.prediction.global_feature or pooled is None:
             return self.prediction(local, pooled, padding_mask=padding_mask, positions=positions)
         output = self.prediction(local, padding_mask=padding_mask, positions=positions)
         # DistributedDataParallel fails if a parameter of the tower has no gradient.
@@ -274,7 +278,7 @@ def _without_padding(tensor: Tensor, padding_mask: Tensor | None) -> Tensor:
     return tensor if padding_mask is None else tensor.masked_fill(padding_mask[:, :, None], 0)
 
 
-def _one_of(name: str, value: object, *allowed: object) -> object:
+def _one_of(name: str, value: Any, *allowed: Any) -> Any:
     if type(value) is not type(allowed[0]) or value not in allowed:  # 1 is not True
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
     return value

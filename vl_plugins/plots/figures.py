@@ -1,4 +1,4 @@
-"""What all pictures share: colours, figures without a display, and files that appear complete or not at all."""
+"""What all pictures share: colors, figures without a display, and files that appear complete or not at all."""
 
 import io
 import os
@@ -9,10 +9,10 @@ from vl_plugins.data.storage import write_file
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
-__all__ = ["COLOURS", "new_figure", "picture_file", "write_figure"]
+__all__ = ["COLORS", "new_figure", "picture_file", "style_curves", "write_figure"]
 
-# Okabe and Ito's palette, which people with any common colour vision deficiency can tell apart, without its yellow.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's palette, which people with any common color vision deficiency can tell apart, without its yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 SUFFIXES = (".png", ".pdf", ".svg")
 DPI = 120
@@ -41,12 +41,18 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    # A Figure of its own, not pyplot's, neither needs a display nor changes the caller's current figure.
+    # Unlike one of pyplot, it neither needs a display nor changes the caller's current figure.
     return require("matplotlib.figure", extra="eval").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
+def style_curves(axes: Any) -> None:
+    """Give axes with curves a grid in place of a frame."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def write_figure(figure: Any, out: Path) -> None:
-    """Write a figure as the picture that :func:`picture_file` has checked; its folder is made when missing.
+    """Write a figure as the picture that :func:`picture_file` has checked; its folder is created.
 
     Raises:
         UserError: it cannot be written; a picture that was there before stays.

@@ -22,7 +22,7 @@ def plot_gradient_sizes(losses: Mapping[str, Any], out: str | os.PathLike[str]) 
     """Draw the size of the gradients of losses over the plane of a triplet's two similarities.
 
     Args:
-        losses: title -> loss, see :func:`gradient_sizes`. Each is called about 1700 times, which takes a few seconds.
+        losses: title -> loss, see :func:`gradient_sizes`; each takes a few seconds.
         out: the picture, by its suffix ``.png``, ``.pdf`` or ``.svg``; its folder is created.
 
     Raises:
@@ -46,11 +46,9 @@ def gradient_sizes(loss: Any, positive_similarities: Tensor, negative_similariti
     r"""Return how fast a loss changes with the similarities of a triplet that is alone in its batch.
 
     That is :math:`|\partial L / \partial s_p|` and :math:`|\partial L / \partial s_n|` of one anchor with one positive
-    and one negative, in the direction from the anchor to the other two. The embeddings lie on the unit sphere in three
-    dimensions, positive and negative in perpendicular directions from the anchor; the derivative is that along the
-    great circles through the anchor. So the loss may use any distance.
+    and one negative. The embeddings lie on the unit sphere in three dimensions, positive and negative in perpendicular
+    directions from the anchor, and move along great circles through it, so the loss may use any distance.
 
-    A loss that weighs a triplet by other pairs of the batch, such as ``goal`` with sig_ms, has none to weigh it by.
     PML's ``GenericPairLoss`` ignores a batch of a single positive and a single negative pair: its subclasses get the
     triplet twice, with two anchors, and a reducer that takes a sum instead of a mean doubles the gradient.
 
@@ -122,10 +120,10 @@ def _draw_gradient_sizes(sizes: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
     """Return the ``matplotlib.figure.Figure``."""
     figure = new_figure(9, 3.8 * len(sizes))
     parts = figure.subfigures(len(sizes), 1, squeeze=False)[:, 0]
-    for part, (title, of_pairs) in zip(parts, sizes.items(), strict=True):
+    for part, (title, both) in zip(parts, sizes.items(), strict=True):
         part.suptitle(title)
         for axes, pair, symbol, values in zip(
-            part.subplots(1, 2), ("positive", "negative"), ("p", "n"), of_pairs, strict=True
+            part.subplots(1, 2), ("positive", "negative"), ("p", "n"), both, strict=True
         ):
             image = draw_plane(axes, values)
             axes.set_title(f"gradient at the {pair} pair")

@@ -7,7 +7,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.plots.figures import COLOURS, new_figure, picture_file, write_figure
+from vl_plugins.plots.figures import COLORS, new_figure, picture_file, style_curves, write_figure
 from vl_plugins.utils.errors import UserError
 from vl_plugins.utils.optional import require
 
@@ -16,7 +16,7 @@ __all__ = ["find_results", "plot_training_curves", "read_results"]
 CURVE_KEYS = ("epoch", "rsum_percent", "positive_similarity", "hardest_negative_similarity")
 # What open_clip's own validation writes, as fractions.
 HOST_RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v")
 
 
 def find_results(run: str | os.PathLike[str]) -> Path:
@@ -26,11 +26,9 @@ def find_results(run: str | os.PathLike[str]) -> Path:
         UserError: there is none.
     """
     run = Path(run)
-    if run.is_file():
-        return run
-    for candidate in (run / "checkpoints" / "results.jsonl", run / "results.jsonl"):
-        if candidate.is_file():
-            return candidate
+    for file in (run, run / "checkpoints" / "results.jsonl", run / "results.jsonl"):
+        if file.is_file():
+            return file
     if run.is_dir():
         raise UserError(
             f"no results.jsonl in {run} nor in its checkpoints folder; "
@@ -42,9 +40,8 @@ def find_results(run: str | os.PathLike[str]) -> Path:
 def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the validation results of a run, one row per epoch in the order of epochs.
 
-    Rows without an ``epoch`` (open_clip's zero-shot classification alone) are left out. Where an epoch occurs twice,
-    as after resuming a run, the later row counts. Of open_clip's own validation, which writes no similarities, RSUM is
-    that of its recalls: of each image and its first caption.
+    Rows without an ``epoch`` are left out. Where an epoch occurs twice, as after resuming a run, the later row counts.
+    Of open_clip's own validation, which writes no similarities, RSUM is that of its recalls.
 
     Args:
         run: a ``results.jsonl``, or a run folder that holds one.
@@ -75,10 +72,7 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
             row["rsum_percent"] = 100 * sum(row[name] for name in HOST_RECALLS)
         missing = [key for key in needed if not isinstance(row.get(key), Real)]
         if missing:
-            raise UserError(
-                f"{path}, line {number} has no number for {', '.join(missing)}; vl_plugins' validation writes these, "
-                "and open_clip's own Recall@1, 5 and 10 in both directions are enough, too"
-            )
+            raise UserError(f"{path}, line {number} has no number for {', '.join(missing)}, which validation writes")
         rows[row["epoch"]] = row
     if not rows:
         raise UserError(f"{path} holds no validation results")
@@ -86,23 +80,20 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: str | os.PathLike[str]) -> None:
-    """Draw RSUM and the similarities of positives and hardest negatives over epochs, as Figures 3 and 4 of
-    "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval" do; RSUM alone where no run has
-    similarities.
+    """Draw RSUM and, where runs have them, the similarities of positives and hardest negatives over epochs.
+
+    As Figures 3 and 4 of "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval".
 
     Args:
         runs: name -> rows as :func:`read_results` returns them, ordered by epoch.
         out: the picture, by its suffix ``.png`` (1200 x 504 pixels), ``.pdf`` or ``.svg``; its folder is created.
 
     Raises:
-        UserError: no run, a run without rows, another suffix, or a picture that cannot be written.
+        UserError: no run, another suffix, or a picture that cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
     if not runs:
         raise UserError("runs must hold at least one named run, got none")
-    empty = [name for name, rows in runs.items() if not rows]
-    if empty:
-        raise UserError(f"runs without results: {', '.join(empty)}")
     out = picture_file(out)
     write_figure(_draw_training_curves(runs), out)
 
@@ -116,13 +107,11 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
     rsum_axes, *others = figure.subplots(1, 2 if has_similarities else 1, squeeze=False)[0]
 
     for index, (name, rows) in enumerate(runs.items()):
-        # The shift pairs a repeated colour with another marker.
         style = {
-            "color": COLOURS[index % len(COLOURS)],
-            "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+            "color": COLORS[index % len(COLORS)],
+            "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
-            # About a dozen markers: on a long run they would hide which lines are dashed.
-            "markevery": 1 + len(rows) // 12,
+            "markevery": 1 + len(rows) // 12,  # more would hide which lines are dashed
         }
         epochs = [row["epoch"] for row in rows]
         rsum_axes.plot(epochs, [row["rsum_percent"] for row in rows], label=name, **style)
@@ -143,6 +132,5 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
     for axes in (rsum_axes, *others):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        style_curves(axes)
     return figure

@@ -109,11 +109,11 @@ class MMDRegularizer(SetRegularizer):
         return self.reducer(loss_dict, embeddings, torch.arange(len(embeddings), device=embeddings.device))
 
     def compute_loss(self, embeddings: Tensor, ref_emb: Tensor) -> dict[str, dict]:
-        clouds = (
+        x, y = (
             unit_vectors(sets.flatten(0, 1) if mask is None else sets[mask])
             for sets, mask in self.unpack(embeddings, ref_emb)
         )
-        return _reduced(mmd_loss(*clouds, self.gamma, squared=self.squared))
+        return _reduced(mmd_loss(x, y, self.gamma, squared=self.squared))
 
 
 class UniformityRegularizer(SetRegularizer):

@@ -1,6 +1,6 @@
 """Retrieval evaluation: ranks, recalls and protocols."""
 
-from vl_plugins.retrieval.ground_truth import GroundTruth, Positives
+from vl_plugins.retrieval.ground_truth import GroundTruth
 from vl_plugins.retrieval.metrics import (
     format_metrics_table,
     format_precision_table,
@@ -21,7 +21,6 @@ __all__ = [
     "GroundTruth",
     "MatrixSimilarities",
     "MeanSimilarities",
-    "Positives",
     "Ranks",
     "Similarities",
     "best_answers",

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vl_plugins.data.collection import Record
+from vl_plugins.data.evaluation_reader import EvaluationBatch
 from vl_plugins.functional import circular_variance
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import retrieval_ranks
@@ -22,17 +25,23 @@ class Encoded(NamedTuple):
         images: (I, D), or sets (I, K, D).
         captions: (C, D), or sets (C, K, D).
         image_of_caption: (C,) int64, index of each caption's image.
+        records: I names and captions.
+        shard: index of the shard, as in :class:`~vl_plugins.data.evaluation_reader.EvaluationBatch`.
+        start: index of the first image in it.
     """
 
     images: Tensor
     captions: Tensor
     image_of_caption: Tensor
+    records: list[Record]
+    shard: int
+    start: int
 
 
 @torch.inference_mode()
 def encode_batches(
-    model: torch.nn.Module,
-    batches: Iterable,
+    model: Any,
+    batches: Iterable[EvaluationBatch],
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
@@ -40,27 +49,34 @@ def encode_batches(
     """Encode every image and every caption once.
 
     Args:
-        model: with ``encode_image`` and ``encode_text``, both taking ``normalize``, in evaluation mode.
-        batches: of :func:`vl_plugins.data.reader.evaluation_pipeline`.
+        model: a module with ``encode_image`` and ``encode_text``, both taking ``normalize``, in evaluation mode.
+        batches: of :class:`~vl_plugins.data.evaluation_reader.EvaluationReader`.
         device: where the model is.
         dtype: of the images; as they are by default.
         autocast: makes the context in which the model runs.
-
-    Yields:
-        For each batch, with the index of each caption's image among all images.
     """
-    for images, captions, image_in_batch, positions in batches:
+    for images, texts, image_of_caption, records, shard, start in batches:
         with autocast():
             image_features = model.encode_image(
                 images.to(device=device, dtype=dtype, non_blocking=True), normalize=True
             )
-            caption_features = model.encode_text(captions.to(device=device, non_blocking=True), normalize=True)
-        yield Encoded(image_features.float().cpu(), caption_features.float().cpu(), positions[image_in_batch])
+            caption_features = model.encode_text(texts.to(device=device, non_blocking=True), normalize=True)
+        embeddings = image_features.float().cpu(), caption_features.float().cpu()
+        yield Encoded(*embeddings, image_of_caption, records, shard, start)
 
 
 def join(batches: Iterable[Encoded]) -> Encoded:
-    """Return batches as one."""
-    return Encoded(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    """Return all batches as one, in source order."""
+    batches = sorted(batches, key=lambda batch: (batch.shard, batch.start))
+    first = accumulate((len(batch.images) for batch in batches), initial=0)
+    return Encoded(
+        torch.cat([batch.images for batch in batches]),
+        torch.cat([batch.captions for batch in batches]),
+        torch.cat([batch.image_of_caption + index for batch, index in zip(batches, first, strict=False)]),
+        [record for batch in batches for record in batch.records],
+        batches[0].shard,
+        batches[0].start,
+    )
 
 
 def validation_metrics(encoded: Encoded, similarity: Similarity | None = None) -> dict[str, float]:
@@ -74,7 +90,7 @@ def validation_metrics(encoded: Encoded, similarity: Similarity | None = None) -
         similarity: of sets, on the CPU; None for the cosine of vectors.
     """
     metrics = {
-        **retrieval_metrics(retrieval_ranks(*encoded, similarity)),
+        **retrieval_metrics(retrieval_ranks(encoded.images, encoded.captions, encoded.image_of_caption, similarity)),
         "num_samples": len(encoded.images),
         "num_captions": len(encoded.captions),
     }

@@ -56,12 +56,13 @@ def evaluate_features(
         ValueError: shapes differ, or a similarity is not finite.
     """
     similarities = {name: features.similarities(device) for name, features in members.items()}
-    results = {}
+    results: dict[str, Result] = {}
     for name, of_member in similarities.items():
         features = members[name]
         variances = None
         if features.images.ndim == 3:
-            variances = tuple(circular_variance(part).mean().item() for part in (features.images, features.captions))
+            images, captions = circular_variance(features.images), circular_variance(features.captions)
+            variances = images.mean().item(), captions.mean().item()
         results[name] = _result(of_member, trials, ranks and not ensemble and not results, progress, variances)
     if ensemble:
         results[ENSEMBLE] = _result(MeanSimilarities(list(similarities.values())), trials, ranks, progress)

@@ -49,7 +49,7 @@ class Features:
     image_of_caption: Tensor
     image_ids: Sequence[Id] | None = None
     caption_ids: Sequence[Id] | None = None
-    description: Mapping[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
 
     def check(self, name: str = "features", *, normalize: bool = False) -> "Features":
         """Return the features as they can be compared by cosines, or say what is wrong with them.
@@ -66,30 +66,24 @@ class Features:
         checked = {}
         for kind, ids in (("image", self.image_ids), ("caption", self.caption_ids)):
             features = getattr(self, f"{kind}s")
-            # In parts, so that a file of gigabytes needs no second time as much.
-            norms = torch.cat([torch.linalg.vector_norm(part.float(), dim=-1) for part in features.split(4096)])
-
-            def first(wrong: Tensor, kind: str = kind, ids: Sequence[Id] | None = ids) -> str:
-                row = int(wrong.nonzero()[0, 0])
-                number = int(wrong.flatten(1).any(dim=1).sum()) if wrong.ndim > 1 else int(wrong.sum())
-                called = "" if ids is None else f" ({kind} id {ids[row]})"
-                return f"{number} of {len(wrong)} rows, first row {row}{called}"
-
-            if not norms.isfinite().all():
-                raise UserError(f"{name}: {kind} features are NaN or infinite in {first(~norms.isfinite())}")
-            zero = norms == 0
-            missing = zero if norms.ndim == 1 else zero.all(dim=1)
-            if missing.any():
-                raise UserError(f"{name}: {kind} features are zero in {first(missing)}")
-            wrong = ((norms - 1).abs() > NORM_TOLERANCE) & ~zero
+            norms = torch.linalg.vector_norm(features, dim=-1, dtype=torch.float32)
+            absent = norms == 0  # of a set, elements that are padding
+            problems = {
+                f"{kind} features are NaN or infinite": ~norms.isfinite(),
+                f"{kind} features are zero": absent if norms.ndim == 1 else absent.all(dim=1),
+            }
+            if not normalize:
+                lowest, highest = torch.where(absent, 1.0, norms).aminmax()
+                message = f"{kind} features must be unit vectors, but their norms go from {lowest:.4g} to {highest:.4g}"
+                message += "; --normalize (normalize=True) divides by the norms"
+                problems[message] = ~absent & ((norms - 1).abs() > NORM_TOLERANCE)
+            for problem, wrong in problems.items():
+                rows = wrong.reshape(len(wrong), -1).any(dim=1).nonzero().flatten().tolist()
+                if rows:
+                    first = f"row {rows[0]}" + ("" if ids is None else f" ({kind} id {ids[rows[0]]})")
+                    raise UserError(f"{name}: {problem}: {len(rows)} of {len(wrong)} rows, first {first}")
             if normalize:
-                features = features / norms.to(features.dtype).masked_fill(zero, 1)[..., None]
-            elif wrong.any():
-                present = norms[~zero]
-                raise UserError(
-                    f"{name}: {kind} features must be unit vectors, but their norms go from {present.min():.4g} to "
-                    f"{present.max():.4g}, wrong in {first(wrong)}; --normalize (normalize=True) divides by the norms"
-                )
+                features = features / norms.masked_fill(absent, 1).to(features.dtype)[..., None]
             checked[f"{kind}s"] = features
         return replace(self, **checked)
 
@@ -199,24 +193,21 @@ def id_difference(kind: str, ids: Sequence[Id], expected: Sequence[Id], where: s
     ids, expected = list(ids), list(expected)
     if ids == expected:
         return None
-    missing, unknown = _missing(expected, ids), _missing(ids, expected)
-    if not missing and not unknown and len(ids) == len(expected):
-        place = next(place for place, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
-        return (
-            f"the same {len(ids):,} {kind}s are in another order: {kind} {ids[place]} stands at place {place}, where "
-            f"{where} has {expected[place]}"
-        )
-    parts = []
+    missing, unknown = _without(expected, ids), _without(ids, expected)
     if missing:
-        parts.append(f"{len(missing):,} of the {len(expected):,} {kind}s of {where} are missing, such as {missing[0]}")
+        return f"{len(missing):,} of the {len(expected):,} {kind}s of {where} are missing, such as {missing[0]}"
     if unknown:
-        parts.append(f"{len(unknown):,} {kind}s are not in {where}, such as {unknown[0]}")
-    if not parts:
-        parts.append(f"there are {len(ids):,} {kind}s with repetitions, {where} has {len(expected):,}")
-    return "; ".join(parts)
+        return f"{len(unknown):,} {kind}s are not in {where}, such as {unknown[0]}"
+    if len(ids) != len(expected):
+        return f"there are {len(ids):,} {kind}s with repetitions, {where} has {len(expected):,}"
+    place = next(place for place, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
+    return (
+        f"the same {len(ids):,} {kind}s are in another order: {kind} {ids[place]} stands at place {place}, where "
+        f"{where} has {expected[place]}"
+    )
 
 
-def _missing(names: Sequence[Id], others: Sequence[Id]) -> list[Id]:
+def _without(names: Sequence[Id], others: Sequence[Id]) -> list[Id]:
     others = set(others)
     return [name for name in names if name not in others]
 
@@ -293,7 +284,7 @@ def save_features(features: Features, file: str | os.PathLike) -> None:
             for name, tensor in tensors.items()
         }
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays, **{DESCRIPTION: np.array(text)})
+        np.savez(buffer, **arrays, **{DESCRIPTION: np.array(text)})  # type: ignore[arg-type]
         data = buffer.getbuffer()
     write_file(file, data)
 

@@ -51,19 +51,18 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RSUM_RECALLS) -> 
     if any(k < 1 for k in recall_at):
         raise ValueError(f"recall_at must hold positive numbers, got {tuple(recall_at)}")
     metrics = {}
-    for direction in DIRECTIONS:
-        of_direction = getattr(ranks, direction)
-        direction_ranks = of_direction.rank.tolist()
-        metrics[f"{direction}_mean_rank"] = statistics.fmean(direction_ranks)
-        metrics[f"{direction}_median_rank"] = float(statistics.median(direction_ranks))
+    for name, direction in zip(DIRECTIONS, ranks, strict=True):
+        rank = direction.rank.tolist()
+        metrics[f"{name}_mean_rank"] = statistics.fmean(rank)
+        metrics[f"{name}_median_rank"] = float(statistics.median(rank))
         for k in recall_at:
-            metrics[f"{direction}_R@{k}"] = 100 * sum(rank <= k for rank in direction_ranks) / len(direction_ranks)
-        if of_direction.right_answers.max() <= of_direction.negatives.shape[1]:
-            average_precision, r_precision = precision_at_r(of_direction)
-            metrics[f"{direction}_mean_average_precision_at_r"] = 100 * average_precision.mean().item()
-            metrics[f"{direction}_r_precision"] = 100 * r_precision.mean().item()
+            metrics[f"{name}_R@{k}"] = 100 * sum(place <= k for place in rank) / len(rank)
+        if direction.right_answers.max() <= direction.negatives.shape[1]:
+            average_precision, r_precision = precision_at_r(direction)
+            metrics[f"{name}_mean_average_precision_at_r"] = 100 * average_precision.mean().item()
+            metrics[f"{name}_r_precision"] = 100 * r_precision.mean().item()
     if set(RSUM_RECALLS) <= set(recall_at):
-        metrics["rsum"] = sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RSUM_RECALLS)
+        metrics["rsum"] = sum(metrics[f"{name}_R@{k}"] for name in DIRECTIONS for k in RSUM_RECALLS)
     for similarity in ("positive_similarity", "hardest_negative_similarity"):
         metrics[similarity] = statistics.fmean(getattr(part, similarity).double().mean().item() for part in ranks)
     return metrics
@@ -106,12 +105,11 @@ def precision_at_r(direction: DirectionRanks) -> tuple[Tensor, Tensor]:
     return average_precision / counts, torch.zeros_like(counts).index_add_(0, query, hit.double()) / counts
 
 
-def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:
+def format_metrics_table(results: Mapping[str, Mapping[str, float]]) -> str:
     """Set named results of :func:`retrieval_metrics` side by side: one line each, recalls in percent.
 
     Args:
         results: name -> metrics; a metric that is missing shows as ``-``.
-        markdown: a Markdown table in place of plain text.
 
     Raises:
         ValueError: ``results`` is empty.
@@ -121,11 +119,11 @@ def format_metrics_table(results: Mapping[str, Mapping[str, float]], markdown: b
           i2t R@1   R@5  R@10  median  t2i R@1  R@5  R@10  median  RSUM
     clip     12.5  50.0     -     5.5        -    -     -       -     -
     """
-    columns = (("R@1", "R@1"), ("R@5", "R@5"), ("R@10", "R@10"), ("median", "median_rank"))
-    return _format_table(results, [*_of_both_directions(columns), ("RSUM", "rsum")], markdown)
+    columns = {"R@1": "R@1", "R@5": "R@5", "R@10": "R@10", "median": "median_rank"}
+    return _format_table(results, [*_both_directions(columns), ("RSUM", "rsum")])
 
 
-def format_precision_table(results: Mapping[str, Mapping[str, float]], markdown: bool = False) -> str:
+def format_precision_table(results: Mapping[str, Mapping[str, float]]) -> str:
     """Set mAP@R, R-Precision and R@1 of named results side by side, as :func:`format_metrics_table` does recalls.
 
     >>> metrics = {"image_to_text_mean_average_precision_at_r": 31.4, "image_to_text_r_precision": 42.0}
@@ -133,34 +131,23 @@ def format_precision_table(results: Mapping[str, Mapping[str, float]], markdown:
           i2t mAP@R   R-P  R@1  t2i mAP@R  R-P  R@1
     clip       31.4  42.0    -          -    -    -
     """
-    columns = (("mAP@R", "mean_average_precision_at_r"), ("R-P", "r_precision"), ("R@1", "R@1"))
-    return _format_table(results, _of_both_directions(columns), markdown)
+    columns = {"mAP@R": "mean_average_precision_at_r", "R-P": "r_precision", "R@1": "R@1"}
+    return _format_table(results, _both_directions(columns))
 
 
-def _of_both_directions(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _both_directions(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (heading, name of the metric) for each direction, whose first heading names it."""
-    (first, metric), *others = columns
     return [
-        (heading, f"{direction}_{name}")
+        (f"{label} {heading}" if number == 0 else heading, f"{direction}_{metric}")
         for direction, label in zip(DIRECTIONS, DIRECTION_LABELS, strict=True)
-        for heading, name in ((f"{label} {first}", metric), *others)
+        for number, (heading, metric) in enumerate(columns.items())
     ]
 
 
-def _format_table(
-    results: Mapping[str, Mapping[str, float]], columns: Sequence[tuple[str, str]], markdown: bool
-) -> str:
-    """Return a line for each result, with its metrics in columns (heading, name of the metric)."""
+def _format_table(results: Mapping[str, Mapping[str, float]], columns: Sequence[tuple[str, str]]) -> str:
     if not results:
         raise ValueError("results must hold at least one named result, got none")
-    table = [["", *(heading for heading, _ in columns)]]
+    rows = [["", *(heading for heading, _ in columns)]]
     for name, metrics in results.items():
-        numbers = [f"{metrics[key]:.1f}" if key in metrics else "-" for _, key in columns]
-        table.append([name.replace("|", r"\|") if markdown else name, *numbers])
-    lines = align_columns(table)
-    if markdown:
-        widths = [len(cell) for cell in lines[0]]
-        # A delimiter row needs at least one dash before the colon that aligns a column to the right.
-        lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join("  ".join(line) for line in lines)
+        rows.append([name, *(f"{metrics[key]:.1f}" if key in metrics else "-" for _, key in columns)])
+    return "\n".join("  ".join(row) for row in align_columns(rows))

@@ -1,20 +1,19 @@
 """Ranks of image-text retrieval: exact, tile by tile, without sorting and without the whole similarity matrix."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vl_plugins.retrieval.ground_truth import GroundTruth, Positives
-from vl_plugins.retrieval.similarities import (
-    EmbeddingSimilarities,
-    MatrixSimilarities,
-    Similarities,
-    Similarity,
-)
+from vl_plugins.retrieval.ground_truth import GroundTruth
+from vl_plugins.retrieval.similarities import EmbeddingSimilarities, MatrixSimilarities, Similarities, Similarity
 
 __all__ = ["DirectionRanks", "Ranks", "best_answers", "retrieval_ranks", "similarity_ranks"]
+
+# Places in a tile without right answers.
+NOWHERE: tuple[list[int], list[int]] = ([], [])
 
 
 class DirectionRanks(NamedTuple):
@@ -72,27 +71,17 @@ def retrieval_ranks(
     similarity: Similarity | None = None,
     *,
     negatives: int = 0,
-    tile_shape: tuple[int, int] | None = None,
     progress: bool = False,
 ) -> Ranks:
     """Rank all captions for every image and all images for every caption, given their embeddings.
 
-    A shell around :func:`similarity_ranks`, which says what a rank is.
-
     Args:
-        image_embeddings: (I, D) floating point; unit vectors where the similarity is to be a cosine in [-1, 1]. With a
-            ``similarity`` whatever it takes, such as sets (I, K, D).
-        caption_embeddings: (C, D) floating point, on the same device; with a ``similarity`` likewise.
-        ground_truth: (C,) integers in [0, I), the index of each caption's image, or a :class:`GroundTruth`.
-        similarity: called with image embeddings (i, ...) and caption embeddings (c, ...), returns their similarities
-            (i, c), larger is closer, such as :func:`vl_plugins.kernels.pairwise_smooth_chamfer`. The dot product
-            if left out.
-        negatives, progress: as for :func:`similarity_ranks`.
-        tile_shape: images and captions compared at a time; chosen by the device if left out.
+        image_embeddings, caption_embeddings, similarity: as for :class:`EmbeddingSimilarities`: (I, D) and (C, D), unit
+            vectors where the similarity is to be a cosine, or what ``similarity`` takes.
+        ground_truth, negatives, progress: as for :func:`similarity_ranks`, which tells what a rank is.
 
     Raises:
-        ValueError: a shape or type is not as above, an index is out of range, an image has no caption, an embedding
-            holds NaN or infinity, or a similarity is not finite.
+        ValueError: as both of these.
 
     Captions 0 and 1 belong to image 0 here, and caption 2, which looks like image 0 too, to image 1:
 
@@ -104,7 +93,7 @@ def retrieval_ranks(
     >>> ranks.text_to_image.rank
     tensor([1, 2, 2])
     """
-    similarities = EmbeddingSimilarities(image_embeddings, caption_embeddings, similarity, tile_shape=tile_shape)
+    similarities = EmbeddingSimilarities(image_embeddings, caption_embeddings, similarity)
     return similarity_ranks(similarities, ground_truth, negatives=negatives, progress=progress)
 
 
@@ -127,9 +116,9 @@ def similarity_ranks(
     An image whose captions score ``[0.8, 0.8, 0.3]`` and are followed by another image's captions at ``[0.8, 0.5]`` has
     rank 2: the tie with the other image's caption counts, the one between its own two does not.
 
-    Nothing is sorted, similarities serve both directions, and the memory beyond them is that of a few tiles and of the
-    result; where the directions have other pairs, also that of the embeddings or similarities of their queries. Each
-    tile with right answers in it is asked for twice: ranks compare with the very numbers that stand in the tiles.
+    Nothing is sorted, each tile serves both directions, and the memory beyond the similarities is that of a few tiles
+    and of the result. Tiles with right answers are computed twice: first for the similarities of the right answers,
+    then for all comparisons with them. Computed on their own, these similarities could differ in the last bit.
 
     Args:
         similarities: (I, C) floating point, larger is closer, or something that yields its tiles, such as
@@ -145,44 +134,36 @@ def similarity_ranks(
     """
     if isinstance(similarities, Tensor):
         similarities = MatrixSimilarities(similarities)
-    images, captions = similarities.shape
+    (images, captions), (height, width) = similarities.shape, similarities.tile_shape
     if isinstance(ground_truth, Tensor):
         if ground_truth.shape != (captions,):
             raise ValueError(
-                f"image_of_caption must be an integer tensor of shape ({captions},), one index per caption, "
-                f"got {ground_truth.dtype} of shape {tuple(ground_truth.shape)}"
+                f"image_of_caption must have one index for each of the {captions} captions, "
+                f"got shape {tuple(ground_truth.shape)}"
             )
         ground_truth = GroundTruth.from_image_of_caption(ground_truth, images)
-    _check_ground_truth(ground_truth, similarities.shape)
+    ground_truth.check(images, captions)
     if negatives < 0:
         raise ValueError(f"negatives must not be negative, got {negatives}")
 
-    image_to_text, text_to_image = (Positives(*(part.cpu() for part in positives)) for positives in ground_truth)
-    if all(torch.equal(*parts) for parts in zip(image_to_text, text_to_image, strict=True)):
-        return Ranks(*_rank(similarities, image_to_text, (True, True), (None, None), negatives, progress))
-
-    # Other queries in each direction: similarities of the others are not needed.
-    queries, position = image_to_text.images.unique(return_inverse=True)
-    rows, _ = _rank(
-        similarities.select(images=queries),
-        Positives(position, image_to_text.captions),
-        (True, False),
-        (queries, None),
-        negatives,
-        progress,
-    )
-    rows = rows._replace(queries=queries.to(rows.queries.device)[rows.queries])
-    queries, position = text_to_image.captions.unique(return_inverse=True)
-    _, columns = _rank(
-        similarities.select(captions=queries),
-        Positives(text_to_image.images, position),
-        (False, True),
-        (None, queries),
-        negatives,
-        progress,
-    )
-    columns = columns._replace(queries=queries.to(columns.queries.device)[columns.queries])
-    return Ranks(rows, columns)
+    corners = list(itertools.product(range(0, images, height), range(0, captions, width)))
+    directions = [_Direction(dim, pairs, similarities, negatives) for dim, pairs in enumerate(ground_truth)]
+    tiles_with_positives = sorted({number for direction in directions for number in direction.places})
+    with tqdm(total=len(tiles_with_positives) + len(corners), desc="ranking", unit="tile", disable=not progress) as bar:
+        found = []
+        for number in tiles_with_positives:
+            tile = similarities.tile(*corners[number])
+            found.append([tile[direction.places.get(number, NOWHERE)] for direction in directions])
+            bar.update()
+        for direction, parts in zip(directions, zip(*found, strict=True), strict=True):
+            direction.begin(torch.cat(parts))
+        for number, corner in enumerate(corners):
+            tile = similarities.tile(*corner)
+            _check_finite(tile, *corner)
+            for direction in directions:
+                direction.add(number, tile, corner)
+            bar.update()
+    return Ranks(*(direction.ranks() for direction in directions))
 
 
 def best_answers(direction: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,151 +197,84 @@ def best_answers(direction: DirectionRanks, number: int) -> tuple[Tensor, Tensor
     return index, similarity.gather(1, order), order >= number
 
 
-class _Side:
-    """What is known so far of the queries of one direction, which are the rows or the columns of all tiles.
+class _Direction:
+    """What is known so far about the queries of one direction, rows (``query_dim`` 0) or columns (1) of the matrix.
 
-    Args:
-        right_answers: number of each query, 0 for what is no query.
-        query: (P,) the query of each right answer.
-        similarity: (P,) of each right answer.
-        negatives: how many of the most similar wrong candidates to keep.
+    Attributes:
+        places: rows and columns of the right answers in a tile, by the number of the tile.
     """
 
-    def __init__(self, right_answers: Tensor, query: Tensor, similarity: Tensor, negatives: int):
-        self.right_answers, number = right_answers, len(right_answers)
-        self.is_query = torch.zeros_like(right_answers, dtype=torch.bool).index_fill_(0, query, True)
-        # Nothing is as similar as an infinite one: who has no right answer counts nothing.
-        self.threshold = similarity.new_full((number,), torch.inf)
-        self.threshold.scatter_reduce_(0, query, similarity, "amax", include_self=False)
-        self.not_worse = torch.zeros(number, dtype=torch.int64, device=query.device)
-        self.hardest = torch.full_like(self.threshold, -torch.inf)
-        self.index = query.new_full((number, negatives), -1)
-        self.similarity = similarity.new_full((number, negatives), -torch.inf)
+    def __init__(self, query_dim: int, pairs: Tensor, similarities: Similarities, negatives: int):
+        pairs, (height, width) = pairs.to(similarities.device), similarities.tile_shape
+        right_answers = pairs[query_dim].bincount()
+        pairs = pairs[:, (pairs >= 0).all(dim=0)]
+        tile = pairs[0] // height * -(-similarities.shape[1] // width) + pairs[1] // width
+        tile, order = tile.sort(stable=True)
+        images, captions = pairs = pairs[:, order]
+        numbers, counts = (part.tolist() for part in tile.unique_consecutive(return_counts=True))
+        places = zip((images % height).split(counts), (captions % width).split(counts), strict=True)
+        self.places = dict(zip(numbers, places, strict=True))
+        self.query_dim = query_dim
+        self.queries, self.positive_query = pairs[query_dim].unique(return_inverse=True)
+        self.positives = pairs[1 - query_dim]
+        self.right_answers = right_answers[self.queries]
+        self.not_worse = torch.zeros_like(self.queries)
+        self.negatives = self.queries.new_full((len(self.queries), negatives), -1)
 
-    def add(self, tile: Tensor, first: int, first_candidate: int, dim: int, scratch: Tensor) -> None:
-        """Take in a tile, in whose ``dim`` the candidates are, with ``-inf`` for the right answers."""
-        part = slice(first, first + tile.shape[1 - dim])
-        threshold = self.threshold[part].unsqueeze(dim)
+    def begin(self, positive_similarity: Tensor) -> None:
+        """Take the similarity of each right answer, in the order of the tiles."""
+        self.positive_similarity = positive_similarity
+        self.hardest = positive_similarity.new_full(self.queries.shape, -torch.inf)
+        self.best_positive = self.hardest.scatter_reduce(0, self.positive_query, positive_similarity, "amax")
+        self.negative_similarity = positive_similarity.new_full(self.negatives.shape, -torch.inf)
+
+    def add(self, number: int, tile: Tensor, corner: tuple[int, int]) -> None:
+        """Compare with a tile, given its number and its first row and column."""
+        places = self.places.get(number, NOWHERE)
+        positive_similarity = tile[places]
+        tile[places] = -torch.inf
+        rows = tile.T if self.query_dim else tile
+        first, first_candidate = corner[self.query_dim], corner[1 - self.query_dim]
+        part = slice(*torch.searchsorted(self.queries, self.queries.new_tensor([first, first + len(rows)])).tolist())
+        queries = self.queries[part] - first
+        if len(queries) < len(rows):
+            rows = rows[queries]
         # Ones and zeros as floating point add up several times as fast as booleans; a tile has less than 2**24.
-        self.not_worse[part] += torch.ge(tile, threshold, out=scratch).sum(dim=dim).to(torch.int64)
-        hardest = tile.amax(dim=dim)
-        self.hardest[part] = torch.maximum(self.hardest[part], hardest)
-        if self.index.shape[1]:
-            rows = tile if dim == 1 else tile.T.contiguous()
-            similarity, index = rows.topk(min(self.index.shape[1], rows.shape[1]), dim=1)
-            similarity = torch.cat([self.similarity[part], similarity], dim=1)
-            index = torch.cat([self.index[part], index + first_candidate], dim=1)
-            self.similarity[part], order = similarity.topk(self.index.shape[1], dim=1)
-            self.index[part] = index.gather(1, order)
+        not_worse = torch.ge(rows, self.best_positive[part, None], out=torch.empty_like(rows)).sum(dim=1)
+        self.not_worse[part] += not_worse.to(torch.int64)
+        self.hardest[part] = torch.maximum(self.hardest[part], rows.amax(dim=1))
+        kept = self.negatives.shape[1]
+        if kept:
+            similarity, index = rows.contiguous().topk(min(kept, rows.shape[1]), dim=1)
+            similarity = torch.cat([self.negative_similarity[part], similarity], dim=1)
+            index = torch.cat([self.negatives[part], index + first_candidate], dim=1)
+            self.negative_similarity[part], order = similarity.topk(kept, dim=1)
+            self.negatives[part] = index.gather(1, order)
+        tile[places] = positive_similarity
 
-    def ranks(self, query: Tensor, candidate: Tensor, similarity: Tensor) -> DirectionRanks:
-        queries = self.is_query.nonzero().flatten()
-        position = self.is_query.cumsum(0) - 1
-        order = similarity.argsort(descending=True, stable=True)
-        order = order[query[order].argsort(stable=True)]
+    def ranks(self) -> DirectionRanks:
+        """Return the result, once all tiles have been added."""
+        order = self.positive_similarity.argsort(descending=True, stable=True)
+        order = order[self.positive_query[order].argsort(stable=True)]
         return DirectionRanks(
-            queries=queries,
-            rank=1 + self.not_worse[queries],
-            right_answers=self.right_answers[queries],
-            positive_query=position[query[order]],
-            positives=candidate[order],
-            positive_similarity=similarity[order],
-            hardest_negative_similarity=self.hardest[queries],
-            negatives=self.index[queries].masked_fill(self.similarity[queries] == -torch.inf, -1),
-            negative_similarity=self.similarity[queries],
+            queries=self.queries,
+            rank=1 + self.not_worse,
+            right_answers=self.right_answers,
+            positive_query=self.positive_query[order],
+            positives=self.positives[order],
+            positive_similarity=self.positive_similarity[order],
+            hardest_negative_similarity=self.hardest,
+            negatives=self.negatives.masked_fill(self.negative_similarity == -torch.inf, -1),
+            negative_similarity=self.negative_similarity,
         )
 
 
-def _rank(
-    similarities: Similarities,
-    positives: Positives,
-    directions: tuple[bool, bool],
-    names: tuple[Tensor | None, Tensor | None],
-    negatives: int,
-    progress: bool,
-) -> tuple[DirectionRanks | None, DirectionRanks | None]:
-    """Rank with the images (rows) and with the captions (columns) as queries, as ``directions`` says.
-
-    ``names`` are the indices that rows and columns had before some were selected, for errors.
-
-    The first pass looks up the similarities of the right answers in the tiles where they stand, since computed on their
-    own they could differ in the last bit. The second counts the others that are not lower.
-    """
-    (images, captions), (height, width) = similarities.shape, similarities.tile_shape
-    columns_of_tiles = -(-captions // width)
-    right_answers = [
-        indices[indices >= 0].bincount(minlength=number).to(similarities.device)
-        for indices, number in zip(positives, similarities.shape, strict=True)
-    ]
-    present = (positives.images >= 0) & (positives.captions >= 0)
-    positives = Positives(positives.images[present], positives.captions[present])
-    tile_of_pair = positives.images // height * columns_of_tiles + positives.captions // width
-    order = tile_of_pair.argsort(stable=True)
-    tiles = -(-images // height) * columns_of_tiles
-    ends = tile_of_pair.bincount(minlength=tiles).cumsum(0).tolist()
-    image, caption = positives.images[order].to(similarities.device), positives.captions[order].to(similarities.device)
-
-    def places(tile: int) -> tuple[slice, tuple[Tensor, Tensor]]:
-        """Return which right answers are in a tile, and where in it."""
-        pairs = slice(ends[tile - 1] if tile else 0, ends[tile])
-        return pairs, (image[pairs] % height, caption[pairs] % width)
-
-    def corner(tile: int) -> tuple[int, int]:
-        return tile // columns_of_tiles * height, tile % columns_of_tiles * width
-
-    # Tiles with right answers first, then all of them.
-    with_positives = [tile for tile in range(tiles) if ends[tile] > (ends[tile - 1] if tile else 0)]
-    with tqdm(total=len(with_positives) + tiles, desc="ranking", unit="tile", disable=not progress) as bar:
-        found = []
-        for tile in with_positives:
-            found.append(similarities.tile(*corner(tile))[places(tile)[1]])
-            bar.update()
-        similarity = torch.cat(found)
-        sides = (
-            _Side(right_answers[0], image, similarity, negatives) if directions[0] else None,
-            _Side(right_answers[1], caption, similarity, negatives) if directions[1] else None,
-        )
-        scratch = similarity.new_empty(height * width)
-        for tile in range(tiles):
-            row, column = corner(tile)
-            block = similarities.tile(row, column)
-            # NaN compares false with everything and would pass for rank 1. A sum takes less time than a look at each
-            # element; it may overflow too.
-            if not block.sum().isfinite():
-                _check_finite(block, row, column, names)
-            block[places(tile)[1]] = -torch.inf
-            for dim, (side, first, first_candidate) in enumerate(
-                zip(reversed(sides), (column, row), (row, column), strict=True)
-            ):
-                if side:
-                    side.add(block, first, first_candidate, dim, scratch[: block.numel()].view(block.shape))
-            bar.update()
-    rows, columns = sides
-    return (
-        rows.ranks(image, caption, similarity) if rows else None,
-        columns.ranks(caption, image, similarity) if columns else None,
-    )
-
-
-def _check_ground_truth(ground_truth: GroundTruth, shape: tuple[int, int]) -> None:
-    kinds = ("images", "captions")
-    for name, queries, positives in zip(GroundTruth._fields, kinds, ground_truth, strict=True):
-        for kind, indices, size in zip(kinds, positives, shape, strict=True):
-            least = 0 if kind == queries else -1
-            if len(indices) == 0 or int(indices.min()) < least or int(indices.max()) >= size:
-                extent = f"{int(indices.min())} to {int(indices.max())}" if len(indices) else "none"
-                raise ValueError(f"{name} must hold at least one pair, with {kind} in [{least}, {size}), got {extent}")
-
-
-def _check_finite(tile: Tensor, image: int, caption: int, names: tuple[Tensor | None, Tensor | None]) -> None:
-    wrong = (~tile.isfinite()).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
-        of_image, of_caption = (
-            index if name is None else int(name[index])
-            for index, name in zip((image + row, caption + column), names, strict=True)
-        )
-        raise ValueError(
-            "similarities must be finite; "
-            f"that of image {of_image} and caption {of_caption} is {tile[row, column].item()}"
-        )
+def _check_finite(tile: Tensor, image: int, caption: int) -> None:
+    # NaN compares false with everything and would pass for rank 1. A sum takes less time than a look at each element,
+    # but it may overflow.
+    if not tile.sum().isfinite():
+        for row, column in (~tile.isfinite()).nonzero()[:1].tolist():
+            value = tile[row, column].item()
+            raise ValueError(
+                f"similarities must be finite; that of image {image + row} and caption {caption + column} is {value}"
+            )

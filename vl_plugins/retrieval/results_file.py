@@ -14,7 +14,7 @@ __all__ = ["append_rows", "is_finished", "read_rows"]
 IDENTITY = ("checkpoint", "checkpoint_sha256", "shards", "max_captions", "precision")
 """Columns that tell what was evaluated; the column ``protocol`` tells how."""
 
-# Names of results that a protocol has, if not its own.
+# Names of a protocol's results, where there are several.
 RESULTS = {"eccv": ("eccv-caption", "cxc")}
 
 
@@ -39,8 +39,7 @@ def read_rows(file: str | Path) -> list[dict[str, str]]:
 
 def is_finished(rows: Iterable[Mapping[str, str]], identity: Mapping[str, Any], protocols: Iterable[str]) -> bool:
     """Return whether there are results of the same data and model by all these protocols."""
-    wanted = _identity({name: _text(value) for name, value in identity.items()})
-    found = {row["protocol"] for row in rows if _identity(row) == wanted}
+    found = {row["protocol"] for row in rows if _identity(row) == _identity(identity)}
     return all(found.issuperset(RESULTS.get(protocol, (protocol,))) for protocol in protocols)
 
 
@@ -50,18 +49,13 @@ def append_rows(file: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         UserError: the file cannot be read or written.
     """
-    rows = [*read_rows(file), *({name: _text(value) for name, value in row.items()} for row in rows)]
-    columns = dict.fromkeys(name for row in rows for name in row)
+    rows = [*read_rows(file), *rows]
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="")
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
     writer.writeheader()
     writer.writerows(rows)
     write_file(Path(file), text.getvalue().encode())
 
 
-def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(row.get(name, "") for name in IDENTITY)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+def _identity(row: Mapping[str, Any]) -> list[str]:
+    return ["" if row.get(name) is None else str(row[name]) for name in IDENTITY]

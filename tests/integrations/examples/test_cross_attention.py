@@ -41,9 +41,3 @@ def test_it_learns(loss, capsys):
         assert metrics["before"][recall] < 5
         assert metrics["after"][recall] > 15
     assert capsys.readouterr().out.splitlines()[2].startswith("after ")
-
-
-def test_an_unknown_loss_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["--loss", "unifed"])
-    assert "invalid choice: 'unifed'" in capsys.readouterr().err

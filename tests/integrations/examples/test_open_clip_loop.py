@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.processes import in_processes
+from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.functional import unified_loss
 from vl_plugins.integrations.examples import open_clip_loop, scenes

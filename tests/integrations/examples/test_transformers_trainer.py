@@ -6,7 +6,7 @@ import tempfile
 import pytest
 import torch
 
-from tests.processes import in_processes
+from tests.helpers.processes import in_processes
 from vl_plugins.functional import unified_loss
 from vl_plugins.integrations.examples import scenes
 

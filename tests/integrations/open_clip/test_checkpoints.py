@@ -58,8 +58,19 @@ def has_weights_of(model, expected):
     ("prefix", "head", "head_kwargs", "created_with"),
     [
         ("module.", "set", {**SMALL, "slots": "random", "update": "gru"}, {"force_quick_gelu": True}),
-        ("", "linear", {"dim": 24}, {"force_custom_text": True, "force_image_size": 32, "force_context_length": 20}),
-        ("", "linear", {"dim": 24}, {"init_logit_bias": -10, "image_mean": (0.1, 0.2, 0.3), "image_std": (0.4,) * 3}),
+        (
+            "",
+            "linear",
+            {"dim": 24},
+            {
+                "force_custom_text": True,
+                "force_image_size": 32,
+                "force_context_length": 20,
+                "init_logit_bias": -10,
+                "image_mean": (0.1, 0.2, 0.3),
+                "image_std": (0.4,) * 3,
+            },
+        ),
         (
             "module.",
             "set",
@@ -232,23 +243,19 @@ def test_a_model_configuration_of_the_user(tmp_path, request):
     assert has_weights_of(load_model(path, model_config=tmp_path / f"{name}.json")[0], model)
 
 
+CODE = '{"embed_dim": 8, "vision_cfg": {}, "text_cfg": {"tokenizer_kwargs": {"trust_remote_code": true}}}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.json", None, r"^cannot read .*model\.json: No such file or directory$"),
-        ("model.json", "{", r"model\.json is not valid JSON: "),
         ("model.json", "[]", r"model\.json: expected a model configuration with embed_dim, text_cfg, vision_cfg$"),
         ("model.yaml", "", r"model\.yaml: expected a \.json file or a folder of them$"),
-        (
-            "model.json",
-            '{"embed_dim": 8, "vision_cfg": {}, "text_cfg": {"tokenizer_kwargs": {"trust_remote_code": true}}}',
-            r"model\.json: trust_remote_code is not supported: ",
-        ),
+        ("model.json", CODE, r"model\.json: trust_remote_code is not supported: "),
     ],
 )
 def test_wrong_model_configurations(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         add_model_config(tmp_path / name)
 
@@ -256,14 +263,7 @@ def test_wrong_model_configurations(tmp_path, name, content, message):
 def test_a_damaged_description_of_a_head(tmp_path):
     model, _ = make()
     whole = model.get_extra_state()
-    for damage in (
-        {"model": 3},
-        {"force_image_size": "large"},
-        {"similarity_kwargs": 3},
-        {"head": "set2"},
-        {"head_kwargs": 3},
-        3,
-    ):
+    for damage in ({"model": 3}, {"force_image_size": "large"}, {"similarity_kwargs": 3}, {"head": "set2"}, 3):
         damaged = {**whole, **damage} if isinstance(damage, dict) else damage
         torch.save({"state_dict": {**model.state_dict(), "_extra_state": damaged}}, tmp_path / "epoch_1.pt")
         with pytest.raises(UserError) as raised:
@@ -274,13 +274,9 @@ def test_a_damaged_description_of_a_head(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "it is empty or not a file of torch.save"),
-        (b"some text", "it is empty or not a file of torch.save"),
         (torch.ones(2), "holds a Tensor, expected weights by name"),
-        ({3: torch.ones(2)}, "holds a dict, expected weights by name"),
         ({"state_dict": 3}, "holds a int, expected weights by name"),
         ({}, "holds no weights"),
-        ({"state_dict": {"_extra_state": Harmful()}}, "it holds more than tensors and text, and such files can run"),
         (pickle.dumps(Harmful(), protocol=2), "it holds more than tensors and text, and such files can run code"),
         ({"format": FORMAT}, "is not of version 1: None"),
         ({"format": FORMAT, "version": 1, "config": 3}, "its description is damaged "),

@@ -1,10 +1,7 @@
 """What the launcher replaces in open_clip, and the versions that it supports."""
 
-import inspect
-
 import open_clip_train.main
 import pytest
-import torch
 
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.utils.errors import UserError
@@ -15,15 +12,6 @@ def test_functions_are_put_back_also_after_an_error():
     with pytest.raises(ZeroDivisionError), host.replaced(open_clip_train.main, create_loss=lambda args: 1 / args):
         open_clip_train.main.create_loss(0)
     assert vars(open_clip_train.main) == before
-
-
-def test_data_parallel_on_cpu():
-    stock = torch.nn.parallel.DistributedDataParallel
-    with host.data_parallel_on_cpu():
-        replaced = torch.nn.parallel.DistributedDataParallel
-        assert issubclass(replaced, stock)
-        assert list(inspect.signature(replaced.__init__).parameters)[:3] == ["self", "module", "device_ids"]
-    assert torch.nn.parallel.DistributedDataParallel is stock
 
 
 @pytest.mark.parametrize("name", host.OpenCLIP3.main_functions)
@@ -38,21 +26,12 @@ def test_functions_with_other_parameters_are_an_error(name, monkeypatch):
         host.installed_host()
 
 
-@pytest.mark.parametrize(
-    ("version", "difference"),
-    [
-        ("3.2.0", "it is older than what was tried"),
-        ("3.3.0", None),
-        ("3.10.1", None),
-        ("4.0.0.dev0", None),
-        ("5.0.0", "it is newer than what was tried"),
-    ],
-)
-def test_versions(version, difference, monkeypatch):
+@pytest.mark.parametrize("version", ["3.2.0", "3.10.1", "5.0.0"])
+def test_versions(version, monkeypatch):
     monkeypatch.setattr(host, "version", lambda distribution: version)
-    if difference is None:
+    if version == "3.10.1":
         host.installed_host()
         return
-    message = f"^open_clip_torch {version} is not supported: {difference}; install open_clip_torch 3.3, .*>=3.3,<5'$"
+    message = f"^open_clip_torch {version} is not supported: .*; install open_clip_torch 3.3, .*>=3.3,<5'$"
     with pytest.raises(UserError, match=message):
         host.installed_host()

@@ -4,8 +4,10 @@ They are downloaded, or taken from the folder ``VL_PLUGINS_OPEN_CLIP_4``, which 
 ``open_clip_train``; where there are none, these tests are skipped.
 """
 
+import contextlib
 import io
 import json
+import logging
 import os
 import sys
 import tarfile
@@ -14,16 +16,60 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.integrations.open_clip.test_data import FOLLOWED, UNRELATED, data_flags
-from tests.integrations.open_clip.test_launcher import MODULE, SHORT, checkpoint, error_of, run, shard_pattern
-from vl_plugins.integrations.open_clip.data import TRAINING_READER
-from vl_plugins.integrations.open_clip.host import OpenCLIP4
-from vl_plugins.utils.errors import UserError
+from tests.helpers.open_clip_data_flags import data_flags, without_rule
+from tests.helpers.open_clip_training import (
+    LAUNCH,
+    TINY,
+    error_line,
+    read_checkpoint,
+    read_results,
+    run,
+    small_shard_flags,
+)
+from vl_plugins.integrations.open_clip.host import OpenCLIP4, parser_help
+from vl_plugins.integrations.open_clip.launcher import main
 
+ROOT = Path(__file__).parents[3]
 ARCHIVE = "https://github.com/mlfoundations/open_clip/archive/refs/heads/main.tar.gz"
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
+# Without weight decay, from which the versions exempt different parameters.
+FLAGS = [*TINY, "--wd", "0"]
+TRAININGS = {
+    "unified": ["--loss", "unified", "--loss-kwargs", "scale=learned"],
+    "accum": ["--loss", "unified", "--accum-freq", "2", "--captions-per-image", "2"],
+    "set-accum": [*SETS, "--accum-freq", "2", "--distance", "match_probability"],
+    "no-loss": ["--head", "linear", "--head-kwargs", "dim=24", "--captions-per-image", "first"],
+    "compiled": ["--loss", "unified", "--loss-kwargs", "scale=learned", "--torchcompile"],
+    "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6"],
+}
+WRONG = {
+    "--loss unified --siglip": "--loss unified and --siglip both name a loss",
+    "--loss unified --fsdp": "--fsdp needs the whole logit scale: add --fsdp-no-reshard-after-forward",
+    "--head linear --fsdp": "--head linear does not support --fsdp: give one of them",
+    "--loss unified --use-naflex": "--loss unified is for images and captions, and --use-naflex is not",
+    "--loss unified --json-text-key cap": "--json-text-key is for open_cl",
+}
+
+
+def train_all(version, data):
+    """Train everything in this process, on the version of open_clip that it finds; write what else is looked at."""
+    for name, flags in TRAININGS.items():
+        if name == "compiled":
+            flags = [*flags, "--torchcompile-backend", "eager"] if version == "4" else flags[:-1]
+        logging.getLogger().handlers.clear()  # each training adds its own
+        assert main([*FLAGS, *data, *flags, "--name", name]) == 0
+    # The warm-up of six steps ends in the second epoch of four; another checkpoint is truncated.
+    file = Path("logs/resumed/checkpoints/epoch_2.pt")
+    file.write_bytes(file.with_name("epoch_1.pt").read_bytes()[:-100])
+    flags = [*FLAGS, *data, *TRAININGS["resumed"], "--name", "resumed", "--epochs", "2", "--resume", "latest"]
+    assert main(flags) == 0
+    errors = {}
+    for flags in WRONG if version == "4" else ():
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            assert main([*FLAGS, *data, *flags.split(), "--name", "wrong"]) == 2
+        errors[flags] = error_line(stderr.getvalue())
+    Path("rest.json").write_text(json.dumps({"errors": errors, "help": parser_help()}))
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +91,16 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(toy_shards):
-    return ["--train-data", shard_pattern(toy_shards, "train"), "--val-data", shard_pattern(toy_shards, "val")]
-
-
-@pytest.fixture
-def train(tmp_path, sources, data):
-    """Function that runs the launcher on a version, whose number is the name of the run."""
-
-    def train(version, *flags, processes=1):
-        path = os.pathsep.join(map(str, [Path(__file__).parents[3], *([sources] if version == "4" else [])]))
-        command = [sys.executable, "-m"]
-        if processes > 1:
-            command += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
-        # Without weight decay, from which the versions exempt different parameters.
-        return run([*command, MODULE, *SHORT, *data, "--wd", "0", "--name", version, *flags], tmp_path, PYTHONPATH=path)
-
-    return train
-
-
-def results(folder, name):
-    lines = (folder / "logs" / name / "checkpoints/results.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def trained(tmp_path_factory, sources, toy_shards):
+    """By version, the folder of everything that was trained, and its output."""
+    found = {}
+    for version, paths in (("3", [ROOT]), ("4", [ROOT, sources])):
+        folder = tmp_path_factory.mktemp(f"trained-{version}")
+        code = f"from {__name__} import train_all; train_all({version!r}, {small_shard_flags(toy_shards)!r})"
+        finished = run([sys.executable, "-c", code], folder, PYTHONPATH=os.pathsep.join(map(str, paths)))
+        assert finished.returncode == 0
+        found[version] = folder, finished.stderr
+    return found
 
 
 def assert_same_weights(actual, expected):
@@ -80,73 +114,41 @@ def assert_same_weights(actual, expected):
             assert (actual[name] - tensor).abs().median() <= 1e-6, name
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(["--loss", "unified", "--loss-kwargs", "scale=learned"], id="unified"),
-        pytest.param(["--loss", "unified", "--accum-freq", "2", "--captions-per-image", "2"], id="accum"),
-        pytest.param([*SETS, "--accum-freq", "2", "--distance", "match_probability"], id="set-accum"),
-        pytest.param(["--head", "linear", "--head-kwargs", "dim=24", "--captions-per-image", "first"], id="no-loss"),
-    ],
-)
-def test_training_is_that_of_3(flags, tmp_path, train):
-    for version in ("3", "4"):
-        assert train(version, *flags).returncode == 0
-    assert_same_weights(*(checkpoint(tmp_path, version)["state_dict"] for version in ("4", "3")))
-    (row,) = results(tmp_path, "4")
-    assert (row["num_samples"], row["num_captions"]) == (24, 120)
-    assert [row] == [pytest.approx(expected, abs=1e-4) for expected in results(tmp_path, "3")]
-    log = (tmp_path / "logs/4/out.log").read_text()
-    assert log.count("Train Epoch") == (2 if "--accum-freq" in flags else 4)
-    assert ("Training with the loss of vl_plugins" in log) is ("--loss" in flags)
-    assert "captions_per_image: " in (tmp_path / "logs/4/params.txt").read_text()
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_is_that_of_3(name, trained):
+    epochs = 2 if name == "resumed" else 1
+    folder = trained["4"][0]
+    states = [read_checkpoint(trained[version][0], epochs, name)["state_dict"] for version in ("4", "3")]
+    assert_same_weights(*states)
+    rows = read_results(folder, name)
+    assert [*rows] == list(range(1, epochs + 1))
+    assert (rows[1]["num_samples"], rows[1]["num_captions"]) == (8, 40)
+    for epoch, expected in read_results(trained["3"][0], name).items():
+        assert rows[epoch] == pytest.approx(expected, abs=1e-4)
+    log = (folder / "logs" / name / "out.log").read_text()
+    assert log.count("Train Epoch: 0") == (2 if "accum" in name else 4)
+    assert ("Training with the loss of vl_plugins" in log) is (name != "no-loss")
+    assert "captions_per_image: " in (folder / "logs" / name / "params.txt").read_text()
 
 
-def test_a_resumed_training_is_that_of_3(tmp_path, train):
-    """The warm-up of six steps ends in the second epoch of four; another checkpoint is truncated."""
-    flags = ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6"]
-    for version in ("3", "4"):
-        assert train(version, *flags, "--epochs", "1").returncode == 0
-        file = tmp_path / "logs" / version / "checkpoints/epoch_2.pt"
-        file.write_bytes((file.parent / "epoch_1.pt").read_bytes()[:-100])
-        finished = train(version, *flags, "--epochs", "2", "--resume", "latest")
-        assert finished.returncode == 0
-        assert "epoch_2.pt: it is cut off or damaged" in finished.stderr
-    assert_same_weights(*(checkpoint(tmp_path, version, epoch=2)["state_dict"] for version in ("4", "3")))
-    assert [row["epoch"] for row in results(tmp_path, "4")] == [1, 2]
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_a_truncated_checkpoint_is_named(version, trained):
+    assert "epoch_2.pt: it is cut off or damaged" in trained[version][1]
 
 
-def test_a_compiled_task(tmp_path, train):
-    assert train("3", "--loss", "unified").returncode == 0
-    assert train("4", "--loss", "unified", "--torchcompile", "--torchcompile-backend", "eager").returncode == 0
-    assert_same_weights(*(checkpoint(tmp_path, version)["state_dict"] for version in ("4", "3")))
+def test_what_does_not_go_together(trained):
+    folder, _ = trained["4"]
+    errors = json.loads((folder / "rest.json").read_text())["errors"]
+    assert errors.keys() == WRONG.keys()
+    assert [flags for flags, message in WRONG.items() if message not in errors[flags]] == []
+    assert not (folder / "logs/wrong").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--loss", "unified", "--siglip"], "--loss unified and --siglip both name a loss"),
-        (["--head", "linear", "--fsdp"], "--head linear does not support --fsdp: give one of them"),
-        (["--loss", "unified", "--use-naflex"], "--loss unified is for images and captions, and --use-naflex is not"),
-        (
-            ["--captions-per-image", "2", "--loss", "unified", "--json-text-key", "cap"],
-            "--json-text-key is for open_cl",
-        ),
-    ],
-)
-def test_what_does_not_go_together(flags, message, tmp_path, train):
-    finished = train("4", *flags)
-    assert finished.returncode == 2
-    assert message in error_of(finished)
-    assert not list(tmp_path.iterdir())
-
-
-def test_our_reader_has_a_rule_for_every_data_flag(sources):
-    command = "from open_clip_train.params import parse_args; parse_args(['--help'])"
-    finished = run([sys.executable, "-c", command], sources, PYTHONPATH=str(sources))
-    flags = data_flags(sources / "open_clip_train", finished.stdout)
+def test_our_reader_has_a_rule_for_every_data_flag(trained, sources):
+    help_text = json.loads((trained["4"][0] / "rest.json").read_text())["help"]
+    flags = data_flags(sources / "open_clip_train", help_text)
     assert {"train_data", "length_bucketing", "max_image_pixels"} <= flags
-    assert flags - FOLLOWED - TRAINING_READER.keys() - UNRELATED == set()
+    assert without_rule(flags) == set()
 
 
 @pytest.mark.parametrize(
@@ -164,34 +166,17 @@ def test_what_trains_on_other_data(options, other):
     assert OpenCLIP4().other_data(given) == other
 
 
-def test_a_sharded_logit_scale_is_an_error(sources, monkeypatch):
-    sharded = pytest.importorskip("torch.distributed.tensor")
-    loss = torch.nn.Module()
-    loss.forward = lambda image_features, logit_scale: image_features
-    loss.register_forward_pre_hook(OpenCLIP4.check_scale_is_whole, with_kwargs=True)
-    assert loss(image_features=1, logit_scale=torch.ones(1)) == 1
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        scale = sharded.distribute_tensor(torch.ones(1), torch.distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(UserError, match=r"logit scale reaches the loss sharded, .*--fsdp-no-reshard-after-forward"):
-            loss(image_features=1, logit_scale=scale)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_processes(tmp_path, train):
+def test_two_processes(tmp_path, sources, toy_shards):
     """Data parallelism is that of 3.x, and a sharded model learns and is evaluated as a copied one is."""
-    flags = ["--dist-backend", "gloo", "--loss", "unified", "--loss-kwargs", "scale=learned"]
-    flags += ["--local-loss", "--gather-with-grad", "--lr", "1e-4"]
-    for version in ("3", "4"):
-        assert train(version, *flags, processes=2).returncode == 0
-    sharded = ["--fsdp", "--fsdp-no-reshard-after-forward", "--name", "sharded"]
-    assert train("4", *flags, *sharded, processes=2).returncode == 0
-    expected = {name.removeprefix("module."): t for name, t in checkpoint(tmp_path, "3")["state_dict"].items()}
-    copied, sharded = (checkpoint(tmp_path, name)["state_dict"] for name in ("4", "sharded"))
-    assert_same_weights(copied, expected)
-    assert_same_weights(sharded, copied)
-    (expected,) = results(tmp_path, "3")
+    flags = [*FLAGS, *small_shard_flags(toy_shards), "--dist-backend", "gloo", "--lr", "1e-4", "--batch-size", "2"]
+    flags += ["--loss", "unified", "--loss-kwargs", "scale=learned", "--local-loss", "--gather-with-grad"]
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(), *LAUNCH[1:]]
+    sharded = ["--fsdp", "--fsdp-no-reshard-after-forward"]
+    for name, paths, more in (("3", [ROOT], []), ("4", [ROOT, sources], []), ("sharded", [ROOT, sources], sharded)):
+        path = os.pathsep.join(map(str, paths))
+        assert run([*command, *flags, "--name", name, *more], tmp_path, PYTHONPATH=path).returncode == 0
+    expected = {key.removeprefix("module."): t for key, t in read_checkpoint(tmp_path, 1, "3")["state_dict"].items()}
     for name in ("4", "sharded"):
-        assert results(tmp_path, name) == [pytest.approx(expected, abs=1e-4)]
+        assert_same_weights(read_checkpoint(tmp_path, 1, name)["state_dict"], expected)
+        assert read_results(tmp_path, name)[1] == pytest.approx(read_results(tmp_path, "3")[1], abs=1e-4)

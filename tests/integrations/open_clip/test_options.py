@@ -41,15 +41,12 @@ def test_no_own_flags():
     ("argv", "message"),
     [
         (["--los", "unified"], "unknown option --los; did you mean --loss"),
-        (["--loss-k", "margin=1"], "unknown option --loss-k; did you mean --loss-kwargs"),
         (["--lss", "unified"], "unrecognized arguments: --lss unified"),
         (["--loss"], "--loss: expected one argument"),
         (["--loss-kwargs", "margin"], "--loss-kwargs: expected key=value, got 'margin'"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         (["--captions-per-image", "none"], "none"),
         (["--on-read-error", "stop"], "argument --on-read-error: invalid choice: 'stop' (choose from"),
-        (["--same-group", "together"], "argument --same-group: invalid choice: 'together' (choose from"),
-        (["--allow-dup"], "unknown option --allow-dup; did you mean --allow-duplicate-captions?"),
         (["--config", "no-such.yaml"], "--config: no such file: no-such.yaml"),
     ],
 )
@@ -108,14 +105,10 @@ def test_another_loss_on_the_command_line_drops_the_configured_options(tmp_path)
         ("loss: [", "not valid YAML"),
         ("- loss\n", "expected a mapping of flag names to values, got list"),
         ("los: unified\n", "unknown key in {path} 'los' (did you mean 'loss'?)"),
-        ("config: other.yaml\n", "unknown key in {path} 'config'"),
         ("loss-kwargs: 5\n", "{path}: loss-kwargs must be a mapping such as {{margin: 0.2}}, got 5"),
         ("siglip: 1\n", "{path}: siglip must be true or false, got 1"),
         ("lr: false\n", "{path}: lr must be a value, got False"),
-        ("on-read-error: stop\n", "argument --on-read-error: invalid choice: 'stop'"),
-        ("allow-duplicate-captions: 1\n", "{path}: allow-duplicate-captions must be true or false, got 1"),
         ("epochs: many\n", "argument --epochs: invalid int value: 'many'"),
-        ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
     ],
 )
 def test_wrong_config_files(tmp_path, text, message):

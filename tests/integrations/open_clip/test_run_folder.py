@@ -20,9 +20,7 @@ def write(file, text=""):
         pytest.param({}, True, id="nothing"),
         pytest.param({"out.log": STARTED, "params.txt": "", "checkpoints/.x": ""}, True, id="a failed start"),
         pytest.param({"out.log": TRAINED}, False, id="a step"),
-        pytest.param({"out-0": TRAINED}, False, id="a step, with --log-local"),
         pytest.param({"checkpoints/epoch_1.pt": ""}, False, id="a checkpoint"),
-        pytest.param({"checkpoints/epoch_1/.metadata": ""}, False, id="a checkpoint in parts"),
         pytest.param({"out.log": STARTED, "checkpoints/results.jsonl": ""}, False, id="an evaluation"),
     ],
 )

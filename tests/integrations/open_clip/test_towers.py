@@ -3,7 +3,7 @@ import pytest
 import timm.layers
 import torch
 
-from tests.integrations.open_clip.towers import IMAGE_TOWERS, LENGTHS, TEXT_TOWERS, images_for, make_model, texts_for
+from tests.helpers.open_clip_towers import IMAGE_TOWERS, LENGTHS, TEXT_TOWERS, images_for, make_model, texts_for
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.utils.errors import UserError
 
@@ -78,8 +78,7 @@ def test_dropped_patches_leave_no_grid(tmp_path, tower):
     assert features.grid is None
 
 
-@pytest.mark.parametrize("image", ["vit", "timm vit", "timm convnext"])
-@pytest.mark.parametrize("text", ["clip", "siglip", "bert, mean"])
+@pytest.mark.parametrize(("image", "text"), [("vit", "clip"), ("timm vit", "siglip"), ("timm convnext", "bert, mean")])
 def test_gradient_checkpointing_changes_no_gradient(tmp_path, image, text):
     gradients = []
     for checkpointing in (False, True):
@@ -99,5 +98,5 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, image, text):
 def test_a_timm_model_without_features_of_its_blocks_is_one_line(tmp_path):
     model = make_model(tmp_path, image="timm resnet")
     model.visual.trunk = torch.nn.Flatten()
-    with pytest.raises(UserError, match=r"^--head set: the image tower Flatten gives no local features$"):
+    with pytest.raises(UserError, match=r"^--head set: the image tower Flatten has no local features$"):
         image_features(model, images_for(model))

@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
+from vl_plugins.data.evaluation_reader import EvaluationBatch
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
 from vl_plugins.integrations.open_clip.validation import evaluate
@@ -41,8 +42,8 @@ def setting(tmp_path):
     model = Lookup(directions, directions[[1, 0, 1, 1, 2, 2]])
     batches = Loader(
         [
-            (torch.tensor([0.0, 1.0]), torch.arange(4), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1])),
-            (torch.tensor([2.0]), torch.arange(4, 6), torch.tensor([0, 0]), torch.tensor([2])),
+            EvaluationBatch(torch.tensor([0.0, 1.0]), torch.arange(4), torch.tensor([0, 0, 1, 1]), [], 0, 0),
+            EvaluationBatch(torch.tensor([2.0]), torch.arange(4, 6), torch.tensor([0, 0]), [], 0, 2),
         ]
     )
     args = Namespace(device="cpu", precision="fp32", rank=0, local_rank=0, val_frequency=2, epochs=5, save_logs=True)
@@ -114,11 +115,11 @@ def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
     assert row["text_to_image_mean_rank"] == pytest.approx(ranks.double().mean().item())
     assert row["image_circular_variance"] == pytest.approx(1 - 0.5**0.5)
     assert row["caption_circular_variance"] == pytest.approx(0, abs=1e-6)
-    assert "Circular variance of the sets: images 0.2929, captions " in caplog.text
+    assert "circular variance of the sets: images 0.2929, captions " in caplog.text
     assert model.similarity.scale.grad is None
 
 
-@pytest.mark.parametrize(("epoch", "evaluated"), [(1, False), (2, True), (3, False), (4, True), (5, True)])
+@pytest.mark.parametrize(("epoch", "evaluated"), [(3, False), (4, True), (5, True)])
 def test_frequency_is_that_of_open_clip(setting, epoch, evaluated):
     model, data, args = setting
     run(model, data, epoch, args)
@@ -153,15 +154,10 @@ def test_embeddings_that_are_not_finite(setting):
         run(model, data, 2, args)
 
 
-def test_other_validation_data_stay_with_open_clip(setting):
+def test_other_data_stay_with_open_clip(setting):
     model, data, args = setting
-    data = {"val": object(), "imagenet-val": object()}
-    assert run(model, data, 2, args) == {"host": ["imagenet-val", "val"]}
+    others = {"val": object(), "imagenet-val": object()}
+    assert run(model, others, 2, args) == {"host": ["imagenet-val", "val"]}
     assert not results(args)
-
-
-def test_zero_shot_stays_with_open_clip(setting):
-    model, data, args = setting
-    metrics = run(model, data | {"imagenet-val": object()}, 2, args)
-    assert metrics["host"] == ["imagenet-val"]
+    assert run(model, others | data, 2, args)["host"] == ["imagenet-val"]
     assert len(results(args)) == 1

@@ -5,19 +5,17 @@ import json
 import pytest
 import torch
 import yaml
-from pytorch_metric_learning.trainers import MetricLossOnly, TwoStreamMetricLoss
+from pytorch_metric_learning.trainers import MetricLossOnly
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
+from tests.helpers.pml_settings import IMAGE_TRUNK, settings
 from tests.helpers.training_steps import step_of_each_stage
-from tests.integrations.pytorch_metric_learning.settings import IMAGE_TRUNK, settings
 from tests.reference import retrieval as reference
-from vl_plugins.cli import main as vl_plugins_main
-from vl_plugins.data.reader import evaluation_pipeline
+from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.storage import Folder
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run
 from vl_plugins.utils.errors import UserError
@@ -64,13 +62,13 @@ def test_what_the_folder_holds(trained):
 def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     _, folder = trained
     model, transform, tokenizer = load_model(folder / LATEST)
-    batches = evaluation_pipeline(f"{toy_shards}/toy-val-{{000000..000002}}.tar", transform, tokenizer, 16)
+    batches = EvaluationReader(f"{toy_shards}/toy-val-000000.tar", transform, tokenizer, 16)
     images, captions, image_of_caption = [], [], []
     with torch.no_grad():
-        for pictures, texts, image_in_batch, positions in batches:
-            images.append(model.encode_image(pictures))
-            captions.append(model.encode_text(texts))
-            image_of_caption += positions[image_in_batch].tolist()
+        for batch in batches:
+            image_of_caption += (sum(map(len, images)) + batch.image_of_caption).tolist()
+            images.append(model.encode_image(batch.images))
+            captions.append(model.encode_text(batch.texts))
     images, captions = (torch.nn.functional.normalize(torch.cat(parts)) for parts in (images, captions))
     scores = (images @ captions.T).tolist()
     by_image, by_caption = reference.by_image_and_by_caption(image_of_caption)
@@ -84,68 +82,50 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
             assert row[f"{way}_R@{k}_percent"] == pytest.approx(recall)
             rsum += recall
     assert row["rsum_percent"] == pytest.approx(rsum)
-    # A hit among ties is one for AccuracyCalculator; random vectors have none.
-    for way in ("image_to_text", "text_to_image"):
-        accuracy = row[f"accuracy_calculator/{way}_precision_at_1_percent"]
-        assert accuracy == pytest.approx(row[f"{way}_R@1_percent"])
-
-
-def test_stages_freeze_and_unfreeze(trained, toy_shards, tmp_path):
-    plain, folder = trained
-    first = {**plain, "stages": plain["stages"][:1]}
-    train(first, tmp_path / "first")
-    states = [torch.load(path / LATEST, weights_only=True)["models"] for path in (folder, tmp_path / "first")]
-    untrained = build_trainer(parse_config(first)).models["image_trunk"].state_dict()
-    torch.testing.assert_close(states[1]["image_trunk"], untrained, rtol=0, atol=0)
-    changed = [name for name, value in states[0]["image_trunk"].items() if not torch.equal(value, untrained[name])]
-    assert len(changed) > 5
-    assert results(tmp_path / "first") == results(folder)[:2]
-
-
-def test_the_command_line_evaluates_its_checkpoint(trained, toy_shards, capsys):
-    _, folder = trained
-    arguments = ["evaluate", "--checkpoint", folder / LATEST, "--device", "cpu", "--workers", "0", "--batch-size", "16"]
-    arguments += ["--shards", f"{toy_shards}/toy-val-{{000000..000002}}.tar", "--json"]
-    assert vl_plugins_main([*map(str, arguments)]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["results"]
-    row = results(folder)[-1]
-    assert result["metrics"]["plain"]["rsum"] == pytest.approx(row["rsum_percent"])
-    assert result["metrics"]["plain"]["image_to_text_R@5"] == pytest.approx(row["image_to_text_R@5_percent"])
-    assert vl_plugins_main([*map(str, arguments), "--model", "vl-tiny"]) == 2
-    assert "already specifies its model; drop vl-tiny" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
+        load_model(folder / LATEST, "vl-tiny")
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("step", [1, 6, 8])
-def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(trained, tmp_path, monkeypatch, step):
+def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(trained, tmp_path, monkeypatch):
+    """Before the first checkpoint, in the middle of a stage, and when the next one has begun."""
     plain, folder = trained
     end_of_iteration = Run._end_of_iteration
+    for step in (1, 6, 8):
 
-    def kill(self, trainer):
-        end_of_iteration(self, trainer)
-        if trainer.get_global_iteration() == step:
-            raise Killed
+        def kill(self, trainer, step=step):
+            end_of_iteration(self, trainer)
+            if trainer.get_global_iteration() == step:
+                raise Killed
 
-    monkeypatch.setattr(Run, "_end_of_iteration", kill)
-    with pytest.raises(Killed):
-        train(plain, tmp_path / "run")
+        monkeypatch.setattr(Run, "_end_of_iteration", kill)
+        with pytest.raises(Killed):
+            train(plain, tmp_path, resume=True)
+        torch.manual_seed(step)
     monkeypatch.undo()
-    torch.manual_seed(step)
-    if step >= 4:
-        with pytest.raises(UserError, match="holds an earlier run; give another folder with --out, or --resume"):
-            train(plain, tmp_path / "run")
-    metrics = train(plain, tmp_path / "run", resume=True)
-    assert results(tmp_path / "run") == results(folder)
+    # After the first stage; its checkpoint is taken.
+    frozen = torch.load(tmp_path / LATEST, weights_only=True)["models"]["image_trunk"]
+    trainer = build_trainer(parse_config(plain))
+    assert trainer.freeze_these == ("image_trunk",)
+    untrained = trainer.models["image_trunk"].state_dict()
+    torch.testing.assert_close(frozen, untrained, rtol=0, atol=0)
+    with pytest.raises(UserError, match="holds an earlier run; give another folder with --out, or --resume"):
+        train(plain, tmp_path)
+    metrics = train(plain, tmp_path, resume=True)
+    assert results(tmp_path) == results(folder)
     assert metrics["rsum_percent"] == results(folder)[-1]["rsum_percent"]
-    states = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path / "run")]
+    states = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path)]
     for part, state in states[0]["models"].items():
         torch.testing.assert_close(states[1]["models"][part], state, rtol=0, atol=0)
+    assert (
+        sum(not torch.equal(untrained[name], value) for name, value in states[0]["models"]["image_trunk"].items()) > 5
+    )
     assert states[0]["random"]["python"] == states[1]["random"]["python"]
     assert torch.equal(states[0]["random"]["torch"], states[1]["random"]["torch"])
-    rsum = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("val/rsum_percent")
+    rsum = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/rsum_percent")
     assert [event.step for event in rsum] == [3, 7, 11]
 
 
@@ -166,14 +146,8 @@ def test_only_the_same_training_is_resumed(trained, tmp_path):
     with pytest.raises(UserError, match=r"checkpoint .*latest.pt: it is cut off or damaged \("):
         train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
-    with pytest.raises(UserError, match="is no checkpoint of"):
+    with pytest.raises(UserError, match="is not a checkpoint of"):
         train(plain, tmp_path, resume=True)
-
-
-def test_a_checkpoint_specifies_its_model(tmp_path):
-    write_checkpoint(tmp_path / LATEST, parse_config(settings()), None, {})
-    with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
-        load_model(tmp_path / LATEST, "vl-tiny")
 
 
 @pytest.mark.parametrize("same_group", ["apart", "positive"])
@@ -186,21 +160,17 @@ def test_images_of_a_group(grouped_shards, same_group):
     assert len(labels.unique()) == (64 if same_group == "apart" else len(set(groups)))
 
 
-@pytest.mark.parametrize(
-    ("trainer", "host", "captions"),
-    [("TwoStreamMetricLoss", TwoStreamMetricLoss, 1), ("MetricLossOnly", MetricLossOnly, 2)],
-)
-def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
+def test_the_hosts_own_trainer(toy_shards, tmp_path):
+    captions = 2
     plain = settings(
         toy_shards,
-        trainer=trainer,
+        trainer="MetricLossOnly",
         data={"captions_per_image": captions},
         training={"epochs": 1, "clip_grad_norm": 2.0},
-        accuracy=False,
     )
     config = parse_config(plain)
     made = build_trainer(config)
-    assert isinstance(made, host)
+    assert isinstance(made, MetricLossOnly)
     _, _, labels = next(iter(DataLoader(made.dataset, batch_size=None)))
     inputs, calls = {}, []
     for side in ("image", "text"):
@@ -212,16 +182,16 @@ def test_the_hosts_own_trainers(toy_shards, tmp_path, trainer, host, captions):
     ((embeddings, all_labels, *_),) = calls
     assert all_labels.tolist() == labels.tolist() + labels.repeat_interleave(captions).tolist()
     towers = build_trainer(config).models["trunk"].train()
-    assert len(inputs["text"]) == captions * len(inputs["image"]) == captions * 16
+    assert len(inputs["text"]) == captions * len(inputs["image"]) == captions * 4
     torch.testing.assert_close(embeddings, torch.cat([towers(inputs["image"]), towers(inputs["text"])]))
     train(plain, tmp_path / "run")
-    with pytest.raises(UserError, match=f"freeze has image_trunk, which trainer {trainer} does not have"):
+    with pytest.raises(UserError, match="freeze has image_trunk, which trainer MetricLossOnly does not have"):
         build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
 
 
 def test_a_loss_with_parameters_is_trained_and_saved(toy_shards, tmp_path):
     loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16}
-    plain = settings(toy_shards, trainer="MetricLossOnly", loss=loss, training={"epochs": 1}, accuracy=False)
+    plain = settings(toy_shards, trainer="MetricLossOnly", loss=loss, training={"epochs": 1})
     run = Run(parse_config(plain), tmp_path / "run")
     before = run.loss.proxies.detach().clone()
     run.train()
@@ -233,19 +203,11 @@ def test_a_loss_with_parameters_is_trained_and_saved(toy_shards, tmp_path):
     assert torch.equal(resumed.loss.proxies, run.loss.proxies)
 
 
-def test_accuracy_and_validation_can_be_left_out(toy_shards, tmp_path):
+def test_validation_can_be_left_out(toy_shards, tmp_path):
     plain = settings(toy_shards, training={"epochs": 1})
     plain["data"]["val"] = None
-    assert train(plain, tmp_path / "a") == {}
-    assert not (tmp_path / "a" / "results.jsonl").exists()
-    plain = settings(toy_shards, training={"epochs": 1}, accuracy={"include": ["mean_average_precision"], "k": 3})
-    metrics = train(plain, tmp_path / "b")
-    named = {name for name in metrics if name.startswith("accuracy_calculator/")}
-    assert named == {
-        f"accuracy_calculator/{way}_mean_average_precision_percent" for way in ("image_to_text", "text_to_image")
-    }
-    with pytest.raises(UserError, match=r"accuracy: .*mean_reciprocal_rank"):
-        train({**plain, "accuracy": {"include": ["recall"]}}, tmp_path / "c")
+    assert train(plain, tmp_path / "run") == {}
+    assert not (tmp_path / "run" / "results.jsonl").exists()
 
 
 def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
@@ -253,7 +215,6 @@ def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
     plain = settings(
         toy_shards,
         training={"epochs": 3, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}},
-        accuracy=False,
     )
     train(plain, tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -266,24 +227,10 @@ def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"text": {"trunk": {"name": "hugging_face", "model": "none", "config": BERT}, "pooling": "avg"}},
-        {
-            "text": {"trunk": {"name": "gru", "bidirectional": True, "word_dropout": 0.2, "local": "words"}},
-            "head": {"name": "set", "num_slots": 2, "hidden_dim": 8},
-            "image": {"trunk": {"name": "timm", "model": "test_resnet", "image_size": 32}, "pooling": "max"},
-        },
-        {
-            "image": {"trunk": {"name": "features", "width": 9}, "pooling": "gpo", "projection": "residual_mlp"},
-            "data": {"inputs": "features"},
-        },
-    ],
-    ids=["hugging_face", "bi-gru and sets", "features"],
-)
-def test_encoders_by_name(changes):
-    step_of_each_stage(parse_config(settings(**changes)))
+def test_encoders_by_name():
+    """Those that no configuration of ours has."""
+    text = {"trunk": {"name": "hugging_face", "model": "none", "config": BERT}, "pooling": "avg"}
+    step_of_each_stage(parse_config(settings(text=text)))
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
@@ -300,17 +247,14 @@ def test_missing_shards_are_found_before_anything_is_written(toy_shards, tmp_pat
     [
         ({"image": {"trunk": "features"}}, "image.trunk 'features' takes features, but data.inputs is 'images'"),
         ({"image": {"trunk": {**IMAGE_TRUNK, "model": "resnet151"}}}, "resnet15"),
-        ({"image": {"trunk": "tim"}}, "unknown trunk of images 'tim'"),
         ({"text": {"trunk": "gru", "projection": "none"}}, "text: projection 'none' needs features of width"),
-        ({"text": {"trunk": {"name": "gru", "size": 3}}}, "unknown option 'size' of trunk of texts 'gru'"),
         ({"training": {"freeze": ["image_head"]}}, "freeze has image_head, which trainer CrossModalTrainer does not"),
-        ({"training": {"optimizer": "Adan"}}, "unknown optimizer 'Adan'"),
         ({"training": {"optimizer": {"name": "Adam", "lr": -1}}}, "optimizer 'Adam': Invalid learning rate"),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by"),
         ({"head": {"name": "set", "slots": 4}}, "head: slots must be"),
         ({"loss": {"name": "unified", "scale": "learned"}}, "loss: scale must be a finite number"),
         ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "miner: k must be"),
-        ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "UnifiedLoss does not compare"),
+        ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "LpDistance does not compare"),
         ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb"),
     ],
 )
@@ -332,10 +276,8 @@ def test_sets_with_a_learned_similarity(toy_shards, tmp_path):
         head={"name": "set", "num_slots": 2, "num_iters": 1, "hidden_dim": 16},
         distance="match_probability",
         training={"epochs": 1},
-        accuracy={"include": ["precision_at_1"]},
     )
-    metrics = train(plain, tmp_path / "run")
-    assert {"image_circular_variance", "accuracy_calculator/text_to_image_precision_at_1_percent"} <= metrics.keys()
+    assert "image_circular_variance" in train(plain, tmp_path / "run")
     model, *_ = load_model(tmp_path / "run" / LATEST)
     state = torch.load(tmp_path / "run" / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]
     assert {name.rpartition(".")[2]: value.item() for name, value in state.items() if value.ndim == 0} == {
@@ -343,8 +285,3 @@ def test_sets_with_a_learned_similarity(toy_shards, tmp_path):
     }
     assert model.similarity.scale.item() != type(model.similarity)().scale.item()
     assert model.encode_image(torch.zeros(1, 3, 32, 32), normalize=True).shape == (1, 2, 16)
-    shards = ["--shards", f"{toy_shards}/toy-val-000000.tar", "--images", "1", "--device", "cpu"]
-    attention = ["plot", "attention", "--checkpoint", str(tmp_path / "run" / LATEST), *shards]
-    assert vl_plugins_main([*attention, "--out", str(tmp_path / "a.png")]) == 0
-    assert vl_plugins_main(["plot", "training", str(tmp_path / "run"), "--out", str(tmp_path / "b.png")]) == 0
-    assert {path.name for path in tmp_path.glob("*.png")} == {"a.png", "b.png"}

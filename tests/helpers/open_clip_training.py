@@ -1,0 +1,80 @@
+"""Short trainings of a small model by the launcher for open_clip, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+__all__ = [
+    "LAUNCH",
+    "TINY",
+    "assert_equal_nested",
+    "error_line",
+    "read_checkpoint",
+    "read_results",
+    "run",
+    "shard_flags",
+    "small_shard_flags",
+]
+
+LAUNCH = [sys.executable, "-m", "vl_plugins.integrations.open_clip"]
+TINY = (
+    "--model vl-tiny --device cpu --precision fp32 --batch-size 4 --workers 0 --warmup 1 --lr 1e-3 --name run".split()
+)
+TINY += ["--epochs", "1", "--log-every-n-steps", "1"]
+
+
+def small_shard_flags(toy_shards):
+    """Return flags for 16 images to train on, four batches of ``TINY``, and 8 to validate."""
+    train, val = toy_shards / "toy-train-{000000..000001}.tar", toy_shards / "toy-val-000000.tar"
+    return ["--train-data", str(train), "--val-data", str(val)]
+
+
+def shard_flags(toy_shards):
+    """Likewise for all toy shards, 64 images and 24."""
+    train, val = toy_shards / "toy-train-{000000..000007}.tar", toy_shards / "toy-val-{000000..000002}.tar"
+    return ["--train-data", str(train), "--val-data", str(val)]
+
+
+def run(command, cwd, timeout=280, **variables):
+    """Run a command to its end; its output is what a failing test shows."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    finished = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    print(finished.stdout, finished.stderr)
+    return finished
+
+
+def read_checkpoint(folder, epoch=1, name="run"):
+    return torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
+
+
+def read_results(folder, name="run"):
+    """Return the metrics by epoch; one that was interrupted after its validation is in the file twice."""
+    lines = (folder / "logs" / name / "checkpoints" / "results.jsonl").read_text().splitlines()
+    return {row["epoch"]: row for row in map(json.loads, lines)}
+
+
+def error_line(output):
+    """Return the launcher's one line; once training has begun, others write to standard error too."""
+    (line,) = (line for line in output.splitlines() if line.startswith("vl_plugins: error: "))
+    return line.removeprefix("vl_plugins: error: ")
+
+
+def assert_equal_nested(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            assert_equal_nested(actual[key], value)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal_nested(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    else:
+        assert actual == expected

@@ -1,0 +1,101 @@
+"""Run functions in several processes at once, and kill processes."""
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from vl_plugins.distributed.torchrun import stop_processes
+
+__all__ = ["in_processes", "kill_with_children", "start_process"]
+
+# A process that waits for another one reports it after the first time, one that waits for something else after the
+# second: both before the test is ended, which would not show where the processes are.
+OTHERS_SECONDS = 120
+SECONDS = 60
+
+# A server imports these once, and forks each process: importing them takes longer than most tests.
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "open_clip_train.main", "accelerate", "timm", "tensorboard"]
+)
+
+
+def in_processes(
+    function: Callable, world_size: int, *arguments, joined: bool = True, seconds: float = SECONDS
+) -> list:
+    """Run ``function(rank, *arguments)`` in new processes with the environment of torchrun, and return their results.
+
+    Args:
+        function: of a module; it returns tensors, numbers and text, in lists, tuples and dicts.
+        joined: whether the processes have joined by gloo when ``function`` starts.
+        seconds: after which a process shows where it is, and ends.
+    """
+    store = distributed.TCPStore("localhost", 0, world_size, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _process,
+            (world_size, store.port, joined, seconds, folder, function, arguments),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
+        return [torch.load(_result(folder, rank), weights_only=True) for rank in range(world_size)]
+
+
+def _process(rank, world_size, port, joined, seconds, folder, function, arguments):
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    _as_started_by_itself()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    # The process of the test has the port already.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    if joined:
+        distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=OTHERS_SECONDS))
+    try:
+        torch.save(function(rank, *arguments), _result(folder, rank))
+        if joined:
+            distributed.barrier()  # so that none leaves while another one is still answered
+    finally:
+        stop_processes()
+
+
+def _as_started_by_itself():
+    multiprocessing.set_start_method("fork", force=True)  # for loaders; a process of the server would start another one
+    torch.set_num_threads(1)
+
+
+def _result(folder, rank):
+    return Path(folder) / f"{rank}.pt"
+
+
+def start_process(function: Callable, *arguments) -> multiprocessing.Process:
+    """Start a process that runs ``function(*arguments)``."""
+    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(function, arguments))
+    process.start()
+    return process
+
+
+def _call(function, arguments):
+    _as_started_by_itself()
+    function(*arguments)
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process with SIGKILL, and all processes that it or its children started."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    for each in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
