@@ -44,11 +44,15 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Written last, so that an interrupted installation is done again.
+# Gigabytes are downloaded, so a broken connection gets two more attempts, which begin with pip's cache. The file is
+# written last, so that an interrupted installation is done again.
 $(INSTALLED) $(LOWEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$(@D)/bin/python -m pip install --progress-bar on $(CONSTRAINTS) --editable '.[dev]'
+	for attempt in 1 2 3; do \
+		$(@D)/bin/python -m pip install --progress-bar on --resume-retries 20 $(CONSTRAINTS) --editable '.[dev]' \
+		&& exit 0; sleep 30; \
+	done; exit 1
 	touch $@
 
 $(LOWEST)/installed: tests/lowest.txt
