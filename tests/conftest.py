@@ -19,9 +19,9 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if of_gpu and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
-        for item in of_gpu:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
+        for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.0 or later"))
 
 

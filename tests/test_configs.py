@@ -21,9 +21,9 @@ from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_conf
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = (CONFIGS.parent / "docs" / "guides" / "recipes.md").read_text()
-OF_OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))
-OF_PML = sorted(CONFIGS.glob("pytorch_metric_learning/*.yaml"))
-OF_COCO = [path for path in OF_PML if "coco" in path.stem]
+OPEN_CLIP = sorted(CONFIGS.glob("open_clip/*.yaml"))
+PML = sorted(CONFIGS.glob("pytorch_metric_learning/*.yaml"))
+COCO = [path for path in PML if "coco" in path.stem]
 
 # What the models of these take is small; the others have encoders with millions of parameters.
 LIGHT = re.compile("toy|vsepp_butd_flickr30k|dive_faster_rcnn_flickr30k")
@@ -35,7 +35,7 @@ def in_turn(paths):
     ]
 
 
-@pytest.mark.parametrize("path", OF_OPEN_CLIP, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OPEN_CLIP, ids=lambda path: path.stem)
 def test_open_clip_configurations(path, monkeypatch):
     options, host_options, _ = parse_arguments(["--config", str(path)])
     check_model(host_options.model)
@@ -47,15 +47,15 @@ def test_open_clip_configurations(path, monkeypatch):
     assert parse_arguments(["--config", path.name])[:2] == (options, host_options), "found by its name from anywhere"
 
 
-@pytest.mark.parametrize("path", [path for path in OF_OPEN_CLIP if "toy" not in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in OPEN_CLIP if "toy" not in path.stem], ids=lambda path: path.stem)
 def test_weights_meet_the_activation_that_they_were_trained_with(path):
     _, host_options, _ = parse_arguments(["--config", str(path)])
-    of_weights = open_clip.get_pretrained_cfg(host_options.model, host_options.pretrained)["quick_gelu"]
-    of_model = open_clip.get_model_config(host_options.model).get("quick_gelu", False)
-    assert of_weights == (of_model or host_options.force_quick_gelu)
+    weights_quick_gelu = open_clip.get_pretrained_cfg(host_options.model, host_options.pretrained)["quick_gelu"]
+    model_quick_gelu = open_clip.get_model_config(host_options.model).get("quick_gelu", False)
+    assert weights_quick_gelu == (model_quick_gelu or host_options.force_quick_gelu)
 
 
-@pytest.mark.parametrize("path", OF_PML, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PML, ids=lambda path: path.stem)
 def test_pytorch_metric_learning_configurations(path, monkeypatch):
     config = read_config(path)
     loss_from_config(config)
@@ -79,21 +79,21 @@ def len_of(shards):
     return images
 
 
-@pytest.mark.parametrize("path", OF_COCO, ids=lambda path: path.stem.replace("coco", "pair"))
+@pytest.mark.parametrize("path", COCO, ids=lambda path: path.stem.replace("coco", "pair"))
 def test_the_two_data_sets_have_the_same_settings(path):
-    of_coco, of_flickr30k = (
+    coco, flickr30k = (
         dict(flat(asdict(read_config(CONFIGS / path.parent / path.name.replace("coco", name)))))
         for name in ("coco", "flickr30k")
     )
-    assert of_coco.keys() == of_flickr30k.keys()
-    different = {key for key in of_coco if of_coco[key] != of_flickr30k[key]}
+    assert coco.keys() == flickr30k.keys()
+    different = {key for key in coco if coco[key] != flickr30k[key]}
     expected = {("data", "train"), ("data", "val")}
     if "warmup_steps" in read_config(path).loss:
         expected.add(("loss", "warmup_steps"))
     if "dive_re" in path.stem and "resnet" in path.stem:
         expected.add(("stages", 0, "optimizer", "lr"))
     if "dive_resnet" in path.stem or "dive_faster" in path.stem:
-        heads = [(*where, "lr_scale", f"{side}_head") for where in stages(of_coco) for side in ("image", "text")]
+        heads = [(*where, "lr_scale", f"{side}_head") for where in stages(coco) for side in ("image", "text")]
         expected |= set(heads)
     assert different == expected
 
@@ -111,14 +111,12 @@ def stages(config):
     return {key[:1] if key[0] == "training" else key[:2] for key in config if key[0] in ("training", "stages")}
 
 
-@pytest.mark.parametrize("path", in_turn(OF_PML))
+@pytest.mark.parametrize("path", in_turn(PML))
 def test_steps_with_pytorch_metric_learning(path):
     step_of_each_stage(read_config(path))
 
 
-@pytest.mark.parametrize(
-    "path", OF_PML + [path for path in OF_OPEN_CLIP if "336" in path.stem], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", PML + [path for path in OPEN_CLIP if "336" in path.stem], ids=lambda path: path.stem)
 def test_comments_say_how_to_make_the_shards_and_how_to_train(path):
     comments = " ".join(
         line.removeprefix("#").rstrip("\\").strip() for line in path.read_text().splitlines() if line[:1] == "#"
@@ -146,7 +144,7 @@ def test_the_recipes_list_every_file_with_the_numbers_that_are_in_it():
             assert link[1] == Path(link[2]).name
             assert link[2] not in links
             links[link[2]] = re.findall(r"\d+\.\d", numbers)
-    assert links.keys() == {str(path.relative_to(CONFIGS)) for path in (*OF_OPEN_CLIP, *OF_PML)}
+    assert links.keys() == {str(path.relative_to(CONFIGS)) for path in (*OPEN_CLIP, *PML)}
     assert sum(map(len, links.values())) > 40
     for file, numbers in links.items():
         in_file = re.findall(r"^#.*", (CONFIGS / file).read_text(), flags=re.MULTILINE)
@@ -157,7 +155,7 @@ def test_the_recipes_list_every_file_with_the_numbers_that_are_in_it():
 def test_sums_of_recalls_are_sums():
     """Up to the papers' rounding."""
     found = []
-    for path in (*OF_OPEN_CLIP, *OF_PML):
+    for path in (*OPEN_CLIP, *PML):
         for i2t, t2i, rsum in re.findall(
             r"i2t ([\d. ]+) t2i ([\d. ]+) RSUM ([\d.]+)", re.sub(" +", " ", path.read_text())
         ):
@@ -206,6 +204,6 @@ def test_models(path):
 
 def test_every_file_is_covered():
     files = {path for path in CONFIGS.rglob("*") if path.suffix in (".yaml", ".json")}
-    assert files == {*OF_OPEN_CLIP, *OF_PML, *CONFIGS.glob("models/*.json")}
-    assert len(OF_PML) == 19
-    assert len(OF_OPEN_CLIP) == 7
+    assert files == {*OPEN_CLIP, *PML, *CONFIGS.glob("models/*.json")}
+    assert len(PML) == 19
+    assert len(OPEN_CLIP) == 7

@@ -69,18 +69,18 @@ def run_own(command, cwd):
 
 
 SNIPPETS = blocks("python")
-(OF_LOADING,) = (snippet for snippet in SNIPPETS if "load_model" in snippet)
-(OF_READER,) = (snippet for snippet in SNIPPETS if "TrainingPipeline" in snippet)
-(OF_RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
-(OF_TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
-OF_INDEXES = [snippet for snippet in SNIPPETS if 'np.load("vit.npz")' in snippet]
-OF_LOOPS = [snippet for snippet in SNIPPETS if re.search("^(def|class) ", snippet, flags=re.MULTILINE)]
-OTHERS = [OF_LOADING, OF_READER, OF_RANKS, OF_TRAINER, *OF_INDEXES, *OF_LOOPS]
-OF_LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
+(LOADING,) = (snippet for snippet in SNIPPETS if "load_model" in snippet)
+(READER,) = (snippet for snippet in SNIPPETS if "TrainingPipeline" in snippet)
+(RANKS,) = (snippet for snippet in SNIPPETS if "retrieval_ranks" in snippet)
+(TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
+INDEXES = [snippet for snippet in SNIPPETS if 'np.load("vit.npz")' in snippet]
+OWN_LOOPS = [snippet for snippet in SNIPPETS if re.search("^(def|class) ", snippet, flags=re.MULTILINE)]
+OTHERS = [LOADING, READER, RANKS, TRAINER, *INDEXES, *OWN_LOOPS]
+LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
 
 
 @pytest.mark.parametrize(
-    "snippet", OF_LOSSES, ids=["pml", "margins", "sets", "kernels", "functional", "miner and wrapper"]
+    "snippet", LOSSES, ids=["pml", "margins", "sets", "kernels", "functional", "miner and wrapper"]
 )
 def test_python_snippets(snippet):
     variables = {}
@@ -95,7 +95,7 @@ LOOPS = [("open_clip_loop", "train"), ("transformers_trainer", "RetrievalTrainer
 
 
 @pytest.mark.parametrize(
-    ("snippet", "module", "name"), [(snippet, *loop) for snippet, loop in zip(OF_LOOPS, LOOPS, strict=True)]
+    ("snippet", "module", "name"), [(snippet, *loop) for snippet, loop in zip(OWN_LOOPS, LOOPS, strict=True)]
 )
 def test_training_loops_are_those_of_the_examples(snippet, module, name):
     """Which their own tests run."""
@@ -109,7 +109,7 @@ def test_training_loops_are_those_of_the_examples(snippet, module, name):
 
 
 def test_ranks_snippet(capsys):
-    exec(compile(OF_RANKS, "README.md", "exec"), {})
+    exec(compile(RANKS, "README.md", "exec"), {})
     rsum, mean_average_precision = map(float, capsys.readouterr().out.split())
     assert 0 < rsum < 200
     assert 0 <= mean_average_precision <= 100
@@ -132,7 +132,7 @@ def saved_features(tmp_path, monkeypatch):
 
 def test_faiss_snippet(saved_features, capsys):
     pytest.importorskip("faiss")
-    exec(compile(OF_INDEXES[0], "README.md", "exec"), variables := {})
+    exec(compile(INDEXES[0], "README.md", "exec"), variables := {})
     expected = (saved_features.captions[:3] @ saved_features.images.T).topk(5)
     assert np.array_equal(variables["rows"], expected.indices.numpy())
     assert variables["cosines"] == pytest.approx(expected.values.numpy(), abs=1e-6)
@@ -142,7 +142,7 @@ def test_faiss_snippet(saved_features, capsys):
 
 def test_clip_retrieval_snippet(saved_features):
     parquet = pytest.importorskip("pyarrow.parquet")
-    exec(compile(OF_INDEXES[1], "README.md", "exec"), {})
+    exec(compile(INDEXES[1], "README.md", "exec"), {})
     images, captions = (np.load(f"embeddings/{name}/{name}_0.npy") for name in ("img_emb", "text_emb"))
     assert images.dtype == captions.dtype == np.float32
     assert np.array_equal(captions, saved_features.captions.numpy())
@@ -199,7 +199,7 @@ def test_reader_snippet(toy_shards, tmp_path, monkeypatch):
     """With the toy shards under the name it gives, smaller batches, and what follows each batch."""
     monkeypatch.chdir(tmp_path)
     Path("shards").symlink_to(toy_shards)
-    snippet = OF_READER.replace("coco-train-{000000..000113}", "toy-train-{000000..000007}")
+    snippet = READER.replace("coco-train-{000000..000113}", "toy-train-{000000..000007}")
     snippet = snippet.replace("batch_size=128", "batch_size=4").replace("range(10)", "range(2)").replace("...", "use()")
     batches = []
 
@@ -227,7 +227,7 @@ def test_trainer_snippet(capsys, monkeypatch):
         "dataset": [(image, torch.tensor([label]), label) for label, image in enumerate(images)],
     }
     before = {name: variables[name].weight.clone() for name in ("image_encoder", "text_encoder")}
-    exec(compile(OF_TRAINER, "README.md", "exec"), variables)
+    exec(compile(TRAINER, "README.md", "exec"), variables)
     assert re.findall(r"epoch (\d+)", capsys.readouterr().out) == [str(epoch) for epoch in range(1, 11)]
     assert not any(torch.equal(variables[name].weight, weight) for name, weight in before.items())
     assert len(variables["trainer"].dataloader) == 2
@@ -358,7 +358,7 @@ def test_set_head_is_trained_drawn_and_loaded(tmp_path, toy_shards, monkeypatch)
     run(draw, tmp_path)
     assert (tmp_path / "attention.png").is_file()
     variables = {"picture": PIL.Image.new("RGB", (80, 60))}
-    exec(compile(OF_LOADING, "README.md", "exec"), variables)
+    exec(compile(LOADING, "README.md", "exec"), variables)
     assert variables["image_sets"].shape == (1, 4, 128)
     assert variables["similarities"].shape == (1, 2)
     assert variables["similarities"].isfinite().all()

@@ -70,8 +70,8 @@ def test_two_towers_from_a_file(stamps, tmp_path):
     run(tmp_path, "vl_plugins.cli", "shards", "coco", *source, "--out", "shards", "--samples-per-shard", "200")
     command = ["vl_plugins.integrations.pytorch_metric_learning", "--config", "toy.yaml", "--device", "cpu"]
     command += ["--train-data", "shards/stamps-train-{000000..000002}.tar", "--out"]
-    of_val = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32", "accuracy=False"]
-    run(tmp_path, *command, "whole", *of_val, "training.epochs=3")
+    validation = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32", "accuracy=False"]
+    run(tmp_path, *command, "whole", *validation, "training.epochs=3")
     rows = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
     assert [json.loads(row)["num_captions"] for row in rows] == [300] * 3
     code = f"""
@@ -85,12 +85,12 @@ def kill(self, trainer):
         os.kill(os.getpid(), signal.SIGKILL)
 import os, signal
 Run._end_of_iteration = kill
-main({list(map(str, [*command[1:], "killed", *of_val, "training.epochs=3"]))!r})
+main({list(map(str, [*command[1:], "killed", *validation, "training.epochs=3"]))!r})
 """
     killed = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=290
     )
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows[:2]
-    run(tmp_path, *command, "killed", *of_val, "training.epochs=3", "--resume")
+    run(tmp_path, *command, "killed", *validation, "training.epochs=3", "--resume")
     assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows

@@ -82,8 +82,8 @@ VARIANTS = (
 def gradient_of_loops(derivatives, upstream, names, shape):
     """Return (A, C), the sum over the losses of upstream * derivative for the derivatives with one of the names."""
     gradient = torch.zeros(shape, dtype=torch.float64)
-    for pair, of_pair in derivatives.items():
-        for (name, row, column), derivative in of_pair.items():
+    for pair, pair_derivatives in derivatives.items():
+        for (name, row, column), derivative in pair_derivatives.items():
             if name in names:
                 gradient[row, column] += upstream[pair] * derivative
     return gradient

@@ -10,10 +10,10 @@ from vl_plugins.functional import Polynomial
 from vl_plugins.kernels import comparison
 from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 
-OF_KERNELS = pytest.mark.parametrize("name", ["goal", "triplet_hn", "unified", "vlc"])
+WITH_KERNELS = pytest.mark.parametrize("name", ["goal", "triplet_hn", "unified", "vlc"])
 
 
-@OF_KERNELS
+@WITH_KERNELS
 def test_backends_compute_the_loss(name, monkeypatch):
     monkeypatch.setattr(comparison, "CPU_BLOCK", 12)  # several blocks
     monkeypatch.setattr(comparison, "LEAST_ROWS", 1)
@@ -28,7 +28,7 @@ def test_backends_compute_the_loss(name, monkeypatch):
             torch.testing.assert_close(*found)
 
 
-@OF_KERNELS
+@WITH_KERNELS
 def test_choice_is_logged_once(name, caplog):
     comparison.log_choice.cache_clear()
     caplog.set_level("INFO", logger="vl_plugins")
@@ -71,7 +71,7 @@ def test_what_needs_all_similarities_takes_no_backend(case):
         loss(**call_with(2))
 
 
-@OF_KERNELS
+@WITH_KERNELS
 def test_an_indices_tuple_takes_no_backend(name):
     assert make_loss(name).kernel_problem() is None
     for what, call in calls():

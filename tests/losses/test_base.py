@@ -20,7 +20,7 @@ from tests.helpers.loops import (
 from vl_plugins import losses
 from vl_plugins.losses.base import PairLoss
 
-OF_SCALE = pytest.mark.parametrize("name", ["unified", "vlc"])
+WITH_SCALE = pytest.mark.parametrize("name", ["unified", "vlc"])
 ALL_REDUCERS = [reducer for key, reducer in components.all_of("reducer").items() if key != "DoNothingReducer"]
 
 
@@ -77,7 +77,7 @@ def test_losses_of_some_rows_and_of_the_others_add_up(name):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-D", "1-D"])
-@OF_SCALE
+@WITH_SCALE
 def test_scale_of_a_call(name, shape):
     options = REFERENCES[name].options | {"scale": 5.0}
     for what, call in calls():
@@ -92,7 +92,7 @@ def test_scale_of_a_call(name, shape):
         assert torch.autograd.gradcheck(value, scale, nondet_tol=1e-12), what
 
 
-@OF_SCALE
+@WITH_SCALE
 def test_scale_has_a_gradient_without_pairs(name):
     call = {"embeddings": embeddings_of(LABELS), "labels": 0 * LABELS, "ref_emb": embeddings_of(LABELS)}
     no_pairs = {"indices_tuple": (LABELS[:0],) * 4}

@@ -11,6 +11,8 @@ from pytorch_metric_learning.reducers import SumReducer
 
 from tests.helpers.loops import Reference, call_with, calls, check_call
 from tests.reference import distances
+from vl_plugins.functional import triplet_hn_loss
+from vl_plugins.losses.base import PairLoss
 
 
 def sigmoid(row, positive, negatives, scale, bias):
@@ -54,6 +56,13 @@ def test_scale_of_a_call_and_no_kernel(own_loss):
     assert torch.autograd.gradcheck(lambda scale: own_loss(**OPTIONS)(**(call | {"scale": scale})), scale)
     with pytest.raises(ValueError, match="backend 'tiled' cannot be used, because SigmoidLoss needs all similarities"):
         own_loss(backend="tiled")(**call)
+
+
+def test_a_loss_that_is_already_reduced():
+    loss = PairLoss()
+    loss.pair_losses = lambda batch: triplet_hn_loss(batch.similarities(), *batch.masks())
+    with pytest.raises(ValueError, match=r"PairLoss.pair_losses .* each of the 4 positive pairs, got shape \(\)"):
+        loss(**call_with(1))
 
 
 def test_it_is_twice_the_loss_of_open_clip(own_loss):

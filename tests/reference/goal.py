@@ -81,8 +81,8 @@ def goal_all(row, positive, negatives, batch_positives, **options):
     """One pair with all negatives of its anchor."""
     value, derivatives = 0.0, {}
     for n in negatives:
-        violation, of_triplet = goal_triplet(row, positive, n, negatives, batch_positives, **options)
+        violation, triplet_derivatives = goal_triplet(row, positive, n, negatives, batch_positives, **options)
         value += violation
-        for index, derivative in of_triplet.items():
+        for index, derivative in triplet_derivatives.items():
             derivatives[index] = derivatives.get(index, 0.0) + derivative
     return value, derivatives

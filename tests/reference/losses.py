@@ -37,9 +37,9 @@ def unified_variants(similarities, positives, negatives, *, symmetric, scale, ma
         directions = [[(r, c) for r, c in sorted(negatives) if r == i]]
         if symmetric:
             directions.append([(r, c) for r, c in sorted(negatives) if c == p])
-        for of_anchor in directions:
+        for candidates in directions:
             weighted, slopes, terms = {}, {}, {}
-            for r, c in of_anchor:
+            for r, c in candidates:
                 s_n = similarities[r][c]
                 weighted[r, c] = negative_weight(r, c, s_n)
                 g, slopes[r, c] = relative(weighted[r, c][0] * s_n - w_p * s_p)
@@ -89,10 +89,10 @@ def triplet_sh(row, positive, negatives, margin):
     """Faghri et al. 2018, sum of hinges."""
     value, derivatives = 0.0, {positive: 0.0}
     for n in negatives:
-        hinge, of_hinge = triplet(row, positive, n, margin)
+        hinge, hinge_derivatives = triplet(row, positive, n, margin)
         value += hinge
-        derivatives[n] = of_hinge.get(n, 0.0)
-        derivatives[positive] += of_hinge.get(positive, 0.0)
+        derivatives[n] = hinge_derivatives.get(n, 0.0)
+        derivatives[positive] += hinge_derivatives.get(positive, 0.0)
     return value, derivatives
 
 
@@ -110,13 +110,13 @@ def pair_losses(pair_loss, similarities, positives, negatives, *, symmetric, **o
     columns = [list(column) for column in zip(*similarities, strict=True)]
     values, derivatives = {}, {}
     for i, p in sorted(positives):
-        value, of_row = pair_loss(similarities[i], p, [c for r, c in sorted(negatives) if r == i], **options)
+        value, row_derivatives = pair_loss(similarities[i], p, [c for r, c in sorted(negatives) if r == i], **options)
         values[i, p] = value
-        derivatives[i, p] = {(i, c): derivative for c, derivative in of_row.items()}
+        derivatives[i, p] = {(i, c): derivative for c, derivative in row_derivatives.items()}
         if symmetric:
-            value, of_column = pair_loss(columns[p], i, [r for r, c in sorted(negatives) if c == p], **options)
+            value, column_derivatives = pair_loss(columns[p], i, [r for r, c in sorted(negatives) if c == p], **options)
             values[i, p] += value
-            for r, derivative in of_column.items():
+            for r, derivative in column_derivatives.items():
                 derivatives[i, p][r, p] = derivatives[i, p].get((r, p), 0.0) + derivative
     return values, derivatives
 
@@ -137,7 +137,7 @@ def pairs_of_labels(labels, other_labels=None):
 def weighted_gradient(derivatives, weights, rows, columns):
     """Return, as a list of rows, the gradient of sum over k of weights[k] * loss k."""
     gradient = [[0.0] * columns for _ in range(rows)]
-    for pair, of_pair in derivatives.items():
-        for (r, c), derivative in of_pair.items():
+    for pair, pair_derivatives in derivatives.items():
+        for (r, c), derivative in pair_derivatives.items():
             gradient[r][c] += weights[pair] * derivative
     return gradient

@@ -59,13 +59,13 @@ def kernels_of_pairs(vectors, pairs, scale):
     kernels = {(i, j): math.exp(-scale * distance(units[i], units[j]) ** 2) for i, j in pairs}
 
     def gradient(weights):
-        of_units = [[0.0] * len(vector) for vector in vectors]
+        unit_gradients = [[0.0] * len(vector) for vector in vectors]
         for (i, j), weight in weights.items():
             slope = -2 * scale * kernels[i, j] * weight
             for k, (a, b) in enumerate(zip(units[i], units[j], strict=True)):
-                of_units[i][k] += slope * (a - b)
-                of_units[j][k] -= slope * (a - b)
-        return [through_unit(vector, of_unit) for vector, of_unit in zip(vectors, of_units, strict=True)]
+                unit_gradients[i][k] += slope * (a - b)
+                unit_gradients[j][k] -= slope * (a - b)
+        return list(map(through_unit, vectors, unit_gradients))
 
     return kernels, gradient
 
@@ -87,7 +87,7 @@ def mean_diversity(sets, scale):
     counted = [value for value, elements in zip(values, sets, strict=True) if len(elements) > 1]
     number = max(len(counted), 1)
     return math.fsum(counted) / number, [
-        [[component / number for component in vector] for vector in of_item] for of_item in gradients
+        [[component / number for component in vector] for vector in item_gradient] for item_gradient in gradients
     ]
 
 
@@ -112,6 +112,6 @@ def mmd_of_directions(x, y, gamma, squared):
     """:func:`mmd` of the unit vectors, and its gradients by the vectors as they are."""
     value, gradients = mmd([unit(vector) for vector in x], [unit(vector) for vector in y], gamma, squared)
     return value, tuple(
-        [through_unit(vector, of_unit) for vector, of_unit in zip(cloud, gradient, strict=True)]
+        [through_unit(vector, slopes) for vector, slopes in zip(cloud, gradient, strict=True)]
         for cloud, gradient in zip((x, y), gradients, strict=True)
     )

@@ -81,10 +81,10 @@ def mlp(x, weights):
 
 
 def gru_cell(x, state, weights):
-    of_input = weights["gru.weight_ih"] @ x + weights["gru.bias_ih"]
-    of_state = weights["gru.weight_hh"] @ state + weights["gru.bias_hh"]
+    input_gates = weights["gru.weight_ih"] @ x + weights["gru.bias_ih"]
+    state_gates = weights["gru.weight_hh"] @ state + weights["gru.bias_hh"]
     width = len(state)
-    reset = 1 / (1 + torch.exp(-of_input[:width] - of_state[:width]))
-    keep = 1 / (1 + torch.exp(-of_input[width : 2 * width] - of_state[width : 2 * width]))
-    candidate = torch.tanh(of_input[2 * width :] + reset * of_state[2 * width :])
+    reset = 1 / (1 + torch.exp(-input_gates[:width] - state_gates[:width]))
+    keep = 1 / (1 + torch.exp(-input_gates[width : 2 * width] - state_gates[width : 2 * width]))
+    candidate = torch.tanh(input_gates[2 * width :] + reset * state_gates[2 * width :])
     return (1 - keep) * candidate + keep * state

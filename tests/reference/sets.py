@@ -83,11 +83,7 @@ def matrix(similarity, xs, ys, x_mask=None, y_mask=None):
 
 def elements_that_are_not_zero(similarity):
     """Return the similarity of what is left of two sets without their zero vectors."""
-
-    def of_the_others(xs, ys):
-        return similarity([x for x in xs if x.any()], [y for y in ys if y.any()])
-
-    return of_the_others
+    return lambda xs, ys: similarity([x for x in xs if x.any()], [y for y in ys if y.any()])
 
 
 def _chosen(sets, mask, index):

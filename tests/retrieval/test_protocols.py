@@ -26,8 +26,8 @@ def benchmark():
 
 def items(image_ids, captions, splits=("coco-test",)):
     """Images and captions that have ids and nothing else; ``captions`` holds the ids of each image's."""
-    counts = torch.tensor([len(of_image) for of_image in captions])
-    caption_ids = tuple(caption for of_image in captions for caption in of_image)
+    counts = torch.tensor([len(captions_of_image) for captions_of_image in captions])
+    caption_ids = tuple(caption for captions_of_image in captions for caption in captions_of_image)
     return Collection(
         shards=("test.tar",),
         sizes=(len(image_ids),),
@@ -120,10 +120,10 @@ def with_more_captions(test_split, ids):
     captions = [list(test_split.caption_ids[5 * image : 5 * image + 5]) for image in range(5000)]
     for image in range(0, 5000, 100):
         captions[image].insert(0, -image - 1)
-    of_all = items(test_split.image_ids, captions)
+    whole = items(test_split.image_ids, captions)
     # Two of the other numbers are COCO's by chance.
-    numbers = [*test_split.caption_ids[:2], *range(2, len(of_all.caption_ids))]
-    return of_all if ids else replace(of_all, caption_ids=tuple(numbers))
+    numbers = [*test_split.caption_ids[:2], *range(2, len(whole.caption_ids))]
+    return whole if ids else replace(whole, caption_ids=tuple(numbers))
 
 
 @pytest.mark.parametrize("protocol", ["coco-5k", "coco-1k", "eccv"])
@@ -146,13 +146,13 @@ def test_captions_left_out_do_not_count(monkeypatch):
     """On a split of three images: a sixth caption that looks like every image would otherwise be the first answer."""
     captions = {image: frozenset(range(10 * image, 10 * image + 5)) for image in (1, 2, 3)}
     monkeypatch.setattr(protocols, "_coco_test_split", lambda: captions)
-    of_all = items([1, 2, 3], [[99, *range(10, 15)], range(20, 25), range(30, 35)])
+    whole = items([1, 2, 3], [[99, *range(10, 15)], range(20, 25), range(30, 35)])
     images = torch.cat([torch.eye(3), torch.ones(3, 1)], dim=1)
     embeddings = torch.cat([torch.eye(3).repeat_interleave(5, dim=0), torch.zeros(15, 1)], dim=1)
     embeddings = torch.cat([torch.tensor([[0.0, 0.0, 0.0, 2.0]]), embeddings])
-    found = prepare("coco-5k", of_all).evaluate(EmbeddingSimilarities(images, embeddings)).results["coco-5k"]
+    found = prepare("coco-5k", whole).evaluate(EmbeddingSimilarities(images, embeddings)).results["coco-5k"]
     assert found["rsum"] == 600
-    assert prepare("plain", of_all).evaluate(EmbeddingSimilarities(images, embeddings)).results["plain"]["rsum"] < 600
+    assert prepare("plain", whole).evaluate(EmbeddingSimilarities(images, embeddings)).results["plain"]["rsum"] < 600
 
 
 def test_the_whole_split_is_ranked_for_a_report_on_folds(monkeypatch):
@@ -345,9 +345,9 @@ def test_equals_clip_benchmark(test_split, embeddings):
     expected = {}
     for k in (1, 5, 10):
         for way, matrix, truth in (("text_to_image", scores, positive), ("image_to_text", scores.T, positive.T)):
-            of_parts = [
+            parts = [
                 recall_at_k(matrix[start : start + 50], truth[start : start + 50], k) > 0
                 for start in range(0, len(matrix), 50)
             ]
-            expected[f"{way}_R@{k}"] = 100 * torch.cat(of_parts).double().mean().item()
+            expected[f"{way}_R@{k}"] = 100 * torch.cat(parts).double().mean().item()
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0, abs=1e-10)

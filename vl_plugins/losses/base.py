@@ -141,6 +141,11 @@ class PairLoss(BaseMetricLossFunction):
                 losses = self.triplet_losses(batch.similarities(), *indices_tuple)
             if losses is None:
                 losses = self.pair_losses(batch)
+                if losses.shape != batch.pairs[0].shape:
+                    raise ValueError(
+                        f"{type(self).__name__}.pair_losses must return a value for each of the {len(batch.pairs[0])} "
+                        f"positive pairs, got shape {tuple(losses.shape)}"
+                    )
             else:
                 indices, reduction_type = indices_tuple, "triplet"
             info = {"losses": losses, "indices": indices, "reduction_type": reduction_type, "divisor": len(losses)}

@@ -68,7 +68,7 @@ def test_steps_are_those_of_the_plain_formula():
     model, dataset = make_model_and_dataset()
     images = torch.stack([item["pixel_values"] for item in dataset])
     texts = torch.cat([item["input_ids"] for item in dataset])
-    positives = torch.tensor([[image == of_text for of_text in IMAGE_IDS for _ in range(5)] for image in IMAGE_IDS])
+    positives = torch.tensor([[image == other for other in IMAGE_IDS for _ in range(5)] for image in IMAGE_IDS])
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):

@@ -67,14 +67,14 @@ def test_one_step(precision, name, step, in_float32):
     except RuntimeError as error:
         failure = str(error)
     if failure is not None:
-        with pytest.raises(RuntimeError) as of_host:
+        with pytest.raises(RuntimeError) as host_error:
             step(precision, [])
-        assert failure == str(of_host.value), "open_clip itself must fail alike"
+        assert failure == str(host_error.value), "open_clip itself must fail alike"
         pytest.skip(f"open_clip itself: {failure}")
 
-    of_features = torch.bfloat16 if "bf" in precision else torch.float16
+    feature_dtype = torch.bfloat16 if "bf" in precision else torch.float16
     if "head" not in " ".join(LOSSES[name]):  # a head ends in float32
-        assert made.taken["image_features"].dtype == of_features
+        assert made.taken["image_features"].dtype == feature_dtype
     exact = {
         key: value.detach().double() if isinstance(value, torch.Tensor) else value for key, value in made.taken.items()
     }
@@ -87,5 +87,5 @@ def test_one_step(precision, name, step, in_float32):
 
     assert made.gradients.keys() == in_float32(name).gradients.keys()
     gradient, plain = (torch.cat([g.flatten() for g in s.gradients.values()]) for s in (made, in_float32(name)))
-    tolerance = {torch.bfloat16: 0.1, torch.float16: 0.02}[of_features]
+    tolerance = {torch.bfloat16: 0.1, torch.float16: 0.02}[feature_dtype]
     assert (gradient - plain).norm() <= tolerance * plain.norm()

@@ -36,12 +36,12 @@ def test_one_tile_and_less(shape):
 
 @pytest.mark.parametrize("labels", ["one", "disjoint", "other types"])
 def test_labels(small_tiles, labels):
-    of_sides = {
+    side_labels = {
         "one": (torch.zeros(5, dtype=torch.long), torch.zeros(18, dtype=torch.long)),
         "disjoint": (torch.arange(5), torch.arange(18) + 2**40),
         "other types": (torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool), (torch.arange(18) % 3).to(torch.int32)),
     }[labels]
-    check_unified(*sides(5, 18, 7), *of_sides, 2.0)
+    check_unified(*sides(5, 18, 7), *side_labels, 2.0)
 
 
 def test_rows_that_are_not_contiguous():
