@@ -145,10 +145,9 @@ class Setting:
         return max(rsums, key=rsums.__getitem__)
 
     def train_command(self, run: Run) -> str:
-        flags = [self.options["flags"], self.study["losses"][run.loss], f"--lr {run.lr}"]
-        if "start" in self.options:
-            flags.append(f"--pretrained {self._checkpoint(self._start_folder(run.seed))}")
-        return self._command(flags, self.folder / str(run), run.seed)
+        flags = [self.options["flags"], self.study["losses"][run.loss]]
+        start = self._checkpoint(self._start_folder(run.seed))
+        return self._command(flags, self.folder / str(run), run.seed, lr=run.lr, start=start)
 
     def start_command(self, seed: int) -> str:
         return self._command([self.options["start"]], self._start_folder(seed), seed)
@@ -186,8 +185,9 @@ class Setting:
     def _checkpoint(self, folder: Path) -> str:
         return self.study["checkpoint"].format(folder=folder)
 
-    def _command(self, flags: Sequence[str], folder: Path, seed: int) -> str:
-        return " ".join([self.study["train"], *flags]).format(**self.options, out=self.out, folder=folder, seed=seed)
+    def _command(self, flags: Sequence[str], folder: Path, seed: int, **values: str) -> str:
+        command = " ".join([self.study["train"], *flags])
+        return command.format(**self.options | values, out=self.out, folder=folder, seed=seed)
 
     def tables(self) -> Iterator[str]:
         """Yield the lines of the two tables in Markdown."""

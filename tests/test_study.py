@@ -19,13 +19,14 @@ from benchmarks.study import Outcome, Run, Setting, difference, image_recalls, m
 from vl_plugins.cli import build_parser
 from vl_plugins.functional import soft_margin
 from vl_plugins.integrations.open_clip.options import parse_arguments
+from vl_plugins.integrations.pytorch_metric_learning import command_line
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 
 STUDY = {
     "train": "python -m trainer",
     "checkpoint": "{folder}/best.pt",
-    "settings": {"scratch": {"flags": "", "lr": ["1e-3", "1e-2"], "steps": 10}},
+    "settings": {"scratch": {"flags": "--lr {lr}", "lr": ["1e-3", "1e-2"], "steps": 10}},
     "baseline": "clip",
     "losses": {"clip": "", "unified": "--loss unified"},
     "seeds": [0, 1],
@@ -33,7 +34,7 @@ STUDY = {
 }
 
 
-@pytest.mark.parametrize("name", ["toy", "stamps", "noise"])
+@pytest.mark.parametrize("name", ["toy", "stamps", "noise", "pml"])
 def test_the_commands_of_a_study_can_be_parsed(name):
     study = yaml.safe_load(Path(f"benchmarks/studies/{name}.yaml").read_text())
     commands = [command.format(out="out") for command in study["prepare"] if "noisy_pairs" not in command]
@@ -42,9 +43,10 @@ def test_the_commands_of_a_study_can_be_parsed(name):
         made = Setting(setting, study, Path("out"))
         commands += [made.train_command(Run(loss, "1e-3", 0)) for loss in study["losses"]]
         commands += [made.start_command(0)] if "start" in made.options else []
+    parse_training = command_line.build_parser().parse_args if name == "pml" else parse_arguments
     for command in commands:
         program, *words = shlex.split(command.replace("noisy_pairs train", "noisy_pairs"))
-        build_parser().parse_args(words) if program == "vl-plugins" else parse_arguments(words[2:])
+        build_parser().parse_args(words) if program == "vl-plugins" else parse_training(words[2:])
 
 
 def outcome(val, test, images=4):
