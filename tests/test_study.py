@@ -89,9 +89,8 @@ def test_learning_rates_are_chosen_on_validation(tmp_path):
     # The baseline's rate for all, then the tuning of the others.
     expected = [Run("unified", "1e-2", 0), Run("clip", "1e-2", 1), Run("unified", "1e-2", 1), Run("unified", "1e-3", 0)]
     assert setting.pending() == expected
-    setting.outcomes |= dict(
-        zip(expected, [outcome(1, 96), outcome(1, 90), outcome(1, 96), outcome(2, 1)], strict=True)
-    )
+    outcomes = [outcome(1, 96), outcome(1, 90), outcome(1, 96), outcome(2, 1)]
+    setting.outcomes |= dict(zip(expected, outcomes, strict=True))
     assert setting.pending() == [Run("unified", "1e-3", 1)]
     table = "\n".join(setting.tables())
     assert "| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+6.0, +6.0] |" in table
