@@ -89,8 +89,7 @@ def test_learning_rates_are_chosen_on_validation(tmp_path):
     # The baseline's rate for all, then the tuning of the others.
     expected = [Run("unified", "1e-2", 0), Run("clip", "1e-2", 1), Run("unified", "1e-2", 1), Run("unified", "1e-3", 0)]
     assert setting.pending() == expected
-    outcomes = [outcome(1, 96), outcome(1, 90), outcome(1, 96), outcome(2, 1)]
-    setting.outcomes |= dict(zip(expected, outcomes, strict=True))
+    setting.outcomes |= dict(zip(expected, map(outcome, (1, 1, 1, 2), (96, 90, 96, 1)), strict=True))
     assert setting.pending() == [Run("unified", "1e-3", 1)]
     table = "\n".join(setting.tables())
     assert "| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+6.0, +6.0] |" in table
