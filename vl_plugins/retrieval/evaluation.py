@@ -57,13 +57,12 @@ def evaluate_features(
     """
     similarities = {name: features.similarities(device) for name, features in members.items()}
     results: dict[str, Result] = {}
-    for name, member in similarities.items():
-        features = members[name]
+    for name, features in members.items():
         variances = None
         if features.images.ndim == 3:
             images, captions = circular_variance(features.images), circular_variance(features.captions)
             variances = images.mean().item(), captions.mean().item()
-        results[name] = _result(member, trials, ranks and not ensemble and not results, progress, variances)
+        results[name] = _result(similarities[name], trials, ranks and not ensemble and not results, progress, variances)
     if ensemble:
         results[ENSEMBLE] = _result(MeanSimilarities(list(similarities.values())), trials, ranks, progress)
     return results
