@@ -34,7 +34,7 @@ STUDY = {
 }
 
 
-@pytest.mark.parametrize("name", ["toy", "stamps", "noise", "pml"])
+@pytest.mark.parametrize("name", ["toy", "stamps", "noise", "pml", "vit_b32"])
 def test_the_commands_of_a_study_can_be_parsed(name):
     study = yaml.safe_load(Path(f"benchmarks/studies/{name}.yaml").read_text())
     commands = [command.format(out="out") for command in study["prepare"] if "noisy_pairs" not in command]
