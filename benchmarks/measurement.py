@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
-from vl_plugins.utils.tables import align_columns
+from vl_plugins.tables import align_columns
 
 __all__ = ["check", "clock", "extra_bytes", "print_table", "ratios", "time_rounds"]
 

@@ -35,11 +35,10 @@ import yaml
 from tqdm import tqdm
 
 from vl_plugins.data.storage import write_file
-from vl_plugins.integrations.command_lines import exit_status
+from vl_plugins.errors import UserError, exit_status
 from vl_plugins.retrieval import similarity_ranks
 from vl_plugins.retrieval.features import Features, load_features
 from vl_plugins.retrieval.metrics import RSUM_RECALLS
-from vl_plugins.utils.errors import UserError
 
 RECALLS = [f"{direction} R@{k}" for direction in ("i2t", "t2i") for k in RSUM_RECALLS]
 RESAMPLES = 2000

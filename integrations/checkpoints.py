@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vl_plugins.errors import UserError, require
 from vl_plugins.integrations.precision import input_dtype
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["load_model"]
 

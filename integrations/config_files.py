@@ -5,8 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["find_config", "read_yaml"]
 

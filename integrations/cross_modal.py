@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vl_plugins.distances.sets import SetDistance
+from vl_plugins.errors import UserError
 from vl_plugins.losses.wrappers import check_miner
-from vl_plugins.utils.errors import UserError
 
 __all__ = [
     "check_compares_sets",
@@ -116,7 +116,7 @@ def check_takes_references(loss: nn.Module) -> None:
     >>> check_takes_references(NTXentLoss())
     >>> check_takes_references(MultipleLosses([NTXentLoss()]))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    vl_plugins.utils.errors.UserError: MultipleLosses takes no ref_emb...
+    vl_plugins.errors.UserError: MultipleLosses takes no ref_emb...
     """
     parameters = inspect.signature(loss.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -16,10 +16,10 @@ from vl_plugins.data.collection import Collection
 from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.storage import Folder, read_file
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.precision import autocast, input_dtype
 from vl_plugins.retrieval import encoding
 from vl_plugins.retrieval.features import Features, describe_similarity
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["checkpoint_digest", "encode_batches", "encode_queries", "encode_shards"]
 

@@ -5,8 +5,8 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.command_lines import CommandParser
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["KeyValues", "Parser", "literal", "parse_key_values"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vl_plugins.utils.errors import UserError, first_line
+from vl_plugins.errors import UserError, first_line
 
 __all__ = ["UnreadableFileError", "check_device", "read_torch_file"]
 

@@ -5,6 +5,7 @@ from pytorch_metric_learning import distances, miners, reducers, regularizers
 import vl_plugins
 from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.distances.sets import SetDistance
+from vl_plugins.errors import UserError
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
 from vl_plugins.losses.wrappers import CrossBatchMemory
 from vl_plugins.registry import (
@@ -21,7 +22,6 @@ from vl_plugins.registry import (
     resolve_components,
 )
 from vl_plugins.regularizers.sets import SetRegularizer
-from vl_plugins.utils.errors import UserError
 
 OURS = {
     "goal": GOALLoss,

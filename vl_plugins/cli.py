@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from vl_plugins import __version__
-from vl_plugins.integrations.command_lines import CommandParser, exit_status
+from vl_plugins.errors import exit_status
+from vl_plugins.integrations.command_lines import CommandParser
 
 __all__ = ["main"]
 

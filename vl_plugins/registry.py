@@ -1,4 +1,4 @@
-"""Losses, distances, miners, reducers and regularizers by name, and the options of their constructors.
+"""Losses, distances, miners, reducers and regularizers by name.
 
 A loss is an entry point of the group ``vl_plugins.losses``, in this distribution as in others::
 
@@ -11,14 +11,17 @@ A loss is an entry point of the group ``vl_plugins.losses``, in this distributio
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
+from numbers import Real
 from typing import Any
 
-from vl_plugins.utils.errors import UserError, did_you_mean, unknown_name
+from vl_plugins.errors import UserError, did_you_mean, one_of
 
-REQUIRED = inspect.Parameter.empty  # the default of an option that has none
+__all__ = ["create", "create_loss", "find", "format_options", "list_losses", "names", "options_of"]
 
-# By name: importing the packages, pytorch-metric-learning's and ours, takes seconds.
+GROUP = "vl_plugins.losses"
+
+# By name: importing the packages, pytorch-metric-learning's and ours, takes seconds. Ours replace those of one name.
 PACKAGES = {
     "distance": ("pytorch_metric_learning.distances", "vl_plugins.distances"),
     "loss": ("pytorch_metric_learning.losses", "vl_plugins.losses", "vl_plugins.losses.wrappers"),
@@ -32,172 +35,151 @@ SHORT_NAMES = {
     "mil": "MILSimilarity",
     "smooth_chamfer": "SmoothChamferSimilarity",
 }
-KIND_OF_OPTION = {"distance": "distance", "embedding_regularizer": "regularizer", "reducer": "reducer"}
+KIND_OF_OPTION = {"base": "loss", "embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
+KIND_OF_OPTION |= {kind: kind for kind in PACKAGES} | {"losses": "loss", "miners": "miner", "reducers": "reducer"}
 
 
 def list_losses() -> tuple[str, ...]:
     """Return the names of all losses, sorted, also of those that cannot be loaded."""
-    return tuple(sorted(entry_points(group="vl_plugins.losses").names))
+    return tuple(sorted(entry_points(group=GROUP).names))
 
 
-def find_loss(name: str) -> EntryPoint:
-    """Return the entry point of a loss; raise ``UserError`` unless exactly one distribution has it."""
-    providers = sorted(entry_points(group="vl_plugins.losses", name=name), key=lambda provider: provider.dist.name)  # type: ignore[union-attr]
-    if not providers:
-        raise unknown_name("loss", name, list_losses())
-    if len(providers) > 1:
-        claimants = " and ".join(f"{provider.dist.name} ({provider.value})" for provider in providers)  # type: ignore[union-attr]
-        raise UserError(f"loss {name!r} is provided by {claimants}; uninstall all but one of them")
-    return providers[0]
-
-
-def load_loss(name: str) -> Callable:
-    """Return the class of a loss; raise ``UserError`` as :func:`find_loss`, or if the class cannot be imported."""
-    provider = find_loss(name)
-    try:
-        loss = provider.load()
-        if not callable(loss):
-            raise TypeError(f"a {type(loss).__name__} is not a class")
-    except Exception as error:  # anything may go wrong in another distribution's module
-        raise UserError(
-            f"loss {name!r} of the installed distribution {provider.dist.name} cannot be loaded from "  # type: ignore[union-attr]
-            f"{provider.value!r}: {type(error).__name__}: {error}"
-        ) from error
-    return loss
-
-
-def loss_options(name: str, /, **given: Any) -> dict[str, Any]:
-    """Return the options of a loss with their defaults, see :func:`constructor_options`.
-
-    >>> "scale" in loss_options("smooth_chamfer"), "scale" in loss_options("smooth_chamfer", base="vlc")
-    (False, True)
-    """
-    return constructor_options(load_loss(name), given)
-
-
-def create_loss(name: str, /, **options: Any) -> Any:
+def create_loss(name: str, /, gather_across_devices: bool = False, **options: Any) -> Any:
     """Return a new loss, a pytorch-metric-learning ``BaseMetricLossFunction``.
 
     Args:
-        name: one of :func:`list_losses`.
-        options: see :func:`loss_options`; a distance, reducer or embedding regularizer may be a class name.
-
-    Raises:
-        UserError: an unknown name or option, or a loss that cannot be loaded.
-        ValueError: an option out of its range.
+        name, options: see :func:`create`.
+        gather_across_devices: compare the batches of all processes, see :class:`~vl_plugins.distributed.DistributedLoss`.
 
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
     """
-    return construct("loss", name, load_loss(name), resolve_components(options))
+    loss = create("loss", name, **options)
+    if gather_across_devices:
+        from vl_plugins.distributed import DistributedLoss  # imports the losses
+
+        return DistributedLoss(loss)
+    return loss
 
 
-def create_component(kind: str, name: str, /, **options: Any) -> Any:
-    """Return a new distance, loss, miner, reducer or regularizer of pytorch-metric-learning or of this package.
+def create(kind: str, specification: Any, /, **options: Any) -> Any:
+    """Return a new component, of this package or of pytorch-metric-learning.
 
     Args:
         kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
-        name: one of ``list_components(kind)``; for a set similarity also its short name, such as ``smooth_chamfer``.
-        options: as in :func:`create_loss`.
+        specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a component,
+            which is returned as it is.
+        options: more of them. Options that are components, or mappings or lists of them, are specifications too.
 
     Raises:
-        UserError: an unknown kind, name or option.
+        UserError: an unknown kind, name or option, or a component that cannot be loaded.
         ValueError: an option out of its range.
 
-    >>> create_component("miner", "BatchHardMiner", distance="CosineSimilarity").distance
-    CosineSimilarity()
+    >>> create("loss", {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}}).distance.p
+    1
     """
-    classes = _component_classes(kind)
-    known = classes | {short: classes[name] for short, name in SHORT_NAMES.items() if name in classes}
-    if name not in known:
-        raise unknown_name(kind, name, known)
-    options = resolve_components(options)
-    component = construct(kind, name, known[name], options)
-    defaults = constructor_options(known[name], options)
-    for option, value in options.items():  # pytorch-metric-learning would fail at the first batch
-        expects_number = isinstance(defaults[option], (int, float)) or option in ("high", "low")
-        if expects_number and isinstance(value, (str, list, tuple, dict)):
+    if isinstance(specification, Mapping):
+        specification = dict(specification)
+        name, given = specification.pop("name", None), specification
+        twice = given.keys() & options.keys()
+        if name is None or twice:
+            raise UserError(f"{kind}: {'no name' if name is None else f'{min(twice)} is given twice'} in {given}")
+        options = given | options
+    elif isinstance(specification, str):
+        name = specification
+    else:
+        return specification
+    factory = find(kind, name)
+    known = options_of(factory)
+    for option, value in options.items():
+        is_number = isinstance(known.get(option), Real) and not isinstance(known.get(option), bool)
+        if is_number and isinstance(value, (str, list, tuple, dict)):  # would fail at the first batch
             raise UserError(f"{option} of {kind} {name!r} must be a number, got {value!r}")
-    return component
+    try:
+        return factory(**{option: _components(option, value) for option, value in options.items()})
+    except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
+        unknown = next((option for option in options if option not in known), None)
+        hint = did_you_mean(unknown, known) if unknown else ""
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{kind} {name!r}: {reason}{hint}; options: {format_options(known)}") from error
 
 
-def list_components(kind: str) -> tuple[str, ...]:
-    """Return the class names of a kind of component, sorted."""
-    return tuple(sorted(_component_classes(kind)))
+def find(kind: str, name: str) -> Callable[..., Any]:
+    """Return the class of a component."""
+    providers = entry_points(group=GROUP, name=name) if kind == "loss" else ()
+    if len(providers) > 1:
+        claimants = " and ".join(sorted(f"{provider.dist.name} ({provider.value})" for provider in providers))  # type: ignore[union-attr]
+        raise UserError(f"loss {name!r} is provided by {claimants}; uninstall all but one of them")
+    for provider in providers:
+        try:
+            return provider.load()
+        except Exception as error:  # anything may go wrong in another distribution's module
+            raise UserError(f"loss {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    classes = _classes(one_of("kind of component", kind, PACKAGES))
+    name = SHORT_NAMES.get(name, name) if kind == "distance" else name
+    return classes[one_of(kind, name, [*classes, *(list_losses() if kind == "loss" else ())])]
 
 
-def _component_classes(kind: str) -> dict[str, type]:
-    if kind not in PACKAGES:
-        raise unknown_name("kind of component", kind, PACKAGES)
-    host, *ours = map(importlib.import_module, PACKAGES[kind])
-    # MultipleLosses is derived from none.
-    base_classes = tuple(value for name, value in vars(host).items() if name.startswith(("Base", "MultipleLosses")))
-    return {
-        name: value
-        for package in (host, *ours)  # ours replace those of the same name
-        for name, value in vars(package).items()
-        if inspect.isclass(value) and issubclass(value, base_classes)
-        if not name.startswith("Base") and name not in ("GenericPairLoss", "PairLoss")
-    }
+def names(kind: str) -> tuple[str, ...]:
+    """Return the names of a kind of component, sorted."""
+    return tuple(sorted([*_classes(kind), *(list_losses() if kind == "loss" else ())]))
 
 
-def resolve_components(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with a new component in place of each class name."""
-    named = [option for option in KIND_OF_OPTION if isinstance(options.get(option), str)]
-    return {**options, **{option: create_component(KIND_OF_OPTION[option], options[option]) for option in named}}
+def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword options of a class or function with their defaults, ``inspect.Parameter.empty`` for none.
 
-
-def constructor_options(factory: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the keyword options of a class or function with their defaults, :data:`REQUIRED` for those without one.
-
-    The ``**kwargs`` of a constructor stand for the options of the next base class. A class that passes some of them to
-    something else adds these by a class method ``forwarded_options(given)``; they may depend on the ``given`` options.
+    The ``**kwargs`` of a constructor stand for the options of the next base class.
 
     >>> class Base:
     ...     def __init__(self, reducer=None): ...
     >>> class Loss(Base):
     ...     def __init__(self, margin=0.2, **kwargs): ...
-    >>> constructor_options(Loss)
+    >>> options_of(Loss)
     {'margin': 0.2, 'reducer': None}
     """
     options: dict[str, Any] = {}
     bases = factory.__mro__[:-1] if inspect.isclass(factory) else ()
     for owner in [base for base in bases if "__init__" in vars(base)] or [factory]:
         parameters = inspect.signature(owner).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                options.setdefault(parameter.name, parameter.default)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for parameter in named:
+            options.setdefault(parameter.name, parameter.default)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
-        if bases and "forwarded_options" in vars(owner):
-            for name, default in factory.forwarded_options(given or {}).items():
-                options.setdefault(name, default)
     return options
-
-
-def construct(kind: str, name: str, factory: Callable, options: Mapping[str, Any]) -> Any:
-    """Return ``factory(**options)``; errors name the ``kind`` and ``name`` that the user gave.
-
-    Raises:
-        UserError: an unknown option, or arguments that the constructor rejects.
-        ValueError: from the constructor.
-    """
-    known = constructor_options(factory, options)
-    for option in options:
-        if option not in known:
-            hint = did_you_mean(option, known)
-            raise UserError(f"unknown option {option!r} of {kind} {name!r}{hint}; options: {format_options(known)}")
-    try:
-        return factory(**options)
-    except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
-        reason = str(error) or type(error).__name__
-        raise UserError(f"invalid arguments for {kind} {name!r}: {reason}; options: {format_options(known)}") from error
 
 
 def format_options(options: Mapping[str, Any]) -> str:
     """Return options as they are passed; without a default, the name alone.
 
-    >>> format_options({"weights": REQUIRED, "margin": 0.2})
+    >>> format_options({"weights": inspect.Parameter.empty, "margin": 0.2})
     'weights, margin=0.2'
     """
-    return ", ".join(name if value is REQUIRED else f"{name}={value!r}" for name, value in options.items())
+    required = inspect.Parameter.empty
+    return ", ".join(name if value is required else f"{name}={value!r}" for name, value in options.items())
+
+
+def _classes(kind: str) -> dict[str, type]:
+    host, *ours = map(importlib.import_module, PACKAGES[kind])
+    # MultipleLosses is derived from none.
+    bases = tuple(value for name, value in vars(host).items() if name.startswith(("Base", "MultipleLosses")))
+    members = {name: value for package in (host, *ours) for name, value in vars(package).items()}
+    return {
+        name: value
+        for name, value in members.items()
+        if inspect.isclass(value)
+        and issubclass(value, bases)
+        and not name.startswith(("Base", "Generic", "PairLoss", "SetDistance"))
+    }
+
+
+def _components(option: str, value: Any) -> Any:
+    """Return the value of an option, with components in the place of their specifications."""
+    kind = KIND_OF_OPTION.get(option)
+    if kind is None or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [create(kind, item) for item in value]
+    if isinstance(value, Mapping) and "name" not in value and option.endswith("s"):  # such as losses of MultipleLosses
+        return {key: create(kind, item) for key, item in value.items()}
+    return value if option == "base" and isinstance(value, str) else create(kind, value)  # with the options beside it

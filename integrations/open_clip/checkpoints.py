@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.key_values import literal
 from vl_plugins.integrations.open_clip.heads import ARCHITECTURE, PREPROCESSING, CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained, get_tokenizer
 from vl_plugins.integrations.open_clip.names import has_schema
 from vl_plugins.registry import create_component
-from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["load_open_clip"]
 

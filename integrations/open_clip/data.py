@@ -15,11 +15,11 @@ from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import check_first_sample, check_shards, read_shard_info
 from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
 from vl_plugins.integrations.open_clip.names import is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["TRAINING_READER", "AllCaptions", "Reader", "choose_reader", "get_data"]
 

@@ -12,13 +12,12 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vl_plugins.errors import UserError, number
 from vl_plugins.integrations.command_lines import naming
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.registry import construct, format_options
 from vl_plugins.retrieval.features import describe_similarity
-from vl_plugins.utils.checks import integer
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHead", "head_settings"]
 
@@ -51,7 +50,7 @@ class LinearSettings:
     dim: int = 768
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
-        head = LinearHead(_embedding(image).shape[-1], integer("dim", self.dim, least=1))
+        head = LinearHead(_embedding(image).shape[-1], number("dim", self.dim, least=1, kind=int))
         # The same for both, so that the cosines of a pretrained model stay as they are.
         return head, copy.deepcopy(head)
 

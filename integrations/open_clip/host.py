@@ -16,8 +16,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any, ClassVar
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = [
     "OpenCLIP3",

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vl_plugins.integrations.command_lines import exit_status, naming
+from vl_plugins.errors import UserError, exit_status
+from vl_plugins.integrations.command_lines import naming
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
 from vl_plugins.integrations.open_clip.run_folder import occupied
 from vl_plugins.registry import format_options
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["main"]
 

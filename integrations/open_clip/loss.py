@@ -8,7 +8,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 
 from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import (
     check_compares_sets,
     compares_sets,
@@ -21,9 +21,9 @@ from vl_plugins.integrations.open_clip.non_finite import check_finite
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.numerics import full_precision
 from vl_plugins.registry import constructor_options, create_component, create_loss, format_options, loss_options
 from vl_plugins.utils.eager import eager
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 

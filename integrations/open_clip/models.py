@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.storage import read_file
+from vl_plugins.errors import UserError, did_you_mean
 from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
-from vl_plugins.utils.errors import UserError, did_you_mean
 
 __all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
 

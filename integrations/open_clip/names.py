@@ -7,10 +7,9 @@ from importlib import resources
 from pathlib import Path
 
 from vl_plugins.data.shard_files import expand_shards
+from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
 from vl_plugins.registry import list_losses
-from vl_plugins.utils.errors import UserError, check_name
-from vl_plugins.utils.optional import require
 
 __all__ = ["check_command_line", "check_file", "check_model_name", "has_schema", "is_shards"]
 
@@ -23,7 +22,7 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
     """
     check_model_name(host_options.model, options.model_config)
     if options.loss is not None:
-        check_name("loss", options.loss, list_losses())
+        one_of("loss", options.loss, list_losses())
     for flag in ("train_data", "val_data"):
         path = getattr(host_options, flag)
         if path:
@@ -51,7 +50,7 @@ def check_model_name(name: str, model_config: str | None = None) -> None:
         known |= {file.stem for file in (path.glob("*.json") if path.is_dir() else [path])}
     if "open_clip" in sys.modules:  # it knows those that were added, too
         known |= set(sys.modules["open_clip"].list_models())
-    check_name("model", name, known)
+    one_of("model", name, known)
 
 
 def check_file(flag: str, value: str | None) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.kernels.comparison import row_blocks
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["NonFiniteLossError", "check_finite"]
 

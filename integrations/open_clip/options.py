@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
+from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
-from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["PluginOptions", "format_help", "option_flag", "parse_arguments"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["check_resume", "latest_checkpoint"]
 

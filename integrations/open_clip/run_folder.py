@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["check_is_free", "occupied"]
 

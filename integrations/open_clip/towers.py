@@ -9,8 +9,8 @@ from open_clip.timm_model import TimmModel
 from open_clip.transformer import TextTransformer, VisionTransformer
 from torch import Tensor
 
+from vl_plugins.errors import UserError
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["image_features", "text_features"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import open_clip
 
-from vl_plugins.utils.errors import UserError, first_line
+from vl_plugins.errors import UserError, first_line
 
 __all__ = ["one_line_errors"]
 

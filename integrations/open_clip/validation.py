@@ -11,12 +11,11 @@ import torch
 from open_clip_train.distributed import is_master
 
 from vl_plugins.data.storage import error_text
-from vl_plugins.integrations.command_lines import message
+from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
 from vl_plugins.integrations.validation import log_metrics, validate
 from vl_plugins.retrieval.names import percent_names
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["evaluate"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.registry import create_component, create_loss, list_components, list_losses
-from vl_plugins.utils.errors import UserError, unknown_name
 
 __all__ = ["Specification", "build_component", "build_loss", "build_miner", "build_reducer", "split_specification"]
 

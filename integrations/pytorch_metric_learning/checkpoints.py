@@ -11,11 +11,11 @@ from torch import nn
 
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.errors import UserError, first_line
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
-from vl_plugins.utils.errors import UserError, first_line
 
 __all__ = ["load_state_dicts", "load_towers", "read_checkpoint", "state_dicts", "write_checkpoint"]
 

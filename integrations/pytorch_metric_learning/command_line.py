@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.integrations.command_lines import exit_status
+from vl_plugins.errors import UserError, exit_status, require
 from vl_plugins.integrations.key_values import KeyValues, Parser, literal
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["build_parser", "main", "overrides"]
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
+from vl_plugins.errors import UserError, first_line, one_of, require
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
-from vl_plugins.utils.errors import UserError, check_name, first_line
-from vl_plugins.utils.optional import require
 
 __all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]
 
@@ -58,8 +57,8 @@ class DataConfig:
     num_samples: int | None = None
 
     def __post_init__(self):
-        check_name("inputs", self.inputs, INPUTS)
-        check_name("same_group", self.same_group, SAME_GROUP)
+        one_of("inputs", self.inputs, INPUTS)
+        one_of("same_group", self.same_group, SAME_GROUP)
         parse_captions_per_image(self.captions_per_image)
         _at_least(self, batch_size=1, workers=0, shuffle_buffer=1, num_samples=1)
 
@@ -107,9 +106,9 @@ class StageConfig:
     def __post_init__(self):
         _at_least(self, epochs=1, clip_grad_norm=0)
         for part in self.freeze:
-            check_name("part of the model to freeze", part, MODEL_PARTS)
+            one_of("part of the model to freeze", part, MODEL_PARTS)
         for part in self.lr_scale:
-            check_name("part of the model in lr_scale", part, (*MODEL_PARTS, "metric_loss"))
+            one_of("part of the model in lr_scale", part, (*MODEL_PARTS, "metric_loss"))
 
 
 @dataclass
@@ -151,9 +150,9 @@ class Config:
 
     def __post_init__(self):
         _at_least(self, dim=1, seed=0, log_every=1)
-        check_name("trainer", self.trainer, TRAINERS)
+        one_of("trainer", self.trainer, TRAINERS)
         if self.head is not None:
-            check_name("head", split_specification("head", self.head)[0], ("set",))
+            one_of("head", split_specification("head", self.head)[0], ("set",))
 
     @property
     def epochs(self) -> int:

@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
+from vl_plugins.errors import UserError, one_of
 from vl_plugins.integrations.command_lines import naming
 from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.registry import construct, constructor_options
-from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["TRUNKS", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
 
@@ -174,7 +174,7 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
 
 def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrained: bool) -> Any:
     name, options = split_specification(f"{tower}.trunk", settings.trunk)
-    module, _, class_name = TRUNKS[tower][check_name(f"trunk of {tower}s", name, TRUNKS[tower])].partition(":")
+    module, _, class_name = TRUNKS[tower][one_of(f"trunk of {tower}s", name, TRUNKS[tower])].partition(":")
     factory = getattr(importlib.import_module(module), class_name)
     if not pretrained:
         random = {"pretrained": False, "weights": None}

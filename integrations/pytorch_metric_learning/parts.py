@@ -10,6 +10,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from vl_plugins.errors import UserError, one_of, unknown_name
 from vl_plugins.integrations.command_lines import naming
 from vl_plugins.integrations.cross_modal import check_compares_sets, compares_sets
 from vl_plugins.integrations.pytorch_metric_learning.builders import (
@@ -19,7 +20,6 @@ from vl_plugins.integrations.pytorch_metric_learning.builders import (
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
 from vl_plugins.registry import REQUIRED, construct, constructor_options
-from vl_plugins.utils.errors import UserError, check_name, unknown_name
 
 __all__ = ["build_optimizers", "build_schedulers", "loss_from_config", "miner_from_config"]
 
@@ -100,7 +100,7 @@ def build_schedulers(stage: StageConfig, optimizers: Mapping[str, Optimizer]) ->
     name, options = split_specification("lr_scheduler", stage.lr_scheduler)
     factory = _class("lr_scheduler", name, lr_scheduler, (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau))
     is_plateau = factory is lr_scheduler.ReduceLROnPlateau
-    by = check_name("value of lr_scheduler.by", options.pop("by", "plateau" if is_plateau else "epoch"), STEPS_BY)
+    by = one_of("value of lr_scheduler.by", options.pop("by", "plateau" if is_plateau else "epoch"), STEPS_BY)
     if is_plateau:
         options = {"mode": "max", **options}
     return {

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from vl_plugins.distributed.batch_norm import JoinedBatchNorm
 from vl_plugins.distributed.gathering import all_gather_rows
 from vl_plugins.distributed.torchrun import stop_processes
-from vl_plugins.functional.precision import full_precision
-from vl_plugins.utils.errors import UserError, first_line
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, first_line, require
+from vl_plugins.numerics import full_precision
 
 __all__ = ["Processes", "start_processes"]
 

@@ -21,6 +21,7 @@ from vl_plugins.data.shard_info import check_first_sample
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.training_batches import TrainingPipeline
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
+from vl_plugins.errors import UserError, require
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_state_dicts,
     read_checkpoint,
@@ -44,8 +45,6 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
 from vl_plugins.integrations.validation import log_metrics, validate
 from vl_plugins.registry import construct
 from vl_plugins.retrieval.names import percent_names
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary"]
 

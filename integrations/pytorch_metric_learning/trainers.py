@@ -11,11 +11,11 @@ from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
 
 from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
 from vl_plugins.integrations.pytorch_metric_learning.models import embeddings_and_slots
 from vl_plugins.integrations.pytorch_metric_learning.processes import Processes
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["CrossModalTrainer", "ShardTrainer", "ShardedMetricLossOnly"]
 

@@ -7,8 +7,8 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 from vl_plugins.cli import main
 from vl_plugins.commands import losses
+from vl_plugins.errors import UserError
 from vl_plugins.registry import constructor_options, list_losses
-from vl_plugins.utils.errors import UserError
 
 
 def test_every_loss_names_its_equation_and_paper():

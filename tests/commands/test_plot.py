@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vl_plugins.cli import build_parser, main
+from vl_plugins.errors import UserError
 from vl_plugins.plots import attention, gradients, training, weights
-from vl_plugins.utils.errors import UserError
 
 ROW = {"epoch": 1, "rsum_percent": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_images, read_karpathy
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def make_document(dataset="coco", splits=("train", "restval", "val", "test")):

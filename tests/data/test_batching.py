@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vl_plugins.data.batching import DistinctBatches, Group, Sample, normalize_caption
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def samples_of(*captions, groups=None):

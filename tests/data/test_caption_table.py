@@ -10,7 +10,7 @@ from open_clip_train.data import CsvDataset
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.caption_table import Columns, read_caption_table
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 @pytest.fixture

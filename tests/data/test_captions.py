@@ -1,7 +1,7 @@
 import pytest
 
 from vl_plugins.data.batching import normalize_caption, parse_captions_per_image
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_ids
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def make_document(first=0, images=3):

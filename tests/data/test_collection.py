@@ -8,7 +8,7 @@ from webdataset import TarWriter
 from tests.helpers.archives import encode_archive
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import Collection, first_captions, read_collection
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def write_tar(path, members):

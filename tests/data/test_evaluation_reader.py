@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from vl_plugins.data import decoding
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.evaluation_reader import EvaluationReader
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def corner(image):

@@ -19,7 +19,7 @@ from vl_plugins.data.statistics import Range, read_place, shard_statistics
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.training_batches import TrainingPipeline
 from vl_plugins.data.verification import verify_shards
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 WIDTH = 3
 

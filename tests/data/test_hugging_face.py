@@ -15,7 +15,7 @@ from vl_plugins.cli import main
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import read_collection
 from vl_plugins.data.hugging_face import read_hugging_face
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 datasets = pytest.importorskip("datasets")
 

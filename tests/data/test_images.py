@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from vl_plugins.data.images import inspect_image, resize_image
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def encode(image_format="PNG", size=(5, 4), mode="RGB", **options):

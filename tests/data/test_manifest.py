@@ -14,7 +14,7 @@ from vl_plugins.data.manifest import (
     update_index,
 )
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def test_splits_are_selected_by_either_name():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vl_plugins.data.parallel import map_in_processes, usable_cores
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def double_after(task):

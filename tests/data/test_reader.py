@@ -19,7 +19,7 @@ from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import ShardInfo, check_first_sample, read_shard_info
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

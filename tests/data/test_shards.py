@@ -21,7 +21,7 @@ from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.images import resize_image
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import MissingExtraError, UserError
+from vl_plugins.errors import MissingExtraError, UserError
 
 
 def encode_image(image_format="PNG", size=(5, 4)):

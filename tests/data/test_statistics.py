@@ -18,7 +18,7 @@ from vl_plugins.data.shard_files import input_of, read_texts
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.statistics import Range, Repeats, find_repeats, read_place, shard_statistics
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 PICTURE = encode_picture((5, 4))
 

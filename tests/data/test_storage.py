@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vl_plugins.data.storage import Folder, open_regular, write_file
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 @pytest.fixture(params=["path", "file", "memory"])

@@ -8,7 +8,7 @@ from PIL import Image
 
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.toy import COLORS, write_toy_scenes
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def read_folder(folder):

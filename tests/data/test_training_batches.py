@@ -31,8 +31,7 @@ from tests.helpers.numbered_shards import (
 )
 from vl_plugins.data.randomness import random_states
 from vl_plugins.data.training_batches import TrainingPipeline
-from vl_plugins.integrations.command_lines import message
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError, message
 
 # More workers than cores are on purpose here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

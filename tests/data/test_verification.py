@@ -11,7 +11,7 @@ from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.verification import verify_shards
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
 KEY, NEXT = "tiny-train-00000002", "tiny-train-00000003"  # of the second shard

@@ -5,7 +5,7 @@ import torch
 
 from vl_plugins.data.collection import read_collection
 from vl_plugins.data.vocabulary import PADDING, UNKNOWN, Vocabulary, read_shard_captions, read_word_vectors, split_words
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import FeatureTrunk
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 
 def test_promises():

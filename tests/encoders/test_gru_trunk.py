@@ -4,7 +4,7 @@ from torch import nn
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import GRUTrunk
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 VOCABULARY, WORD_DIM, HIDDEN_DIM = 20, 5, 4
 CAPTIONS = torch.tensor([[3, 7, 19, 3, 0, 0], [1, 0, 0, 0, 0, 0], [4, 5, 6, 7, 8, 9]])

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import HuggingFaceTrunk
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "dog", "runs", "on", "the", "beach")
 LENGTHS = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import TimmTrunk
+from vl_plugins.errors import UserError
 from vl_plugins.registry import construct
-from vl_plugins.utils.errors import UserError
 
 SWIN = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_size": 2, "drop_path_rate": 0.0}
 # Name -> options, grid, and whether the features are tokens.

@@ -1,6 +1,6 @@
 import torch
 
-from vl_plugins.functional.precision import full_precision, zero_or_nan
+from vl_plugins.numerics import full_precision, zero_or_nan
 
 
 def test_full_precision():

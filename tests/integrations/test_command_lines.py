@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from vl_plugins.integrations.command_lines import exit_status, message
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError, exit_status, message
 
 
 def failing(error):

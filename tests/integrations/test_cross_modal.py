@@ -7,8 +7,8 @@ from pytorch_metric_learning.miners import BatchEasyHardMiner, BatchHardMiner
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
-from vl_plugins.utils.errors import UserError
 
 LABELS = torch.tensor([4, 7, 9])
 TEXT_LABELS = LABELS.repeat_interleave(2)

@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.key_values import KeyValues, parse_key_values
-from vl_plugins.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

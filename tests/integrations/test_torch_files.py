@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
-from vl_plugins.utils.errors import UserError
 
 CONTENT = {
     "epoch": 3,

@@ -9,8 +9,8 @@ from tests.helpers.loops import TOLERANCE, check
 from tests.reference import regularizers as reference
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss
-from vl_plugins.utils.errors import UserError
 
 LABELS = torch.tensor([0, 1, 2, 3, 1])
 REF_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from vl_plugins.data.collection import read_collection
+from vl_plugins.errors import UserError
 from vl_plugins.plots import attention as attention_plot
 from vl_plugins.plots.attention import AttendedImage, attended_images, plot_attention
 from vl_plugins.plots.figures import COLORS
-from vl_plugins.utils.errors import UserError
 
 LONG = "a dog and a cat, worth $5 or $x_1$, that " + "play with Donaudampfschifffahrtsgesellschaftskapitäne and " * 9
 

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
+from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.plots.figures import new_figure, picture_file, write_figure
-from vl_plugins.utils.errors import MissingExtraError, UserError
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".pdf", b"%PDF-"), (".svg", b"<?xml")])

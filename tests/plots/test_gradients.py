@@ -7,11 +7,11 @@ from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.distances import LpDistance
 
 from vl_plugins import create_loss
+from vl_plugins.errors import UserError
 from vl_plugins.losses import TripletHNLoss, UnifiedLoss
 from vl_plugins.plots import gradients
 from vl_plugins.plots.gradients import gradient_sizes, plot_gradient_sizes
 from vl_plugins.plots.plane import similarity_grid
-from vl_plugins.utils.errors import UserError
 
 # Of different numbers, so that swapped axes do not fit; no difference of two is a margin used here.
 POSITIVES = [-0.83, -0.2, 0.31, 0.62, 0.9]

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.plots.training import _draw_training_curves, plot_training_curves, read_results
-from vl_plugins.utils.errors import UserError
 
 
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):

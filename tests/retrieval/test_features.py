@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from vl_plugins.errors import UserError
 from vl_plugins.functional import match_probability, smooth_chamfer_similarity
 from vl_plugins.retrieval.features import Features, id_difference, load_features, save_features
-from vl_plugins.utils.errors import UserError
 
 SUFFIXES = (".npz", ".safetensors")
 

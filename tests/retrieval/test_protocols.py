@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from vl_plugins.data.collection import Collection
+from vl_plugins.errors import UserError
 from vl_plugins.retrieval import EmbeddingSimilarities, protocols, retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.protocols import prepare
-from vl_plugins.utils.errors import UserError
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "evaluation.md").read_text(encoding="utf-8")
 

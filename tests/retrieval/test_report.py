@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from vl_plugins.data.collection import read_collection
+from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.retrieval import GroundTruth, retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.queries import Answers
 from vl_plugins.retrieval.report import report_file, write_report
-from vl_plugins.utils.errors import MissingExtraError, UserError
 
 pillow = pytest.importorskip("PIL.Image")
 pytest.importorskip("webdataset")

@@ -1,7 +1,6 @@
 import pytest
 
-from vl_plugins.utils.errors import MissingExtraError, UserError, check_name, unknown_name
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import MissingExtraError, UserError, one_of, require, unknown_name
 
 
 def test_the_nearest_of_many_names_are_listed():
@@ -12,9 +11,9 @@ def test_the_nearest_of_many_names_are_listed():
 
 
 def test_no_hint_if_no_name_is_near():
-    assert check_name("loss", "vlc", ["unified", "vlc"]) == "vlc"
+    assert one_of("loss", "vlc", ["unified", "vlc"]) == "vlc"
     with pytest.raises(UserError, match=r"^unknown loss 'xyz'; known: unified, vlc$"):
-        check_name("loss", "xyz", ["unified", "vlc"])
+        one_of("loss", "xyz", ["unified", "vlc"])
 
 
 def test_a_missing_package_is_named_with_its_extra():

@@ -1,7 +1,7 @@
 import pytest
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.run_names import run_names, split_name
+from vl_plugins.commands.run_names import run_names, split_name
+from vl_plugins.errors import UserError
 
 
 def test_names_are_short_and_differ(tmp_path, monkeypatch):

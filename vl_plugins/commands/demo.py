@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vl_plugins.commands.shards import brace_pattern
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["register", "run"]
 

@@ -3,7 +3,7 @@
 import argparse
 
 from vl_plugins.commands.members import collect_members
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["register", "run"]
 

@@ -15,6 +15,7 @@ from vl_plugins.data.collection import Collection, first_captions, read_collecti
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import read_shard_sizes
 from vl_plugins.distributed.torchrun import process_device, start_processes, stop_processes
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.encoding import checkpoint_digest, encode_queries, encode_shards
 from vl_plugins.integrations.torch_files import check_device
@@ -25,7 +26,6 @@ from vl_plugins.retrieval.protocols import Trial, check_number, prepare
 from vl_plugins.retrieval.queries import Answers, answer_queries
 from vl_plugins.retrieval.report import report_file, write_report
 from vl_plugins.retrieval.results_file import append_rows, is_finished, read_rows
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["evaluate"]
 

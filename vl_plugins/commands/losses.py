@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from vl_plugins.errors import UserError
 from vl_plugins.registry import REQUIRED, constructor_options, format_options, list_losses, load_loss
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["describe_class", "describe_losses", "register", "run"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.run_names import run_names, split_name
+from vl_plugins.commands.run_names import run_names, split_name
+from vl_plugins.errors import UserError
 
 __all__ = ["Member", "collect_members"]
 
@@ -34,7 +34,7 @@ def collect_members(
 ) -> list[Member]:
     """Return the files of features, and then the checkpoints.
 
-    Each is ``NAME=FILE``, or is named by :func:`vl_plugins.utils.run_names.run_names`; a pretrained tag by its model.
+    Each is ``NAME=FILE``, or is named by :func:`vl_plugins.commands.run_names.run_names`; a pretrained tag by its model.
 
     Args:
         checkpoints: files or pretrained tags.

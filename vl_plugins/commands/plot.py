@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.commands.run_names import run_names, split_name
+from vl_plugins.errors import UserError, one_of
 from vl_plugins.integrations.key_values import parse_key_values
 from vl_plugins.registry import create_loss, format_options, list_losses
-from vl_plugins.utils.errors import UserError, check_name
-from vl_plugins.utils.run_names import run_names, split_name
 
 __all__ = ["register"]
 
@@ -176,7 +176,7 @@ def _run_weights(arguments: argparse.Namespace) -> None:
 def _plot_weights(arguments: argparse.Namespace) -> None:
     options = parse_key_values(arguments.objective or [], "--objective")
     for name in options:
-        check_name("hyper-parameter", name, OBJECTIVE)
+        one_of("hyper-parameter", name, OBJECTIVE)
 
     from vl_plugins.plots.weights import PAPER, plot_weights
 
@@ -190,7 +190,7 @@ def _plot_weights(arguments: argparse.Namespace) -> None:
 def _plot_losses(arguments: argparse.Namespace) -> None:
     losses = _losses_with_options(arguments.losses)
     for name, _ in losses:
-        check_name("loss", name, list_losses())
+        one_of("loss", name, list_losses())
     from vl_plugins.plots.gradients import plot_gradient_sizes
 
     drawn = {}

@@ -12,8 +12,8 @@ from vl_plugins.data.manifest import REJECTED_FILE
 from vl_plugins.data.parallel import usable_cores
 from vl_plugins.data.shards import TXT, write_shards
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.tables import align_columns
+from vl_plugins.errors import UserError
+from vl_plugins.tables import align_columns
 
 __all__ = ["brace_pattern", "register", "run"]
 

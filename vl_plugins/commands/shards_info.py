@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.tables import align_columns, printable
+from vl_plugins.errors import UserError
+from vl_plugins.tables import align_columns, printable
 
 if TYPE_CHECKING:
     from vl_plugins.data.statistics import Range, Repeats, SplitStatistics

@@ -12,7 +12,7 @@ from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_id
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.images import FileFolder
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.errors import UserError, one_of
 
 __all__ = ["OPTIONS", "SOURCES", "Source", "read_source"]
 
@@ -49,7 +49,7 @@ def read_source(arguments: argparse.Namespace, rejected: Rejected) -> Read:
     images, files, facts = SOURCES[arguments.action].read(arguments, rejected)
     splits = {image.split for image in (*images, *(rejected or ()))}
     for split in arguments.split or ():
-        check_name("split", split, splits)
+        one_of("split", split, splits)
     images = [image for image in images if arguments.split is None or image.split in arguments.split]
     options = vars(arguments)
     if "leave_restval" in options:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import read_file
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.errors import UserError, one_of
 
 __all__ = ["CaptionedImage", "RejectedImage", "gather_images", "place_of", "read_document", "read_karpathy"]
 
@@ -230,7 +230,7 @@ def read_karpathy(
     Raises:
         UserError: the file is missing or not in this format; an image cannot be used, see :func:`gather_images`.
     """
-    check_name("dataset", dataset, KARPATHY_IDS)
+    one_of("dataset", dataset, KARPATHY_IDS)
     file, coco = Path(annotation_file), dataset == "coco"
     item_type = TypedDict("Image", KARPATHY_FIELDS | KARPATHY_IDS[dataset])  # type: ignore[misc]
     document = read_document(file, KARPATHY_HINT, images=list[item_type])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["SAME_GROUP", "DistinctBatches", "Group", "Sample", "normalize_caption", "parse_captions_per_image"]
 

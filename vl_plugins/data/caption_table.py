@@ -11,7 +11,7 @@ from typing import Any
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_images, place_of
 from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import read_file
-from vl_plugins.utils.errors import UserError, unknown_name
+from vl_plugins.errors import UserError, unknown_name
 
 __all__ = ["Columns", "read_caption_table"]
 

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_images, place_of, read_document
 from vl_plugins.data.batching import normalize_caption
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["read_coco_captions", "with_annotation_ids"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vl_plugins.data.decoding import ShardSlice, is_id, raise_error, read_slices
 from vl_plugins.data.shard_files import ScannedSample, expand_shards, input_of, read_texts
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["Collection", "Id", "Record", "first_captions", "parse_record", "read_collection", "read_records"]
 

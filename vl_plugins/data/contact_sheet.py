@@ -12,9 +12,8 @@ from typing import Any
 from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.shard_files import ScannedSample, input_of, read_texts
 from vl_plugins.data.storage import write_file
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
-from vl_plugins.utils.tables import printable
+from vl_plugins.errors import UserError, require
+from vl_plugins.tables import printable
 
 __all__ = ["check_contact_sheet", "draw_contact_sheet"]
 

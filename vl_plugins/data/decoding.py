@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vl_plugins.data.batching import Group, Sample
 from vl_plugins.data.feature_arrays import decode_features
 from vl_plugins.data.shard_files import INPUTS, TEXTS, ScannedSample, input_of, read_samples, read_texts
-from vl_plugins.utils.errors import MissingExtraError, UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import MissingExtraError, UserError, require
 
 __all__ = [
     "OnError",

@@ -16,7 +16,7 @@ from vl_plugins.data.manifest import SIZES_FILE
 from vl_plugins.data.shard_files import INPUTS, ScannedSample, expand_shards, input_of
 from vl_plugins.data.shard_info import read_shard_sizes
 from vl_plugins.data.training_batches import ImageTransform, Tokenizer, worker_number
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.errors import UserError, one_of
 
 __all__ = ["EvaluationBatch", "EvaluationReader"]
 
@@ -74,7 +74,7 @@ class EvaluationReader(IterableDataset):
     world_size: int = 1
 
     def __post_init__(self):
-        check_name("inputs", self.inputs, INPUTS)
+        one_of("inputs", self.inputs, INPUTS)
         for name in ("batch_size", "max_captions"):
             value = getattr(self, name)
             if value is not None and value < 1:

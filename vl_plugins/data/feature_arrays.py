@@ -9,8 +9,7 @@ from typing import Any
 
 from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.storage import error_text
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["FEATURE_EXTENSION", "decode_features", "with_array_files"]
 

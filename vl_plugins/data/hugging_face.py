@@ -10,8 +10,7 @@ from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_im
 from vl_plugins.data.caption_table import Columns
 from vl_plugins.data.images import FileFolder
 from vl_plugins.data.storage import MAX_FILE_BYTES, read_file
-from vl_plugins.utils.errors import UserError, first_line
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, first_line, require
 
 __all__ = ["HuggingFaceFiles", "read_hugging_face"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.storage import MAX_FILE_BYTES, read_file
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["IMAGE_EXTENSIONS", "FileFolder", "inspect_image", "resize_image", "scaled_picture"]
 

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["check_type", "parse_json", "to_json"]
 

@@ -11,7 +11,7 @@ from vl_plugins import __version__
 from vl_plugins.data.annotations import RejectedImage
 from vl_plugins.data.json_text import check_type, parse_json, to_json
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, unknown_name
+from vl_plugins.errors import UserError, unknown_name
 
 __all__ = [
     "MANIFEST_FILE",

@@ -14,8 +14,7 @@ from vl_plugins.data.feature_arrays import FEATURE_EXTENSION
 from vl_plugins.data.images import IMAGE_EXTENSIONS
 from vl_plugins.data.json_text import parse_json
 from vl_plugins.data.storage import MAX_FILE_BYTES, Folder
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = [
     "EXTENSIONS",

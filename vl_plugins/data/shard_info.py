@@ -9,7 +9,7 @@ from vl_plugins.data.decoding import ShardSlice, decode_input, parse_samples, ra
 from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ForeignManifestError, read_manifest, read_sizes
 from vl_plugins.data.shard_files import INPUTS, Place, expand_shards, locate, read_samples
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, check_name
+from vl_plugins.errors import UserError, one_of
 
 __all__ = ["ShardInfo", "check_first_sample", "check_shards", "read_shard_info", "read_shard_sizes"]
 
@@ -74,7 +74,7 @@ def check_first_sample(shard: str, *, inputs: str = "images") -> None:
     Raises:
         UserError: the shard cannot be read, is empty, or its first sample lacks an image, or features, or captions.
     """
-    check_name("inputs", inputs, INPUTS)
+    one_of("inputs", inputs, INPUTS)
     if locate(shard) is None:
         return
     samples = read_slices([ShardSlice(shard, 0, None, 0)], inputs, raise_error)

@@ -21,8 +21,7 @@ from vl_plugins.data.manifest import ShardFacts, is_shard_of, read_manifest, sha
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.data.storage import Folder
-from vl_plugins.utils.errors import UserError, check_name
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, one_of, require
 
 __all__ = ["TXT", "write_shards"]
 
@@ -95,9 +94,9 @@ def write_shards(
             are such); shards with other contents exist (without ``overwrite``); the folder cannot be written, or
             another process writes to it. No partial shard is left behind.
     """
-    check_name("inputs", inputs, INPUTS)
-    check_name("txt", txt, TXT)
-    check_name("on_error", on_error, ("raise", "skip"))
+    one_of("inputs", inputs, INPUTS)
+    one_of("txt", txt, TXT)
+    one_of("on_error", on_error, ("raise", "skip"))
     for name, value in (("samples_per_shard", samples_per_shard), ("resize", resize), ("workers", workers)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")

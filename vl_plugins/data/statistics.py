@@ -18,8 +18,7 @@ from vl_plugins.data.images import inspect_image
 from vl_plugins.data.manifest import MANIFEST_FILE, ForeignManifestError, SplitEntry, read_manifest, select_splits
 from vl_plugins.data.shard_files import EXTENSIONS, TEXTS, ScannedSample, input_of, read_texts, scan_samples
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.utils.errors import MissingExtraError, UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import MissingExtraError, UserError, require
 
 __all__ = ["Range", "Repeats", "SplitStatistics", "find_repeats", "read_place", "shard_statistics"]
 

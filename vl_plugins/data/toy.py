@@ -6,8 +6,7 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
 

@@ -28,8 +28,7 @@ from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE
 from vl_plugins.data.randomness import seeded
 from vl_plugins.data.shard_files import INPUTS, expand_shards
 from vl_plugins.data.shard_info import read_shard_info, read_shard_sizes
-from vl_plugins.utils.errors import UserError, check_name
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, one_of, require
 
 __all__ = ["ImageTransform", "SharedEpoch", "Tokenizer", "TrainingPipeline", "batch_loader", "worker_number"]
 
@@ -125,9 +124,9 @@ class TrainingPipeline(IterableDataset):
     world_size: int | None = None
 
     def __post_init__(self, epoch: int):
-        check_name("inputs", self.inputs, INPUTS)
-        check_name("same_group", self.same_group, SAME_GROUP)
-        check_name("on_error", self.on_error, ("skip", "raise"))
+        one_of("inputs", self.inputs, INPUTS)
+        one_of("same_group", self.same_group, SAME_GROUP)
+        one_of("on_error", self.on_error, ("skip", "raise"))
         if self.batch_size < 1:
             raise UserError(f"batch_size must be at least 1, got {self.batch_size}")
         self.shared_epoch = SharedEpoch(epoch)

@@ -14,9 +14,8 @@ from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ShardFacts, read
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.shard_files import INPUTS, input_of, read_texts, scan_samples
 from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
-from vl_plugins.utils.tables import printable
+from vl_plugins.errors import UserError, require
+from vl_plugins.tables import printable
 
 __all__ = ["Verification", "verify_shards"]
 

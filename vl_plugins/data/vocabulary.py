@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vl_plugins.data.collection import read_records
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.storage import error_text, open_regular
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_shard_captions", "read_word_vectors", "split_words"]
 

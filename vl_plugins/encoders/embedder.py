@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vl_plugins.errors import number, one_of
 from vl_plugins.modules import POOLINGS, TowerFeatures
-from vl_plugins.utils.checks import integer
-from vl_plugins.utils.errors import check_name
 
 __all__ = ["PROJECTIONS", "Embedder", "ResidualMLP"]
 
@@ -56,14 +55,14 @@ class Embedder(nn.Module):
         projection: str = "linear",
     ):
         super().__init__()
-        integer("local_width", local_width, least=1)
-        self.dim = integer("dim", dim, least=1)
-        self.pooling = check_name("pooling", pooling, (*POOLINGS, OWN))
-        check_name("projection", projection, PROJECTIONS)
+        number("local_width", local_width, least=1, kind=int)
+        self.dim = number("dim", dim, least=1, kind=int)
+        self.pooling = one_of("pooling", pooling, (*POOLINGS, OWN))
+        one_of("projection", projection, PROJECTIONS)
         if pooling == OWN:
             if pooled_width is None:
                 raise ValueError(f"pooling 'own' needs a trunk that pools; use one of {', '.join(POOLINGS)}")
-            width = integer("pooled_width", pooled_width, least=1)
+            width = number("pooled_width", pooled_width, least=1, kind=int)
             self.local_width = local_width
             self.pool = None
         else:

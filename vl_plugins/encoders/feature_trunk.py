@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.encoders.leave_out import fraction, leave_out
+from vl_plugins.errors import UserError, number
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.utils.checks import integer
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["FeatureTrunk"]
 
@@ -42,7 +41,7 @@ class FeatureTrunk(nn.Module):
 
     def __init__(self, width: int = 2048, dropout: float = 0.0):
         super().__init__()
-        self.local_width = integer("width", width, least=1)
+        self.local_width = number("width", width, least=1, kind=int)
         self.dropout = fraction("dropout", dropout)
 
     def forward(self, features: Tensor) -> TowerFeatures:

@@ -5,9 +5,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from vl_plugins.encoders.leave_out import fraction, leave_out
+from vl_plugins.errors import UserError, number, one_of
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.utils.checks import integer
-from vl_plugins.utils.errors import UserError, check_name
 
 __all__ = ["GRUTrunk"]
 
@@ -59,12 +58,12 @@ class GRUTrunk(nn.Module):
         local: str = "states",
     ):
         super().__init__()
-        integer("vocabulary_size", vocabulary_size, least=2)
-        integer("word_dim", word_dim, least=1)
-        self.pooled_width = integer("hidden_dim", hidden_dim, least=1)
-        integer("num_layers", num_layers, least=1)
+        number("vocabulary_size", vocabulary_size, least=2, kind=int)
+        number("word_dim", word_dim, least=1, kind=int)
+        self.pooled_width = number("hidden_dim", hidden_dim, least=1, kind=int)
+        number("num_layers", num_layers, least=1, kind=int)
         self.word_dropout = fraction("word_dropout", word_dropout)
-        self.local = check_name("local", local, LOCAL)
+        self.local = one_of("local", local, LOCAL)
         self.local_width = hidden_dim if local == "states" else word_dim
 
         self.words = nn.Embedding(vocabulary_size, word_dim)

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vl_plugins.errors import UserError, require
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["HuggingFaceTokenizer", "HuggingFaceTrunk"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vl_plugins.utils.checks import non_negative
+from vl_plugins.errors import number
 
 __all__ = ["fraction", "leave_out"]
 
@@ -28,6 +28,6 @@ def leave_out(padding_mask: Tensor, rate: float) -> Tensor:
 
 def fraction(name: str, value: float) -> float:
     """Return ``value`` as a float, or raise ``ValueError`` unless it is a number in [0, 1)."""
-    if non_negative(name, value) >= 1:
+    if number(name, value, least=0) >= 1:
         raise ValueError(f"{name} must be below 1, got {value!r}")
     return float(value)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.modules import TowerFeatures
-from vl_plugins.utils.errors import UserError, unknown_name
-from vl_plugins.utils.optional import require
 
 __all__ = ["TimmTrunk"]
 

@@ -1,76 +1,124 @@
-"""Losses of positive pairs as pytorch-metric-learning losses."""
+"""A loss of positive pairs and their negatives as a pytorch-metric-learning loss."""
 
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer, PerAnchorReducer
+from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
 
-from vl_plugins.functional.precision import full_precision, zero_or_nan
-from vl_plugins.kernels import BACKENDS
-from vl_plugins.losses.pair_batch import IndicesTuple, PairBatch
-from vl_plugins.utils.checks import scale_of_call
-from vl_plugins.utils.eager import eager
-from vl_plugins.utils.errors import check_name
+from vl_plugins.errors import number
+from vl_plugins.negatives import MATRIX_BYTES, label_pairs, maximum, of_matrix, soft_maximum, unit_vectors
+from vl_plugins.numerics import full_precision
 
-__all__ = ["PairBatch", "PairLoss", "distance_problem"]
+__all__ = ["PairLoss", "Pairs"]
+
+IndicesTuple = tuple[Tensor, ...]
+
+
+class Pairs(NamedTuple):
+    """The M positive pairs of a call, with rows and columns (M,) of the similarities, and the inverse temperature."""
+
+    rows: Tensor
+    columns: Tensor
+    shape: tuple[int, int]
+    scale: float | Tensor = 1.0
+
+    def values(self, name: str, of: float | Tensor) -> float | Tensor:
+        """Return those of the pairs: a number, or (M,) from a tensor (A,) of the rows or (A, C)."""
+        if not isinstance(of, Tensor) or of.ndim == 0:
+            return of
+        if of.shape != self.shape[: of.ndim]:
+            raise ValueError(f"{name} must have the shape {self.shape[: of.ndim]}, got {tuple(of.shape)}")
+        return of[(self.rows, self.columns)[: of.ndim]]
 
 
 class PairLoss(BaseMetricLossFunction):
-    """A loss of positive pairs and their negatives; a subclass overrides :meth:`pair_losses`.
+    """A loss of each positive pair, given its similarity and that of its anchor's negatives.
+
+    A subclass says by :attr:`negatives` what it needs to know of the negatives, and gives a formula::
+
+        class SquaredHinge(PairLoss):
+            negatives = "logsumexp"
+
+            def __init__(self, margin=0.2, scale=50.0, **kwargs):
+                super().__init__(**kwargs)
+                self.margin, self.scale = margin, scale
+
+            def pair_loss(self, positive, negative, pairs):
+                return (self.margin + negative - positive).relu() ** 2
+
+    The rest follows: several positives, one set or two, labels or a miner's choice, any distance and reducer, large
+    batches in tiles, several processes. A loss that needs more defines :meth:`matrix_losses`. It is called as
 
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
       positive, all others negative; image to text plus text to image.
     - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is an anchor, so each
       pair already occurs in both directions and none is added.
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
-      the labels' pairs, in the direction that it mined: its anchors are the queries.
+      the labels' pairs, in the direction that it mined. Each triplet counts on its own if :attr:`takes_triplets`.
+    - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, of a model that compares pairs itself.
 
-    The reducer receives one value per positive pair, ``reduction_type="pos_pair"``. Everything is computed in float32
-    at least, also under autocast. A batch without pairs gives 0, connected to all embeddings. NaN or infinity in any
-    embedding gives NaN, whatever the reducer.
+    The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
+    least, also under autocast. Nothing to compare gives 0. No reducer hides NaN or infinity in the embeddings.
 
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
-        backend: one of :data:`vl_plugins.kernels.BACKENDS`, where :meth:`kernel_problem` is None; chosen by size and
-            device by default.
+        tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
     """
 
-    independent_pairs: ClassVar[bool] = False
-    """Whether the loss of a pair depends on the similarities of its own row and column only; not inherited."""
+    negatives: str = "max"
+    """Which negatives :meth:`pair_loss` receives for each pair:
 
-    def __init__(self, symmetric: bool = True, backend: str | None = None, **kwargs: Any):
+    - ``"max"``: the hardest one of the anchor.
+    - ``"logsumexp"``: the soft maximum ``log(sum(exp(scale * s))) / scale``, with the attribute ``scale`` of the loss.
+    - ``"all"``: every one; the losses are added up, with memory for M x C numbers.
+    - ``"matrix"``: none; :meth:`matrix_losses` computes the loss from all similarities.
+    """
+
+    def __init__(self, symmetric: bool = True, tiled: bool | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.symmetric = symmetric
-        self.backend = None if backend is None else check_name("backend", backend, BACKENDS)
+        self.tiled = tiled
 
-    def pair_losses(self, batch: PairBatch) -> Tensor:
-        """Return the loss of each positive pair, (M,), in the order of ``batch.pairs``."""
-        raise NotImplementedError
-
-    def triplet_losses(
-        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor
-    ) -> Tensor | None:
-        """Return the loss of each given triplet, (T,); None to take triplets for pairs.
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        """Return the loss of each pair, (..., M).
 
         Args:
-            similarities: (A, C), larger is closer.
-            anchors, positives, negatives: (T,), indices of rows, columns and columns.
+            positive: (M,), similarities of the pairs.
+            negative: (..., M), similarities of the negatives: of both directions, or of every negative.
+            pairs: where the pairs are, and the scale of the call.
         """
+        raise NotImplementedError
 
-    def kernel_problem(self) -> str | None:
-        """Return why :meth:`pair_losses` needs all similarities; None if it uses :mod:`vl_plugins.kernels`."""
-        return f"{type(self).__name__} needs all similarities"
+    def matrix_losses(
+        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+    ) -> Tensor:
+        """Return the losses of M positive pairs with the rows of a matrix as anchors, (M,).
 
-    def adds_up_over_rows(self) -> bool:
-        """Return whether the losses of some rows and of the others, weighted by their pairs, make that of all rows."""
-        independent_pairs = vars(type(self)).get("independent_pairs", False)  # a subclass may have another formula
-        return independent_pairs and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+        Args:
+            similarities: (A, C), larger is closer; the transposed matrix for the other direction.
+            negative_mask: (A, C), bool.
+            anchors, positives: (M,), rows and columns.
+            pairs: the same in the direction of the call.
+        """
+        raise NotImplementedError
+
+    @property
+    def takes_triplets(self) -> bool:
+        """Whether each given triplet counts on its own; otherwise triplets are taken for pairs."""
+        return self.negatives in ("max", "all")
+
+    def triplet_losses(
+        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
+    ) -> Tensor:
+        """Return the losses of T given triplets of a row and two columns, (T,)."""
+        pairs = Pairs(anchors, positives, similarities.shape, scale)
+        return self.pair_loss(similarities[anchors, positives], similarities[anchors, negatives], pairs)
 
     def forward(
         self,
@@ -81,122 +129,183 @@ class PairLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None = None,
         scale: float | Tensor | None = None,
         symmetric: bool | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Any]:
         """Return the reduced loss.
 
         Args:
-            embeddings: (A, D).
-            labels: (A,); may be left out with an ``indices_tuple``.
+            embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
+            labels, ref_labels: (A,) and (C,); may be left out with an ``indices_tuple``.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
-            ref_emb: (C, D); the embeddings themselves by default.
-            ref_labels: (C,).
             scale: instead of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
                 ``model.logit_scale.exp()``.
             symmetric: instead of the loss's own.
 
         Raises:
-            ValueError: labels missing, tensors that do not fit each other or the reducer, a ``scale`` for a loss that
-                has none, or a ``backend`` that cannot compute this.
+            ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
+                all similarities are needed.
         """
-        # torch.compile would unroll the kernels' loops.
-        ref_emb = None if ref_emb is embeddings else ref_emb
-        return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
-
-    def _forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: IndicesTuple | None,
-        ref_emb: Tensor | None,
-        ref_labels: Tensor | None,
-        scale: float | Tensor | None,
-        symmetric: bool | None,
-    ) -> Tensor | dict[str, Any]:
         self.reset_stats()
-        self._check_reducer(embeddings, labels, ref_emb)
-        problem = self.kernel_problem()
-        if problem is None and indices_tuple is not None:
-            problem = "pairs are given as an indices_tuple"
-        if problem is not None and self.backend is not None:
-            raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
-        if self.backend != "triton":  # which multiplies half precision in float32
-            if ref_emb is None:
-                (embeddings,) = full_precision(embeddings)
-            else:
-                embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        one_set = ref_emb is None or ref_emb is embeddings
+        if one_set and ref_labels is not None and not torch.equal(labels, ref_labels):
+            raise ValueError("ref_emb is embeddings, so ref_labels must be labels")
+        ref_emb, ref_labels = (embeddings, labels) if one_set else (ref_emb, ref_labels)
+        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
+            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
+        for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
+            if side_labels is not None or indices_tuple is None:
+                _check_labels(name, side_labels, len(side))
+        both = (self.symmetric if symmetric is None else symmetric) and not one_set and indices_tuple is None
+        scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
-            batch = PairBatch.make(
-                embeddings,
-                labels,
-                indices_tuple,
-                ref_emb,
-                ref_labels,
-                symmetric=self.symmetric if symmetric is None else symmetric,
-                scale=self._scale(scale),
-                distance=self.distance,
-                use_kernel=problem is None,
-            )
-            losses, indices, reduction_type = None, batch.pairs, "pos_pair"
-            if indices_tuple is not None and len(indices_tuple) == 3:
-                losses = self.triplet_losses(batch.similarities(), *indices_tuple)
-            if losses is None:
-                losses = self.pair_losses(batch)
-                if losses.shape != batch.pairs[0].shape:
-                    raise ValueError(
-                        f"{type(self).__name__}.pair_losses must return a value for each of the {len(batch.pairs[0])} "
-                        f"positive pairs, got shape {tuple(losses.shape)}"
-                    )
+            x, y = full_precision(embeddings, ref_emb)
+            if indices_tuple is None:
+                labels, ref_labels = labels.to(x.device), ref_labels.to(x.device)
+                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both)
             else:
-                indices, reduction_type = indices_tuple, "triplet"
-            info = {"losses": losses, "indices": indices, "reduction_type": reduction_type, "divisor": len(losses)}
-            loss_dict = {"loss": info if len(losses) > 0 else self.zero_loss()}
-            embeddings = embeddings.to(losses.dtype)  # regularizers and reducers compute in the type of what they get
+                info = self._losses_of_indices(x, y, indices_tuple, scale)
+            loss_dict = {"loss": info}
             if self.embedding_regularizer is not None:
-                loss_dict["embedding_reg_loss"] = self._regularization(embeddings, ref_emb)
-            loss = self.reducer(loss_dict, embeddings, batch.labels)
-            return self._connected(loss, losses, batch)
+                references = (
+                    (None if one_set else y,) if getattr(self.embedding_regularizer, "takes_ref_emb", 0) else ()
+                )
+                term = self.embedding_regularizer(x, *references) * self.embedding_reg_weight
+                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term}
+            return self._reduce(loss_dict, x, labels, (y, scale))
 
-    def _connected(self, loss: Tensor | dict[str, Any], losses: Tensor, batch: PairBatch) -> Tensor | dict[str, Any]:
-        """Add 0 that connects what contributes nothing to the loss, or NaN that the reducer has dropped."""
-        if not isinstance(loss, Tensor):  # DoNothingReducer returns the dict
-            return loss
-        if batch.use_kernel and len(losses) > 0:  # NaN for all pairs if any embedding is not finite
-            return loss if type(self.reducer) is MeanReducer else loss + zero_or_nan(losses)
-        return loss + sum(zero_or_nan(source.to(loss)) for source in (losses, batch.embeddings, batch.ref_emb))
+    def from_similarities(
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        scale: float | Tensor | None = None,
+    ) -> Tensor | dict[str, Any]:
+        """Return the reduced loss of a matrix.
 
-    def _regularization(self, embeddings: Tensor, ref_emb: Tensor | None) -> dict[str, Any]:
-        regularizer = self.embedding_regularizer
-        options = {}
-        if getattr(regularizer, "takes_ref_emb", False):
-            options["ref_emb"] = None if ref_emb is None else ref_emb.to(embeddings.dtype)
-        losses = regularizer(embeddings, **options) * self.embedding_reg_weight
-        return {"losses": losses, "indices": None, "reduction_type": "already_reduced"}
+        Args:
+            similarities: (A, C), anchors x candidates, larger is closer.
+            positive_mask, negative_mask: (A, C), bool.
+            scale: see :meth:`forward`.
+        """
+        (similarities,), scale = full_precision(similarities), self._scale(scale)
+        pairs = Pairs(*positive_mask.nonzero().T, similarities.shape, scale)
+        losses = self._losses_of_matrix(similarities, negative_mask, pairs, self.symmetric)
+        return self._reduce({"loss": _info(losses, pairs[:2])}, similarities, None, (scale,))
+
+    def _losses_of_labels(self, x, labels, y, ref_labels, scale, one_set: bool, both: bool) -> dict[str, Any]:
+        rows, columns = label_pairs(labels, ref_labels)
+        problem = self._tiling_problem()
+        if problem is None and len(rows):
+            if self.distance.normalize_embeddings:
+                x, y = unit_vectors(x), unit_vectors(y)
+            if self.negatives == "max":
+                positive, *sides = maximum(x, y, rows, columns)
+            else:
+                tiled = len(x) * len(y) * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
+                positive, *sides = soft_maximum(x, y, rows, columns, scale, tiled=tiled)
+            if one_set:
+                (different,) = (rows != columns).nonzero().T
+                rows, columns, positive = rows[different], columns[different], positive[different]
+            negative = torch.stack([sides[0][rows], sides[1][columns]] if both else [sides[0][rows]])  # (1 or 2, M)
+            pairs = Pairs(rows, columns, (len(x), len(y)), scale)
+            losses = self._guarded(positive, negative, pairs).sum(dim=0)
+            return _info(losses, (rows, columns))
+        if self.tiled and problem:
+            raise ValueError(f"tiled=True cannot be used, because {problem}")
+        if one_set:
+            rows, columns = rows[rows != columns], columns[rows != columns]
+        pairs = Pairs(rows, columns, (len(x), len(y)), scale)
+        losses = self._losses_of_matrix(self._similarities(x, y), labels[:, None] != ref_labels, pairs, both)
+        return _info(losses, (rows, columns))
+
+    def _losses_of_indices(self, x, y, indices_tuple, scale) -> dict[str, Any]:
+        if self.tiled:
+            raise ValueError("tiled=True cannot be used, because pairs are given as an indices_tuple")
+        similarities, (anchors, positives, *negatives) = self._similarities(x, y), indices_tuple
+        if len(negatives) == 1 and self.takes_triplets and len(anchors):
+            return _info(self.triplet_losses(similarities, *indices_tuple, scale), indices_tuple)
+        pairs = Pairs(*_mask(similarities, anchors, positives).nonzero().T, similarities.shape, scale)
+        negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
+        return _info(self._losses_of_matrix(similarities, negative_mask, pairs, both=False), pairs[:2])
+
+    def _losses_of_matrix(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
+        if len(pairs.rows) == 0:  # torch has no maximum of nothing
+            return similarities.new_zeros(0)
+        losses = self._of_anchors(similarities, negative_mask, pairs.rows, pairs.columns, pairs)
+        if both:
+            losses = losses + self._of_anchors(similarities.T, negative_mask.T, pairs.columns, pairs.rows, pairs)
+        return losses
+
+    def _of_anchors(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+        if self.negatives == "matrix":
+            return self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
+        positive = similarities[anchors, positives]
+        if self.negatives == "all":
+            losses = self.pair_loss(positive, similarities[anchors].T, pairs)  # (C, M)
+            return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
+        scale = pairs.scale if self.negatives == "logsumexp" else None
+        return self._guarded(positive, of_matrix(similarities, negative_mask, scale)[anchors], pairs)
+
+    def _guarded(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        """Return the losses of the pairs, 0 for anchors without negatives."""
+        exists = negative != -torch.inf
+        # Not masked: 0 times NaN is NaN.
+        return self.pair_loss(positive, torch.where(exists, negative, 0), pairs) * exists
+
+    def _similarities(self, x: Tensor, y: Tensor) -> Tensor:
+        distances = self.distance(x, y)
+        return distances if self.distance.is_inverted else -distances
+
+    def _reduce(self, loss_dict: dict[str, Any], x: Tensor, labels: Tensor | None, others: tuple) -> Any:
+        losses = loss_dict["loss"]["losses"]
+        if len(losses) == 0:
+            loss_dict["loss"] = self.zero_loss()
+        loss = self.reducer(loss_dict, x, labels)
+        if not isinstance(loss, Tensor) or (type(self.reducer) is MeanReducer and len(losses)):
+            return loss  # DoNothingReducer returns the dict
+        # Other reducers may drop NaN; without pairs everything still belongs to the graph.
+        sources = (losses,) if len(losses) else (x, *(other for other in others if isinstance(other, Tensor)))
+        return loss + 0 * sum(source.sum() for source in sources)
+
+    @property
+    def has_independent_pairs(self) -> bool:
+        """True if the loss of a batch is the mean of its pairs', and each pair depends on its row and column alone."""
+        return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
     def _scale(self, scale: float | Tensor | None) -> float | Tensor:
         if scale is None:
             return getattr(self, "scale", 1.0)
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
-        return scale_of_call(scale)
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise ValueError(f"scale must have one element, got shape {tuple(scale.shape)}")
+        return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
 
-    def _check_reducer(self, embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None) -> None:
-        for reducer in self.reducer.modules():
-            if isinstance(reducer, PerAnchorReducer) and ref_emb is not None and len(ref_emb) > len(embeddings):
-                raise ValueError(
-                    f"PerAnchorReducer takes no more ref_emb than embeddings, {len(embeddings)}, got {len(ref_emb)}"
-                )
-            if isinstance(reducer, ClassWeightedReducer) and labels is None:
-                raise ValueError("ClassWeightedReducer needs labels, got None")
+    def _tiling_problem(self) -> str | None:
+        """Return why the loss needs the matrix of all similarities; None if it does not."""
+        if self.negatives not in ("max", "logsumexp"):
+            return f"{type(self).__name__} needs all similarities"
+        distance = self.distance
+        is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
+        if not (is_plain and distance.p == 2 and distance.power == 1):
+            return f"{distance} is not a plain CosineSimilarity or DotProductSimilarity"
+        return None
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
 
-def distance_problem(distance: BaseDistance) -> str | None:
-    """Return why :mod:`vl_plugins.kernels` cannot compute the similarities of a distance; None if they can."""
-    # A subclass may compute something else.
-    if type(distance) not in (CosineSimilarity, DotProductSimilarity):
-        return f"{type(distance).__name__} is neither CosineSimilarity nor DotProductSimilarity"
-    if distance.power != 1 or (distance.normalize_embeddings and distance.p != 2):
-        return f"the distance has p={distance.p} and power={distance.power}, not 2 and 1"
-    return "the distance collects statistics" if distance.collect_stats else None
+def _check_labels(name: str, labels: Any, size: int) -> None:
+    given = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+    if not isinstance(labels, Tensor) or labels.shape != (size,):
+        raise ValueError(f"{name} must be a tensor of shape {(size,)}, got {given}")
+
+
+def _info(losses: Tensor, indices: tuple[Tensor, ...]) -> dict[str, Any]:
+    kind = "pos_pair" if len(indices) == 2 else "triplet"
+    return {"losses": losses, "indices": indices, "reduction_type": kind, "divisor": len(losses)}
+
+
+def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    mask = torch.zeros_like(similarities, dtype=torch.bool)
+    mask[rows, columns] = True
+    return mask

@@ -1,79 +1,203 @@
-"""GOAL: objectives given by their gradient."""
+"""GOAL: objectives given by their gradient, a triplet weight times two pair weights."""
 
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from vl_plugins.functional.goal import Objective, goal_loss, goal_triplet_loss, objective_losses
-from vl_plugins.kernels import mine_hardest_negatives
-from vl_plugins.losses.base import PairBatch
+from vl_plugins.errors import number, one_of
+from vl_plugins.losses.base import Pairs
 from vl_plugins.losses.triplet import HardestNegativeLoss
 
-__all__ = ["GOALLoss"]
+__all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
-DEFAULTS = {field.name: field.default for field in fields(Objective)}
+TRIPLET_WEIGHTS = ("con", "nca", "cir")
+PAIR_WEIGHTS = ("con", "lin", "sig", "sig_ms", "lin_ms")
+
+Relative = tuple[float | Tensor, float | Tensor]
 
 
 class GOALLoss(HardestNegativeLoss):
-    """GOAL: a triplet weight times a pair weight as the gradient of each mined triplet.
+    r"""GOAL: a gradient objective for triplets of an anchor, a positive and the anchor's hardest negative.
 
-    There are 3 triplet weights and 5 pair weights; negatives are the hardest. :func:`vl_plugins.functional.goal_loss`
-    has the formulas, which combination is which known loss, and where the paper's text and its authors' code differ.
-    See :class:`~vl_plugins.losses.base.PairLoss` for how to call it. With triplets as ``indices_tuple`` each given
-    triplet counts, and no negative is searched. The value is how far the triplets are from being right, not the
-    integral of the gradient; ``AvgNonZeroReducer`` keeps those with a triplet weight > 0.
+    The objective is the gradient of each triplet (a, p, n), which need not be that of any loss. With
+    :math:`s_p = S_{ap}` and :math:`s_n = S_{an}`:
+
+    .. math:: \frac{\partial}{\partial s_n} = T P_- \qquad \frac{\partial}{\partial s_p} = -T P_+
+
+    ======  ================================================  ================================================  =======
+    T       weight of the triplet                             value V that is reported                          paper
+    ======  ================================================  ================================================  =======
+    con     1 if :math:`a = m + s_n - s_p > 0` else 0         :math:`\max(0, a)`                                Eq. 5
+    nca     :math:`\sigma(a), a = \tau (s_n - s_p)`           :math:`\log(1 + e^a) / \tau`                      Eq. 7
+    cir     :math:`\sigma(a)`,                                :math:`\log(1 + e^a) / \tau`                      Eq. 8
+            :math:`a = \tau (s_n^2 - s_p (2 - s_p) + o)`
+    ======  ================================================  ================================================  =======
+
+    ======  ================================================  ================================================  =======
+    P       :math:`P_+` of the positive pair                  :math:`P_-` of the negative pair                  paper
+    ======  ================================================  ================================================  =======
+    con     1                                                 1                                                 Eq. 9
+    lin     :math:`1 - s_p`                                   :math:`s_n`                                       Eq. 10
+    sig     :math:`1 / (1 + e^{\alpha (s_p - \lambda)})`      :math:`1 / (1 + e^{-\beta (s_n - \lambda)})`      Eq. 11
+    sig_ms  :math:`1 / (m_+ + e^{\alpha (s_p - \lambda)})`    :math:`1 / (m_- + e^{-\beta (s_n - \lambda)})`    Eq. 12
+    lin_ms  :math:`(1 - m_+) (1 - s_p)`                       :math:`(1 + m_-) s_n`                             Eq. 13
+    ======  ================================================  ================================================  =======
+
+    :math:`m_+` and :math:`m_-` are the means of :math:`e^{\alpha (s_p - R)}` and :math:`e^{-\beta (s_n - R)}`, or of
+    :math:`s_p - R` and :math:`s_n - R` for lin_ms, over other pairs R: positive pairs of the batch less than eps above
+    the anchor's hardest negative; and negatives of the anchor less than eps below the least similar positive of the
+    batch. Known losses among the combinations (T, P) are the triplet loss (con, con), NT-Xent loss (nca, con), Circle
+    loss (cir, lin) with offset 1, binomial deviance loss (con, sig) and multi-similarity loss (con, sig_ms) (Table 1).
+
+    The paper has its best results with (cir, sig_ms). Its text and its authors' code
+    (https://github.com/microsoft/VSE_Gradient) differ: the offset o is 0 in the text (Eq. 8), so that a triplet with
+    both similarities at 0.5, as is common in fine-tuning, has T = 0.007; in the code it is 0.5, as here. In the text,
+    as here, T of con is 0 where the margin is kept (Eq. 5); in the code it never is, as with ``margin`` > 2 here. The
+    text does not give tau, but Figure 2 has 10, as here; the code has 1 in its loss.
 
     Args:
-        options: the fields of :class:`~vl_plugins.functional.goal.Objective`, by name.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; ``symmetric``
-            and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`. The ``distance``
-            has to be a similarity, best the cosine; only (con, con) and (nca, con) take real distances, negated.
+        triplet_weight, pair_weight: T and P.
+        margin: m of triplet weight con, >= 0.
+        tau: inverse temperature of triplet weights nca and cir, > 0.
+        offset: of triplet weight cir.
+        alpha, beta: steepness of the weights of positives and of negatives in sig and sig_ms, >= 0.
+        lam: similarity at which the weights of sig are 1/2.
+        eps: slack in the choice of R, >= 0.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; others, and how to call the
+            loss, see :class:`~vl_plugins.losses.base.PairLoss`. Only (con, con) and (nca, con) take real distances, negated.
 
     Raises:
-        ValueError: a hyper-parameter out of its range, or a distance that is none for the weights.
+        ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that is none for the weights.
 
-    Reference:
-        Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval, Eq. 5-13.
-
-    >>> import torch
-    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
-    >>> loss = GOALLoss(triplet_weight="con", pair_weight="lin", margin=0.2)
-    >>> loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> GOALLoss(triplet_weight="con", pair_weight="lin")(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(2.4000)
     """
 
     equation = "Eq. 5-13"
     paper = "Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval"
-    independent_pairs = True
 
-    def __init__(self, **options: Any):
-        super().__init__(**{name: value for name, value in options.items() if name not in DEFAULTS})
-        self.objective = Objective(**{name: value for name, value in options.items() if name in DEFAULTS})
-        triplet_weight, pair_weight = self.objective.triplet_weight, self.objective.pair_weight
-        only_differences = triplet_weight != "cir" and pair_weight == "con"
-        if not (self.distance.is_inverted or only_differences):
+    def __init__(
+        self,
+        triplet_weight: str = "nca",
+        pair_weight: str = "con",
+        margin: float = 0.2,
+        tau: float = 10.0,
+        offset: float = 0.5,
+        alpha: float = 2.0,
+        beta: float = 10.0,
+        lam: float = 0.5,
+        eps: float = 0.1,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.triplet_weight = one_of("triplet_weight", triplet_weight, TRIPLET_WEIGHTS)
+        self.pair_weight = one_of("pair_weight", pair_weight, PAIR_WEIGHTS)
+        self.tau = number("tau", tau, above=0)
+        self.offset, self.lam = number("offset", offset), number("lam", lam)
+        self.margin, self.alpha = number("margin", margin, least=0), number("alpha", alpha, least=0)
+        self.beta, self.eps = number("beta", beta, least=0), number("eps", eps, least=0)
+        names = ["margin", "tau", "offset", "alpha", "beta", "lam", "eps"]
+        self.add_to_recordable_attributes(list_of_names=names, is_stat=False)
+        if not (self.distance.is_inverted or (triplet_weight != "cir" and pair_weight == "con")):
             raise ValueError(
                 f"triplet_weight {triplet_weight!r} with pair_weight {pair_weight!r} needs a similarity such as "
                 f"CosineSimilarity as distance, got {type(self.distance).__name__}"
             )
 
-    @classmethod
-    def forwarded_options(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the fields of the objective with their defaults."""
-        return DEFAULTS
+    @property
+    def is_relative(self) -> bool:
+        """Whether a pair is compared with other pairs of the batch."""
+        return self.pair_weight.endswith("_ms")
 
-    def adds_up_over_rows(self) -> bool:
-        return not self.objective.is_relative and super().adds_up_over_rows()
+    @property
+    def negatives(self) -> str:  # type: ignore[override]
+        return "matrix" if self.is_relative else super().negatives
 
-    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
-        if batch.use_kernel and mining == "hardest":
-            mined = mine_hardest_negatives(**batch.kernel_arguments(), objective=self.objective, backend=self.backend)
-            s_p, s_n, exists, terms, zero = mined
-            return objective_losses(self.objective, s_p, s_n, exists, terms).sum(dim=0) + zero
-        options: dict[str, Any] = {"mining": mining, "symmetric": batch.symmetric, "reduction": "none"}
-        return goal_loss(batch.similarities(), *batch.masks(), self.objective, **options)
+    @property
+    def takes_triplets(self) -> bool:
+        return True
 
-    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-        return goal_triplet_loss(similarities, anchors, positives, negatives, self.objective)
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs, relative: Relative = (0.0, 0.0)) -> Tensor:
+        """Return V of each triplet, with the objective as its gradient; ``relative`` are m+ and m-."""
+        with torch.no_grad():
+            weight, value = self.triplet_weights(positive, negative)
+            positive_weight, negative_weight = self.pair_weights(positive, negative, relative)
+        objective = weight * negative_weight * negative - weight * positive_weight * positive
+        return value + (objective - objective.detach())  # in this order the value is exactly V
+
+    def triplet_weights(self, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T and V of similarities that broadcast together."""
+        if self.triplet_weight == "con":
+            violation = (self.margin + negative - positive).relu()
+            return (violation > 0).to(violation.dtype), violation
+        difference = negative - positive
+        if self.triplet_weight == "cir":
+            difference = negative.square() - positive * (2 - positive) + self.offset
+        return (self.tau * difference).sigmoid(), softplus(self.tau * difference, threshold=60) / self.tau
+
+    def pair_weights(self, positive: Tensor, negative: Tensor, relative: Relative = (0.0, 0.0)) -> Relative:
+        """Return P+ and P- of similarities, given m+ and m-, which broadcast with them."""
+        if self.pair_weight == "con":
+            return 1.0, 1.0
+        if self.pair_weight.startswith("lin"):  # m+ = m- = 0 for lin
+            return (1 - relative[0]) * (1 - positive), (1 + relative[1]) * negative
+        exponents = self.alpha * (positive - self.lam), self.beta * (self.lam - negative)
+        if self.pair_weight == "sig":
+            return (-exponents[0]).sigmoid(), (-exponents[1]).sigmoid()
+        # 1 / (m + exp(exponent)), without an exponential that overflows.
+        return tuple(
+            (-torch.logaddexp(torch.as_tensor(m).to(exponent).log(), exponent)).exp()
+            for m, exponent in zip(relative, exponents, strict=True)
+        )
+
+    def matrix_losses(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+        positive = similarities[anchors, positives]
+        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, anchors, positives)
+        if self.is_warming_up:
+            relative = to_positives, to_negatives[anchors].T
+            losses = self.pair_loss(positive, similarities[anchors].T, pairs, relative)  # (C, M)
+            return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
+        hardest = similarities.detach().masked_fill(~negative_mask, -torch.inf).argmax(dim=1)[anchors]
+        exists = negative_mask[anchors, hardest]
+        relative = to_positives, to_negatives[anchors, hardest]
+        return self.pair_loss(positive, similarities[anchors, hardest], pairs, relative).masked_fill(~exists, 0)
+
+    def triplet_losses(self, similarities, anchors, positives, negatives, scale) -> Tensor:
+        relative: Relative = 0.0, 0.0
+        if self.is_relative:
+            negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
+            negative_mask[anchors, negatives] = True
+            pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
+            to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
+            relative = to_positives[which], to_negatives[anchors, negatives]
+        s_p, s_n = similarities[anchors, positives], similarities[anchors, negatives]
+        return self.pair_loss(s_p, s_n, Pairs(anchors, positives, similarities.shape), relative)
+
+    def _relative(
+        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
+        is_sigmoid, s_p = self.pair_weight == "sig_ms", similarities[anchors, positives]
+        hardest = similarities.masked_fill(~negative_mask, -torch.inf).amax(dim=1)  # (A,)
+        chosen = s_p < hardest[anchors, None] + self.eps  # (M, M)
+        chosen.fill_diagonal_(False)
+        terms = s_p[:, None] - s_p
+        terms = (self.alpha * terms).exp() if is_sigmoid else terms
+        to_positives = terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+
+        chosen = negative_mask & (similarities > s_p.min() - self.eps)  # (A, C)
+        others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
+        if not is_sigmoid:
+            terms = similarities.masked_fill(~chosen, 0)
+            mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1)
+        else:
+            # Relative to the hardest one, so that nothing overflows; in float64, because terms are subtracted again.
+            exponents = self.beta * (similarities - hardest.clamp(min=-1e4)[:, None]).double()
+            terms = exponents.exp().masked_fill(~chosen, 0)
+            mean = ((terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1) * (-exponents).exp()).to(
+                similarities
+            )
+        return to_positives, torch.where(others > 0, mean, 0)

@@ -1,120 +1,112 @@
-"""Triplet losses, and the warm-up without mining of losses that search for hardest negatives."""
+"""Triplet losses of VSE++, with the hardest negative or with all of them."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vl_plugins.functional import triplet_hn_loss, triplet_margin, triplet_sh_loss
-from vl_plugins.kernels import mine_hardest_negatives
-from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
-from vl_plugins.utils.checks import integer, non_negative
+from vl_plugins.errors import number
+from vl_plugins.losses.base import PairLoss, Pairs
 
 __all__ = ["HardestNegativeLoss", "TripletHNLoss", "TripletSHLoss"]
 
+PAPER = "Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives"
+
 
 class HardestNegativeLoss(PairLoss):
-    """A loss that compares each positive pair with the hardest negatives, optionally after a warm-up without mining.
+    """A loss of the hardest negatives, optionally after a warm-up in which all negatives count.
 
     Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
-    become the same, and the loss stays at its value for that, 2 * margin for each pair of a triplet loss. Counting all
-    negatives for the first epoch or so helps, as VSE++ and its successors are trained.
+    become the same, and a triplet loss stays at 2 * margin. Counting all negatives for the first epoch or so helps.
 
     Args:
-        warmup_steps: number of calls in training mode, with gradients enabled, in which all negatives of an anchor
-            count and are summed up, on all similarities. Given triplets and evaluation are not affected.
+        warmup_steps: number of steps in which the losses of all negatives are added up. A call in training mode, with
+            gradients, is a step, unless :meth:`set_step` says otherwise. Given triplets are not affected.
         kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
 
     Attributes:
-        training_calls: the number of such calls so far, a 0-D buffer.
+        training_calls: number of steps so far, a 0-D buffer.
     """
 
     def __init__(self, warmup_steps: int = 0, **kwargs: Any):
         super().__init__(**kwargs)
-        self.warmup_steps = integer("warmup_steps", warmup_steps, least=0)
+        self.warmup_steps = number("warmup_steps", warmup_steps, least=0, kind=int)
         self.register_buffer("training_calls", torch.zeros((), dtype=torch.long))
 
-    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
-        """Return the loss of each positive pair with its ``"hardest"`` negatives, or summed over ``"all"``, (M,)."""
-        raise NotImplementedError
+    @property
+    def negatives(self) -> str:  # type: ignore[override]
+        return "all" if self.is_warming_up else "max"
 
-    def pair_losses(self, batch: PairBatch) -> Tensor:
-        is_warming_up = False
-        if self.warmup_steps and self.training and torch.is_grad_enabled():
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether all negatives count in the next call."""
+        return self._counts() and bool(self.training_calls < self.warmup_steps)
+
+    @property
+    def has_independent_pairs(self) -> bool:
+        return not self.is_warming_up and super().has_independent_pairs  # so that a step of the warm-up is one call
+
+    def set_step(self, step: int) -> None:
+        """Set the number of steps before the next call, for a trainer that calls the loss several times in a step."""
+        self.training_calls.fill_(step)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(*args, **kwargs)
+        if self._counts():
             self.training_calls += 1
-            is_warming_up = self.training_calls <= self.warmup_steps
-        return self.mined_losses(batch, "all" if is_warming_up else "hardest")
+        return loss
 
-    def kernel_problem(self) -> str | None:
-        return distance_problem(self.distance)
-
-
-class TripletSHLoss(PairLoss):
-    """Triplet loss summed over all negatives of each anchor, the sum of hinges of VSE0.
-
-    See :func:`vl_plugins.functional.triplet_sh_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for
-    how to call it. With triplets as ``indices_tuple`` the reducer receives ``relu(margin + S_an - S_ap)`` of each given
-    triplet, ``reduction_type="triplet"``.
-
-    Args:
-        margin: by how much the positive should be closer than the negative, >= 0, in units of the similarity.
-        kwargs: ``symmetric`` and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
-
-    Raises:
-        ValueError: a hyper-parameter out of its range.
-
-    Reference:
-        Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, l_SH.
-
-    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
-    >>> TripletSHLoss(margin=0.2)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
-    tensor(2.8000)
-    """
-
-    equation = "l_SH, sum of hinges"
-    paper = "Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives"
-    independent_pairs = True
-
-    def __init__(self, margin: float = 0.2, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.margin = non_negative("margin", margin)
-        self.add_to_recordable_attributes(name="margin")
-
-    def pair_losses(self, batch: PairBatch) -> Tensor:
-        similarities, masks = batch.similarities(), batch.masks()
-        return triplet_sh_loss(similarities, *masks, self.margin, symmetric=batch.symmetric, reduction="none")
-
-    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-        return triplet_margin(similarities[anchors, positives], similarities[anchors, negatives], self.margin)
+    def _counts(self) -> bool:
+        return self.warmup_steps > 0 and self.training and torch.is_grad_enabled()
 
 
-class TripletHNLoss(HardestNegativeLoss, TripletSHLoss):
-    """Triplet loss with the hardest negative of each anchor, the max of hinges of VSE++.
+class TripletHNLoss(HardestNegativeLoss):
+    r"""Triplet loss with the hardest negative of each anchor, the max of hinges of VSE++.
 
-    See :func:`vl_plugins.functional.triplet_hn_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for
-    how to call it. With triplets as ``indices_tuple`` no negative is searched.
+    For a positive pair (i, p), and with ``symmetric`` the same with the columns as anchors added:
+
+    .. math:: \ell_{ip} = \max(0, m + \max_{n \in N_i} S_{in} - S_{ip})
 
     Args:
-        kwargs: ``warmup_steps``, see :class:`HardestNegativeLoss`; those of :class:`TripletSHLoss`, also for errors.
+        margin: m, by how much the positive should be closer than the negative, >= 0, in units of the similarity.
+        kwargs: ``warmup_steps``, see :class:`HardestNegativeLoss`; others, and how to call the loss, see
+            :class:`~vl_plugins.losses.base.PairLoss`.
 
-    Reference:
-        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 1-2.
-
-    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
-    >>> TripletHNLoss(margin=0.2)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> TripletHNLoss(margin=0.2)(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(2.4000)
     """
 
-    equation = "Eq. 1-2"
-    paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
-    independent_pairs = True
+    equation, paper = "l_MH, max of hinges", PAPER
 
-    def mined_losses(self, batch: PairBatch, mining: str) -> Tensor:
-        if mining == "all":
-            return TripletSHLoss.pair_losses(self, batch)
-        if batch.use_kernel:
-            mined = mine_hardest_negatives(**batch.kernel_arguments(), backend=self.backend)
-            losses = triplet_margin(mined.positive_similarities, mined.negative_similarities, self.margin)
-            return losses.where(mined.exists, 0).sum(dim=0) + mined.zero
-        similarities, masks = batch.similarities(), batch.masks()
-        return triplet_hn_loss(similarities, *masks, self.margin, symmetric=batch.symmetric, reduction="none")
+    def __init__(self, margin: float = 0.2, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.margin = number("margin", margin, least=0)
+        self.add_to_recordable_attributes(name="margin", is_stat=False)
+
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        return (self.margin + negative - positive).relu()
+
+
+class TripletSHLoss(PairLoss):
+    r"""Triplet loss summed over all negatives of each anchor, the sum of hinges of VSE0.
+
+    .. math:: \ell_{ip} = \sum_{n \in N_i} \max(0, m + S_{in} - S_{ip})
+
+    Memory is one row of candidates per positive pair, M x C. Arguments are those of :class:`TripletHNLoss`, without a
+    warm-up.
+
+    >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> TripletSHLoss(margin=0.2)(images, labels, ref_emb=texts, ref_labels=labels)
+    tensor(2.8000)
+    """
+
+    equation, paper = "l_SH, sum of hinges", PAPER
+    negatives = "all"
+
+    def __init__(self, margin: float = 0.2, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.margin = number("margin", margin, least=0)
+        self.add_to_recordable_attributes(name="margin", is_stat=False)
+
+    pair_loss = TripletHNLoss.pair_loss

@@ -1,172 +1,178 @@
 """Unified loss of pair similarity optimization, and vision-language contrastive loss, its case without a margin."""
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
-from vl_plugins.functional import Polynomial, unified_loss, vlc_loss
-from vl_plugins.functional.unified import Margin, Weights
-from vl_plugins.kernels import unified_losses_from_embeddings
-from vl_plugins.losses.base import PairBatch, PairLoss, distance_problem
-from vl_plugins.utils.checks import adaptive_margin, constant_scale, finite_tensor
+from vl_plugins.errors import number
+from vl_plugins.losses.base import PairLoss, Pairs
+from vl_plugins.negatives import of_matrix
+from vl_plugins.numerics import full_precision
 
-__all__ = ["UnifiedLoss", "VLCLoss"]
+__all__ = ["Polynomial", "UnifiedLoss", "VLCLoss", "soft_margin"]
+
+Function = Callable[[Tensor], Tensor] | Sequence[float]
+PAPER = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
 
 
 class UnifiedLoss(PairLoss):
-    """Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.
+    r"""Contrastive loss with the margin of the triplet loss, over all negatives of an anchor (Eq. 5).
 
-    See :func:`vl_plugins.functional.unified_loss` for the formula and its variants, and
-    :class:`~vl_plugins.losses.base.PairLoss` for how to call it. In the shapes below A is the number of embeddings and
-    C that of reference embeddings. A tensor belongs to one batch, so it is usually set as an attribute before each
-    call, ``loss.margin = soft_margin(confidence)``, and has to be on the device of the embeddings.
+    For a positive pair (i, p), and with ``symmetric`` the same with the columns as anchors added:
+
+    .. math:: \ell_{ip} = \frac{1}{\gamma} \log \Bigl(1 + \sum_{n \in N_i} e^{\gamma (S_{in} - S_{ip} + m)} \Bigr)
+
+    Other positives of an anchor are never its negatives. A larger scale brings the loss closer to
+    :class:`~vl_plugins.losses.TripletHNLoss` (Eq. 6). Its variants, alone or together:
+
+    - Weighted (Eq. 24): :math:`w_{in} S_{in} - w_{ip} S_{ip} + m` in the exponent. The self-similarity polynomial loss
+      SSP has ``weights=([...], [...])``, for the positives and for the negatives.
+    - Of relative similarities (Eq. 25): :math:`G(S_{in} - S_{ip}) + m`. The relative-similarity polynomial loss RSP has
+      ``relative=[...]``. Memory is then one row of candidates per positive pair, M x C.
+    - With adaptive margins (Eq. 26): :math:`m_{ip}` for m, for example ``loss.margin = soft_margin(confidence)`` of
+      Noisy Correspondence Rectifier before each call, see :func:`soft_margin` (Eq. 27).
 
     Args:
-        margin: by how much the positive should be closer than the negatives, >= 0, in units of the similarity: a
-            number, a tensor 0-D, (A,) or (A, C), or a function of the similarities and both masks (Eq. 26).
-        scale: inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one belongs to the
-            call: ``loss(..., scale=model.logit_scale.exp())``.
-        weights: of the similarities (Eq. 24): a function of them, or a tensor, (A,) of the rows or (A, C); or a pair of
-            these, for the positives and for the negatives.
-        relative: a function of the relative similarities (Eq. 25). Memory is then one row of candidates per positive
-            pair. Here and in ``weights`` a sequence of numbers stands for a function, the
-            :class:`~vl_plugins.functional.Polynomial` with these coefficients.
-        kwargs: ``symmetric`` and the options of pytorch-metric-learning, see :class:`~vl_plugins.losses.base.PairLoss`.
+        margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a tensor, (A,) of
+            the rows or (A, C), which belongs to one batch.
+        scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
+            belongs to the call: ``loss(..., scale=model.logit_scale.exp())``.
+        weights: w, two elementwise functions of similarities, for those of positives and of negatives; or one for both.
+            Here and in ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
+        relative: G, an elementwise function of differences of similarities.
+        kwargs: see :class:`~vl_plugins.losses.base.PairLoss`, also for how to call it.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
 
-    Reference:
-        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5 and 24-27.
-
-    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
-    >>> UnifiedLoss(margin=0.2, scale=50)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> UnifiedLoss(margin=0.2, scale=50)(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(2.4000)
-    >>> UnifiedLoss(weights=([0.5, -0.7], [0.03, 0.9]), relative=[0, 1, 0.5]).relative
-    Polynomial(coefficients=(0.0, 1.0, 0.5))
     """
 
-    equation = "Eq. 5, 24-27"
-    paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
-    independent_pairs = True
+    equation, paper = "Eq. 5, 24-27", PAPER
+    negatives = "logsumexp"
 
     def __init__(
         self,
-        margin: Margin = 0.2,
+        margin: float | Tensor = 0.2,
         scale: float = 50.0,
-        weights: Weights | Sequence[Weights | Sequence[float] | float] | None = None,
-        relative: Callable[[Tensor], Tensor] | Sequence[float] | None = None,
+        weights: Function | tuple[Function, Function] | None = None,
+        relative: Function | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.margin = adaptive_margin("margin", margin)
-        self.scale = constant_scale(scale)
-        self.weights = _weights(weights)
-        self.relative = None if relative is None else _function("relative", relative)
-        # pytorch-metric-learning writes these to its logs as numbers.
-        self.add_to_recordable_attributes(list_of_names=["scale"] if callable(margin) else ["margin", "scale"])
-        if isinstance(self.weights, tuple) and any(isinstance(weight, nn.Module) for weight in self.weights):
-            # An optimizer would not find their parameters in a tuple.
-            self.weight_modules = nn.ModuleList(weight for weight in self.weights if isinstance(weight, nn.Module))
+        self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
+        self.scale = number("scale", scale, above=0)
+        self.weights = None if weights is None else _functions(weights)
+        self.relative = None if relative is None else _function(relative)
+        if self.weights is not None or self.relative is not None:
+            self.negatives = "matrix"
+        # An optimizer does not look for parameters in a tuple.
+        self.weight_modules = nn.ModuleList(w for w in self.weights or () if isinstance(w, nn.Module))
+        self.add_to_recordable_attributes(list_of_names=["margin", "scale"], is_stat=False)
 
-    def adds_up_over_rows(self) -> bool:
-        # Functions may look at all similarities, and tensors have numbers for certain rows.
-        has_numbers = isinstance(self.margin, float) and self.weights is None and self.relative is None
-        return has_numbers and super().adds_up_over_rows()
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        exponent = pairs.scale * (pairs.values("margin", self.margin) + negative - positive)
+        return softplus(exponent, threshold=60) / pairs.scale  # exact in float64 beyond 60
 
-    def pair_losses(self, batch: PairBatch) -> Tensor:
-        if callable(self.margin) or not batch.use_kernel:
-            similarities, masks = batch.similarities(), batch.masks()
-            options: dict[str, Any] = {"weights": self.weights, "relative": self.relative, "symmetric": batch.symmetric}
-            return unified_loss(similarities, *masks, self.margin, batch.scale, **options, reduction="none")
-        arguments, margin = batch.kernel_arguments(), _margin_of_pairs(self.margin, batch)
-        return unified_losses_from_embeddings(**arguments, margin=margin, scale=batch.scale, backend=self.backend)
+    @property
+    def has_independent_pairs(self) -> bool:
+        return isinstance(self.margin, float) and super().has_independent_pairs
 
-    def kernel_problem(self) -> str | None:
-        if self.relative is not None:
-            return "relative similarities are a row of candidates for each pair"
-        if callable(self.margin):
-            return "the margin is a function of all similarities"
+    def matrix_losses(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+        positive, negatives = similarities[anchors, positives], similarities
         if self.weights is not None:
-            return "similarities are weighted"
-        return distance_problem(self.distance)
+            positive, negatives = self.weights[0](positive) * positive, self.weights[1](negatives) * negatives
+        if self.relative is None:
+            return self._guarded(positive, of_matrix(negatives, negative_mask, pairs.scale)[anchors], pairs)
+        differences = self.relative(negatives[anchors] - positive[:, None])  # (M, C)
+        negative = of_matrix(differences, negative_mask[anchors], pairs.scale)
+        return self._guarded(torch.zeros_like(positive), negative, pairs)
 
 
 class VLCLoss(PairLoss):
-    """Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss.
+    r"""Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss (Eq. 3-4).
 
-    See :func:`vl_plugins.functional.vlc_loss` for the formula and :class:`~vl_plugins.losses.base.PairLoss` for how to
-    call it. With one text per image it is twice open_clip's ``ClipLoss``, which averages the two directions.
+    It is :class:`UnifiedLoss` with margin 0, times the scale (Eq. 7). With one text per image it is twice open_clip's
+    ``ClipLoss``, which averages the two directions.
 
     Args:
         scale, kwargs: see :class:`UnifiedLoss`.
 
-    Raises:
-        ValueError: a hyper-parameter out of its range.
-
-    Reference:
-        Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 3-4.
-
-    >>> image_embeddings, text_embeddings, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
-    >>> VLCLoss(scale=50)(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=labels)
+    >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
+    >>> VLCLoss(scale=50)(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(100.)
     """
 
-    equation = "Eq. 3-4"
-    paper = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
-    independent_pairs = True
+    equation, paper = "Eq. 3-4", PAPER
+    negatives = "logsumexp"
 
     def __init__(self, scale: float = 50.0, **kwargs: Any):
         super().__init__(**kwargs)
-        self.scale = constant_scale(scale)
-        self.add_to_recordable_attributes(name="scale")
+        self.scale = number("scale", scale, above=0)
+        self.add_to_recordable_attributes(name="scale", is_stat=False)
 
-    def pair_losses(self, batch: PairBatch) -> Tensor:
-        if not batch.use_kernel:
-            similarities, masks = batch.similarities(), batch.masks()
-            return vlc_loss(similarities, *masks, batch.scale, symmetric=batch.symmetric, reduction="none")
-        arguments = batch.kernel_arguments()
-        losses = unified_losses_from_embeddings(**arguments, margin=0.0, scale=batch.scale, backend=self.backend)
-        return (batch.scale * losses).to(losses.dtype)
-
-    def kernel_problem(self) -> str | None:
-        return distance_problem(self.distance)
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        return softplus(pairs.scale * (negative - positive), threshold=60)
 
 
-def _margin_of_pairs(margin: float | Tensor, batch: PairBatch) -> float | Tensor:
-    """Return the margins of the positive pairs, a number or (M,)."""
-    if not isinstance(margin, Tensor):
-        return margin
-    expected = (len(batch.embeddings), len(batch.ref_emb))[: margin.ndim]
-    if margin.shape != expected:
-        raise ValueError(f"margin must have the shape {expected}, got {tuple(margin.shape)}")
-    margin = margin[batch.pairs[: margin.ndim]] if margin.ndim else margin
-    return margin.to(torch.promote_types(batch.embeddings.dtype, torch.float32))
+class Polynomial(nn.Module):
+    """``c0 + c1 x + c2 x^2 + ...`` of each element of a tensor (section A.4.1 of the paper of :class:`UnifiedLoss`).
+
+    >>> Polynomial([1, 0, 0.5])(torch.tensor([0.0, 2.0]))
+    tensor([1., 3.])
+    """
+
+    def __init__(self, coefficients: Sequence[float]):
+        super().__init__()
+        self.coefficients = tuple(number("coefficients", value) for value in coefficients)
+
+    def forward(self, values: Tensor) -> Tensor:
+        result = torch.zeros_like(values)
+        for coefficient in reversed(self.coefficients):  # Horner
+            result = result * values + coefficient
+        return result
+
+    def extra_repr(self) -> str:
+        return str(self.coefficients)
 
 
-def _weights(weights: Any) -> Weights | tuple[Weights, Weights] | None:
-    """Return weights, or a pair of them, with a polynomial in place of its coefficients."""
-    if isinstance(weights, Sequence) and len(weights) == 2 and not any(isinstance(item, Real) for item in weights):
-        positives, negatives = weights
-        return _one_weight("weights of the positives", positives), _one_weight("weights of the negatives", negatives)
-    return None if weights is None else _one_weight("weights", weights)
+def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> Tensor:
+    r"""Soft margin of Noisy Correspondence Rectifier: the less a pair is trusted to match, the smaller its margin.
+
+    .. math:: \hat{m} = \frac{b^y - 1}{b - 1} m
+
+    Args:
+        confidence: y, that a pair matches, [0, 1], which is not checked; any shape.
+        margin: m, that of a pair which matches for certain.
+        base: b > 1; the larger, the more confidence a pair needs.
+
+    Returns:
+        Of the shape of ``confidence``, float32 or float64.
+
+    Reference:
+        Huang et al. 2021, Learning with Noisy Correspondence for Cross-modal Matching.
+
+    >>> soft_margin(torch.tensor([0.0, 0.5, 1.0]), margin=0.2, base=10)
+    tensor([0.0000, 0.0481, 0.2000])
+    """
+    number("base", base, above=1)
+    (confidence,) = full_precision(confidence)
+    return margin * (base**confidence - 1) / (base - 1)
 
 
-def _one_weight(name: str, value: Any) -> Weights:
-    if not isinstance(value, Tensor):
-        return _function(name, value)
-    if value.ndim not in (1, 2):
-        raise ValueError(f"{name} must have the shape (anchors,) or (anchors, candidates), got {tuple(value.shape)}")
-    return finite_tensor(name, value)
+def _functions(weights: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return the functions of positives and of negatives."""
+    is_pair = isinstance(weights, Sequence) and not isinstance(weights[0], (int, float))
+    functions = tuple(map(_function, weights)) if is_pair else (_function(weights),) * 2
+    if len(functions) != 2:
+        raise ValueError(f"weights must be one function or two, for positives and negatives, got {len(functions)}")
+    return functions
 
 
-def _function(name: str, value: Any) -> Callable[[Tensor], Tensor]:
-    if callable(value):
-        return value
-    try:
-        return Polynomial(value)
-    except ValueError as error:
-        raise ValueError(f"{name} must be a function or the coefficients of a polynomial: {error}") from error
+def _function(value: Function) -> Callable[[Tensor], Tensor]:
+    return value if callable(value) else Polynomial(value)

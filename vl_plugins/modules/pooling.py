@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.errors import number
 from vl_plugins.modules.positions import sinusoidal_positions
-from vl_plugins.utils.checks import integer
+from vl_plugins.numerics import full_precision
 
 __all__ = ["POOLINGS", "GeneralizedPooling", "average_pooling", "max_pooling"]
 
@@ -74,8 +74,8 @@ class GeneralizedPooling(nn.Module):
 
     def __init__(self, position_dim: int = 32, hidden_dim: int = 32):
         super().__init__()
-        self.position_dim = integer("position_dim", position_dim, least=1)
-        integer("hidden_dim", hidden_dim, least=1)
+        self.position_dim = number("position_dim", position_dim, least=1, kind=int)
+        number("hidden_dim", hidden_dim, least=1, kind=int)
         self.gru = nn.GRU(position_dim, hidden_dim, batch_first=True, bidirectional=True)
         self.to_score = nn.Linear(hidden_dim, 1, bias=False)
 

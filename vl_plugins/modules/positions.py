@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from vl_plugins.utils.checks import integer
+from vl_plugins.errors import number
 
 __all__ = ["sinusoidal_positions", "sinusoidal_positions_2d"]
 
@@ -32,8 +32,8 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
     tensor([[0.0000, 1.0000, 0.0000],
             [0.8415, 0.5403, 0.0022]])
     """
-    integer("length", length, least=1)
-    integer("dim", dim, least=1)
+    number("length", length, least=1, kind=int)
+    number("dim", dim, least=1, kind=int)
     # In float64: rounding a phase of some thousand radians to float32 would be visible.
     positions = torch.arange(length, dtype=torch.float64)
     frequencies = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10000) / dim))
@@ -58,9 +58,9 @@ def sinusoidal_positions_2d(height: int, width: int, dim: int) -> Tensor:
     tensor([[0.0000, 0.0000],
             [0.0000, 0.8415]])
     """
-    integer("height", height, least=1)
-    integer("width", width, least=1)
-    integer("dim", dim, least=2)
+    number("height", height, least=1, kind=int)
+    number("width", width, least=1, kind=int)
+    number("dim", dim, least=2, kind=int)
     rows = sinusoidal_positions(height, dim - dim // 2)
     columns = sinusoidal_positions(width, dim // 2)
     return torch.cat([rows.repeat_interleave(width, dim=0), columns.repeat(height, 1)], dim=1)

@@ -16,9 +16,8 @@ from torch.nn.functional import interpolate, normalize
 
 from vl_plugins.data.batching import normalize_caption
 from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.plots.figures import COLORS, new_figure, picture_file, write_figure
-from vl_plugins.utils.errors import UserError, unknown_name
-from vl_plugins.utils.optional import require
 
 __all__ = ["AttendedImage", "attended_images", "plot_attention"]
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.storage import write_file
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
+from vl_plugins.errors import UserError, require
 
 __all__ = ["COLORS", "new_figure", "picture_file", "style_curves", "write_figure"]
 

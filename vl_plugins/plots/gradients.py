@@ -9,9 +9,9 @@ import torch
 from pytorch_metric_learning.losses import GenericPairLoss
 from torch import Tensor
 
+from vl_plugins.errors import UserError
 from vl_plugins.plots.figures import new_figure, picture_file, write_figure
 from vl_plugins.plots.plane import draw_plane, similarity_grid
-from vl_plugins.utils.errors import UserError
 
 __all__ = ["gradient_sizes", "plot_gradient_sizes"]
 

@@ -7,9 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.errors import UserError, require
 from vl_plugins.plots.figures import COLORS, new_figure, picture_file, style_curves, write_figure
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["find_results", "plot_training_curves", "read_results"]
 

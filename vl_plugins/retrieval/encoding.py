@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vl_plugins.data.collection import Record
 from vl_plugins.data.evaluation_reader import EvaluationBatch
-from vl_plugins.functional import circular_variance
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import retrieval_ranks
 from vl_plugins.retrieval.similarities import Similarity

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vl_plugins.functional import circular_variance
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.protocols import Evaluation, Trial
 from vl_plugins.retrieval.ranks import Ranks

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from vl_plugins.data.collection import Collection, Id
 from vl_plugins.data.storage import write_file
+from vl_plugins.errors import UserError, require
 from vl_plugins.registry import create_component
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["Features", "describe_similarity", "features_file", "id_difference", "load_features", "save_features"]
 

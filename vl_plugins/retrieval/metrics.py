@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
-from vl_plugins.utils.tables import align_columns
+from vl_plugins.tables import align_columns
 
 __all__ = ["format_metrics_table", "format_precision_table", "precision_at_r", "retrieval_metrics"]
 

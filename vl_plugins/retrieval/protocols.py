@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data.collection import Collection, first_captions
+from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.retrieval.features import Features, id_difference
 from vl_plugins.retrieval.ground_truth import GroundTruth
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import Similarities
-from vl_plugins.utils.errors import UserError, check_name
-from vl_plugins.utils.optional import require
 
 __all__ = ["PROTOCOLS", "Evaluation", "Trial", "check_number", "prepare"]
 
@@ -119,7 +118,7 @@ def check_number(protocol: str, sizes: Sequence[int] | None, name: str = "the sh
         UserError: an unknown protocol, or another number of images.
         MissingExtraError: ``eccv_caption`` is not installed and needed.
     """
-    check_name("protocol", protocol, PROTOCOLS)
+    one_of("protocol", protocol, PROTOCOLS)
     if protocol == "plain":
         return
     expected = FLICKR30K[0] if protocol == "flickr30k-1k" else len(_coco_test_split())
@@ -144,7 +143,7 @@ def prepare(protocol: str, items: Collection | Features, name: str = "the shards
         UserError: an unknown protocol; other images or captions, or another order: the message says which.
         MissingExtraError: ``eccv_caption`` is not installed and needed.
     """
-    check_name("protocol", protocol, PROTOCOLS)
+    one_of("protocol", protocol, PROTOCOLS)
     captions = torch.arange(len(items.image_of_caption))
     try:
         if protocol == "flickr30k-1k":

@@ -15,10 +15,9 @@ from vl_plugins import __version__
 from vl_plugins.data.collection import Collection, Id
 from vl_plugins.data.images import scaled_picture
 from vl_plugins.data.storage import write_file
+from vl_plugins.errors import UserError, require
 from vl_plugins.retrieval.queries import Answers
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers
-from vl_plugins.utils.errors import UserError
-from vl_plugins.utils.optional import require
 
 __all__ = ["report_file", "write_report"]
 

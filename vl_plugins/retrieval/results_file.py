@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.data.storage import write_file
-from vl_plugins.utils.errors import UserError
+from vl_plugins.errors import UserError
 
 __all__ = ["append_rows", "is_finished", "read_rows"]
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.numerics import full_precision
 
 __all__ = ["EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
 

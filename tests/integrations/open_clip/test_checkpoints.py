@@ -12,11 +12,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import add_model_config, register_models
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT
-from vl_plugins.utils.errors import UserError
 
 SMALL = {"num_slots": 2, "num_iters": 2, "hidden_dim": 16}
 PICTURE = Image.effect_noise((70, 50), 90).convert("RGB")

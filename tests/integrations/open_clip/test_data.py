@@ -7,12 +7,12 @@ import torch
 
 from tests.helpers.open_clip_data_flags import data_flags, without_rule
 from tests.reference import losses as reference
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.utils.errors import UserError
 
 UNIFIED = PluginOptions(loss="unified")
 RANDOM = PluginOptions(captions_per_image="random")

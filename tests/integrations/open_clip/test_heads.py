@@ -13,10 +13,10 @@ from tests.helpers.open_clip_towers import (
     texts_for,
 )
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads, head_settings
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import sinusoidal_positions_2d
-from vl_plugins.utils.errors import UserError
 
 SMALL = {"num_slots": 3, "num_iters": 2, "hidden_dim": 12}
 TOWERS = [*((image, "clip") for image in IMAGE_TOWERS), *(("vit", text) for text in TEXT_TOWERS if text != "clip")]

@@ -3,8 +3,8 @@
 import open_clip_train.main
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import host
-from vl_plugins.utils.errors import UserError
 
 
 def test_functions_are_put_back_also_after_an_error():

@@ -10,12 +10,12 @@ from pytorch_metric_learning import miners
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.registry import loss_options
-from vl_plugins.utils.errors import UserError
 
 B, D, K = 6, 16, 4
 OPTIONS = {

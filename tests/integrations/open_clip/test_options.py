@@ -1,7 +1,7 @@
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, parse_arguments
-from vl_plugins.utils.errors import UserError
 
 
 def write(path, text):

@@ -27,10 +27,10 @@ from tests.helpers.open_clip_training import (
     small_shard_flags,
 )
 from tests.helpers.processes import in_processes, kill_with_children, start_process
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import resuming
 from vl_plugins.integrations.open_clip.launcher import main
 from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
-from vl_plugins.utils.errors import UserError
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.run_folder import check_is_free, occupied
-from vl_plugins.utils.errors import UserError
 
 STARTED = "2026-01-01 | INFO | Model:\n"
 TRAINED = STARTED + "2026-01-01 | INFO | Train Epoch: 0 [ 16/64 (25%)] Loss: 0.5\n"

@@ -4,8 +4,8 @@ import timm.layers
 import torch
 
 from tests.helpers.open_clip_towers import IMAGE_TOWERS, LENGTHS, TEXT_TOWERS, images_for, make_model, texts_for
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
-from vl_plugins.utils.errors import UserError
 
 # The module whose output is local features, what of it, and their grid.
 LAST_BLOCKS = {

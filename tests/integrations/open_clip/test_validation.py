@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vl_plugins.data.evaluation_reader import EvaluationBatch
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
 from vl_plugins.integrations.open_clip.validation import evaluate
-from vl_plugins.utils.errors import UserError
 
 
 class Lookup(torch.nn.Module):

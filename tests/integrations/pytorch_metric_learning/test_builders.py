@@ -2,8 +2,8 @@
 
 import pytest
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_loss, build_reducer
-from vl_plugins.utils.errors import UserError
 
 
 def test_parts_of_parts():

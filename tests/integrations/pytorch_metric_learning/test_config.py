@@ -7,9 +7,9 @@ import torch
 import yaml
 
 from tests.helpers.pml_settings import settings
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, read_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig, parse_config, read_config
-from vl_plugins.utils.errors import UserError
 
 
 def test_stages_change_what_they_name():

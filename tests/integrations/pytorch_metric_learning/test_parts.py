@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
 from vl_plugins.integrations.pytorch_metric_learning.parts import build_optimizers, build_schedulers
-from vl_plugins.utils.errors import UserError
 
 
 def parts():

@@ -19,13 +19,13 @@ from tests.helpers.processes import in_processes
 from vl_plugins import list_losses
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer, main
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 from vl_plugins.integrations.pytorch_metric_learning.processes import Processes, start_processes
 from vl_plugins.integrations.pytorch_metric_learning.runs import Run
-from vl_plugins.utils.errors import MissingExtraError, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -14,11 +14,11 @@ from tests.helpers.training_steps import step_of_each_stage
 from tests.reference import retrieval as reference
 from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.storage import Folder
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run
-from vl_plugins.utils.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from vl_plugins import create_loss
 from vl_plugins.data.training_batches import TrainingPipeline
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
-from vl_plugins.utils.errors import UserError
 
 BATCH, STEPS, CAPTIONS = 4, 3, 2
 

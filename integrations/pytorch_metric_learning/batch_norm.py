@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from vl_plugins.distributed.gathering import all_gather_rows
-from vl_plugins.functional.precision import full_precision
+from vl_plugins.numerics import full_precision
 
 __all__ = ["JoinedBatchNorm"]
 

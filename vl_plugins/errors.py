@@ -1,0 +1,160 @@
+"""Errors of the user, which command lines print as one line, and checks of names and numbers."""
+
+import contextlib
+import difflib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
+from types import ModuleType
+from typing import Any
+
+__all__ = [
+    "MissingExtraError",
+    "UserError",
+    "did_you_mean",
+    "exit_status",
+    "first_line",
+    "message",
+    "number",
+    "one_of",
+    "require",
+    "unknown_name",
+    "user_errors",
+]
+
+TRACEBACK = "VL_PLUGINS_TRACEBACK"
+
+
+class UserError(ValueError):
+    """An error in the user's input; command lines print its message as one line instead of a traceback."""
+
+
+class MissingExtraError(UserError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def exit_status(program: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+    """Return ``run()``, 2 after a ``UserError`` or ``OSError``, or 130 after Ctrl-C, with one line on standard error.
+
+    With ``VL_PLUGINS_TRACEBACK=1`` the error is raised. Processes that ``torchrun`` started all meet the same error
+    before they join: only the first one prints it.
+    """
+    try:
+        return run() or 0
+    except BrokenPipeError:
+        raise
+    except (UserError, OSError) as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        torch = sys.modules.get("torch")
+        joined = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+        if joined or _is_first_process():
+            print(f"{program}: error: {message(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if _is_first_process():
+            print(f"{program}: {interrupted}", file=sys.stderr)
+        return 130  # as shells report a process that Ctrl-C ended
+
+
+@contextlib.contextmanager
+def user_errors(what: str) -> Iterator[None]:
+    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read.
+
+    >>> with user_errors("--loss-kwargs"):
+    ...     float("0,2")
+    Traceback (most recent call last):
+    vl_plugins.errors.UserError: --loss-kwargs: could not convert string to float: '0,2'; set VL_PLUGINS_TRACEBACK=1 \
+for the traceback
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise UserError(f"{what}: {reason}; set {TRACEBACK}=1 for the traceback") from error
+
+
+def message(error: Exception) -> str:
+    """Return the text of an error, without the traceback that a worker process of a ``DataLoader`` adds."""
+    text = str(error)
+    if text.startswith("Caught ") and "\nOriginal " in text:  # written by torch
+        text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
+    return text
+
+
+def first_line(error: Exception, otherwise: str | None = None) -> str:
+    """Return the first line of an error's text; of an empty text ``otherwise``, or else the type of the error.
+
+    >>> first_line(RuntimeError("no such device\\nC++ stack trace")), first_line(AssertionError())
+    ('no such device', 'AssertionError')
+    """
+    return next(iter(str(error).splitlines()), otherwise or type(error).__name__)
+
+
+def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
+    """Return ``name``; raise :func:`unknown_name` if it is not a known one."""
+    known = list(known)
+    if name not in known:
+        raise unknown_name(kind, name, known)
+    return name
+
+
+def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
+    """Return the error for an unknown name, with the nearest match and the known names, or the nearest of many.
+
+    >>> str(unknown_name("loss", "unifed", ["unified", "vlc"]))
+    "unknown loss 'unifed' (did you mean 'unified'?); known: unified, vlc"
+    """
+    known = sorted(known)
+    label, listed = "known", known
+    if len(known) > 30:
+        label, listed = f"the nearest of {len(known)}", _nearest(name, known, count=5, cutoff=0.0)
+    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; {label}: {', '.join(listed)}")
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Return a hint at the nearest known name, or an empty string if none is near."""
+    nearest = _nearest(name, known, count=1, cutoff=0.6)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
+    """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``.
+
+    >>> number("scale", 0, above=0)
+    Traceback (most recent call last):
+    ValueError: scale must be a finite number > 0, got 0
+    """
+    expected = Real if kind is float else int
+    is_number = isinstance(value, expected) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < least or value <= above:
+        bound = f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
+        what = "a finite number" if kind is float else "an integer"
+        raise ValueError(f"{name} must be {what}{bound}, got {value!r}")
+    return kind(value)
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency; raise :class:`MissingExtraError` with the extra to install if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        # A module that is installed but broken is not missing.
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        hint = f"pip install 'vl_plugins[{extra}]'"
+        raise MissingExtraError(f"{module} is not installed; install it with: {hint}") from error
+
+
+def _nearest(name: Any, known: Iterable[str], count: int, cutoff: float) -> list[str]:
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    return [by_lower[match] for match in difflib.get_close_matches(str(name).lower(), by_lower, count, cutoff)]
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,57 @@
+"""Miners for pytorch-metric-learning."""
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity
+from pytorch_metric_learning.miners import BaseMiner
+from torch import Tensor
+
+from vl_plugins.errors import number
+from vl_plugins.negatives import label_pairs
+from vl_plugins.numerics import full_precision
+
+__all__ = ["HardestNegativeMiner"]
+
+
+class HardestNegativeMiner(BaseMiner):
+    """Triplets of every positive pair and the k hardest negatives of its anchor, the mining of VSE++.
+
+    ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
+    ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
+    ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all.
+
+    Args:
+        k: number of negatives for each positive pair, >= 1.
+        kwargs: ``distance``, by default ``CosineSimilarity()``, and ``collect_stats`` of pytorch-metric-learning.
+
+    Reference:
+        Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
+
+    >>> images, texts = torch.eye(3), torch.tensor([[1.0, 0.2, 0.0], [0.5, 1.0, 0.0], [0.0, 0.4, 1.0]])
+    >>> labels = torch.arange(3)
+    >>> HardestNegativeMiner()(images, labels, texts, labels)
+    (tensor([0, 1, 2]), tensor([0, 1, 2]), tensor([1, 2, 0]))
+    """
+
+    def __init__(self, k: int = 1, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.k = number("k", k, least=1, kind=int)
+        self.add_to_recordable_attributes(name="k", is_stat=False)
+
+    def mine(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        anchors, positives = label_pairs(labels, ref_labels)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            distances = self.distance(*full_precision(embeddings, ref_emb))
+        hardness = distances if self.distance.is_inverted else -distances
+        hardness = hardness.index_put((anchors, positives), hardness.new_tensor(-torch.inf))
+        if ref_emb is embeddings:
+            anchors, positives = anchors[anchors != positives], positives[anchors != positives]
+        values, hardest = hardness.sort(dim=1, descending=True, stable=True)
+        pairs, ranks = (values[anchors, : self.k] > -torch.inf).nonzero().T
+        return anchors[pairs], positives[pairs], hardest[anchors[pairs], ranks]
+
+    def get_default_distance(self) -> BaseDistance:
+        return CosineSimilarity()

@@ -1,1 +1,0 @@
-"""What every layer may use: errors, argument checks, optional imports."""
