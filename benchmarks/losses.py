@@ -11,7 +11,7 @@ Everything is compared with the first of --peers:
     triplet-margin           TripletMarginLoss and BatchHardMiner of pytorch-metric-learning, images to texts only
     three-products           the matrix products that a contrastive loss needs at least, and nothing else
 
-Before anything is timed, each loss has to give the value and gradients of its formula in plain torch, in float64.
+Before anything is timed, each loss has to give the value and gradients of its formula on all similarities, in float64.
 On the CPU with one thread, time is processor time, otherwise wall time. MB is the most that was allocated at once,
 gradients included.
 """
@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from benchmarks.measurement import check, clock, extra_bytes, print_table, time_rounds
-from vl_plugins import create_loss, functional
-from vl_plugins.kernels import BACKENDS
+from vl_plugins import create_loss
 
 # The defaults of the losses, which the peers get too.
 SCALE = 50.0
@@ -44,6 +43,7 @@ MARGIN = 0.2
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 
 CHECKED = 256  # rows
+TILED = {"dense": False, "tiled": True}
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,34 +53,35 @@ class Contestant(NamedTuple):
 
     Attributes:
         loss: of images (B, D), texts (B, D) and labels (B,), all different.
-        formula: of images and texts, in plain torch; None for what computes no loss.
+        formula: of images and texts; None for what computes no loss.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     formula: Formula | None
 
 
-def formula(loss: Callable[..., Tensor], factor: float = 1.0, **options) -> Formula:
-    """Return ``factor`` times a function of :mod:`vl_plugins.functional`, as a function of embeddings."""
+def formula(name: str, factor: float = 1.0, **options) -> Formula:
+    """Return ``factor`` times a loss of this package, by the matrix of all similarities."""
+    loss = create_loss(name, **options)
 
     def value(images: Tensor, texts: Tensor) -> Tensor:
         positives = torch.eye(len(images), dtype=torch.bool, device=images.device)
-        return factor * loss(images @ texts.T, positives, ~positives, **options)
+        return factor * loss.from_similarities(images @ texts.T, positives, ~positives)
 
     return value
 
 
 FORMULAS = {
-    "unified": formula(functional.unified_loss, margin=MARGIN, scale=SCALE),
-    "vlc": formula(functional.vlc_loss, scale=SCALE),
-    "triplet_hn": formula(functional.triplet_hn_loss, margin=MARGIN),
-    "goal": formula(functional.goal_loss),
+    "unified": formula("unified", margin=MARGIN, scale=SCALE),
+    "vlc": formula("vlc", scale=SCALE),
+    "triplet_hn": formula("triplet_hn", margin=MARGIN),
+    "goal": formula("goal"),
 }
 
 
-def own_loss(name: str, backend: str | None) -> Contestant:
+def own_loss(name: str, tiled: bool | None) -> Contestant:
     """Return a loss of this package."""
-    loss = create_loss(name, backend=backend)
+    loss = create_loss(name, tiled=tiled)
 
     def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
         return loss(images, labels, ref_emb=texts, ref_labels=labels)
@@ -95,9 +96,7 @@ def compiled(loss: torch.nn.Module) -> Callable[..., Tensor]:
 
 def clip(prepare: Callable = lambda loss: loss) -> Contestant:
     loss = prepare(ClipLoss())
-    return Contestant(
-        lambda images, texts, labels: loss(images, texts, SCALE), formula(functional.vlc_loss, 0.5, scale=SCALE)
-    )
+    return Contestant(lambda images, texts, labels: loss(images, texts, SCALE), formula("vlc", 0.5, scale=SCALE))
 
 
 def siglip(prepare: Callable = lambda loss: loss) -> Contestant:
@@ -118,7 +117,7 @@ def ntxent() -> Contestant:
         # If labels and ref_labels are one object, the library leaves out the pairs (i, i), here all positives.
         return loss(images, labels, ref_emb=texts, ref_labels=labels.clone())
 
-    return Contestant(run, formula(functional.vlc_loss, scale=SCALE, symmetric=False))
+    return Contestant(run, formula("vlc", scale=SCALE, symmetric=False))
 
 
 def triplet_margin() -> Contestant:
@@ -130,7 +129,7 @@ def triplet_margin() -> Contestant:
         ref_labels = labels.clone()  # see ntxent
         return loss(images, labels, miner(images, labels, texts, ref_labels), texts, ref_labels)
 
-    return Contestant(run, formula(functional.triplet_hn_loss, margin=MARGIN, symmetric=False))
+    return Contestant(run, formula("triplet_hn", margin=MARGIN, symmetric=False))
 
 
 def three_products() -> Contestant:
@@ -196,7 +195,7 @@ def draw(measured: Mapping[int, tuple[dict[str, list[float]], dict[str, int]]], 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", choices=FORMULAS, default=("unified", "triplet_hn"))
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: what the loss chooses by itself")
+    parser.add_argument("--backends", nargs="+", choices=TILED, help="default: by the size of the batch")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=("clip", "siglip", "triplet-margin"))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(512, 1024, 2048))
     parser.add_argument("--dimension", type=int, default=512)
@@ -209,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     torch.set_num_threads(arguments.threads)
     contestants = {
-        name if backend is None else f"{name} ({backend})": own_loss(name, backend)
+        name if backend is None else f"{name} ({backend})": own_loss(name, TILED.get(backend))
         for name in arguments.losses
         for backend in arguments.backends or [None]
     }

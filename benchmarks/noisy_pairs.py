@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vl_plugins.functional import soft_margin
 from vl_plugins.integrations.open_clip.launcher import main as train
-from vl_plugins.losses import UnifiedLoss
+from vl_plugins.losses import Pairs, UnifiedLoss, soft_margin
 
 TOP = 0.1  # of the positive pairs of a batch, which are taken to match
 
@@ -35,22 +34,23 @@ def swap_captions(annotations: dict[str, Any], fraction: float, seed: int = 0) -
         image["sentids"] = [sentence["sentid"] for sentence in sentences]
 
 
-def adaptive_margin(similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> Tensor:
-    """Return the soft margin (A, C) of each pair by how similar it is already, see Huang et al. 2021, NCR.
+class AdaptiveMarginLoss(UnifiedLoss):
+    """Unified loss with a soft margin for each positive pair by how similar it is already, see Huang et al. 2021, NCR.
 
     The confidence is the similarity over the mean of the best positive pairs of the batch, in [0, 1]. NCR's division of
     the data set by the losses of two networks is not part of this.
     """
-    positives = similarities.detach()[positive_mask]
-    certain = positives.topk(max(1, round(TOP * len(positives)))).values.mean().clamp(min=1e-6)
-    return soft_margin((similarities.detach() / certain).clamp(0, 1), margin=0.2)
 
-
-class AdaptiveMarginLoss(UnifiedLoss):
-    """Unified loss with :func:`adaptive_margin`."""
+    has_independent_pairs = False
 
     def __init__(self, scale: float = 50.0):
-        super().__init__(margin=adaptive_margin, scale=scale)
+        super().__init__(margin=0.0, scale=scale)
+
+    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
+        similarities = positive.detach()
+        certain = similarities.topk(max(1, round(TOP * len(similarities)))).values.mean().clamp(min=1e-6)
+        margin = soft_margin((similarities / certain).clamp(0, 1), margin=0.2)
+        return super().pair_loss(positive, negative + margin, pairs)
 
 
 def train_with_adaptive_margin(arguments: Sequence[str]) -> int:

@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances.sets import SetDistance
+from vl_plugins.distances import SetDistance
 from vl_plugins.errors import UserError
-from vl_plugins.losses.wrappers import check_miner
+from vl_plugins.losses.triplet import HardestNegativeLoss
 
 __all__ = [
     "check_compares_sets",
@@ -34,8 +35,8 @@ def cross_modal_loss(
     """Return the loss of images and texts: image to text plus text to image.
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.base.PairLoss`, adds both directions and
-    is called once. Other losses, and all losses with a miner, are called for each direction. With ``symmetric`` False
-    it is image to text only.
+    is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
+    ``warmup_steps``. With ``symmetric`` False it is image to text only.
 
     The ``regularization`` of a loss, as of ``smooth_chamfer``, is added once for both directions.
 
@@ -53,9 +54,13 @@ def cross_modal_loss(
     Raises:
         UserError: a loss that cannot compare two sets, or a miner that fails with a ``TypeError``.
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
-            image's own caption; :class:`vl_plugins.losses.wrappers.DistributedMinerWrapper` keeps it.
+            image's own caption.
     """
-    check_miner(miner)
+    if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
+        raise ValueError(
+            "DistributedMinerWrapper(efficient=True) drops the pairs of an image and its own caption: pass the miner to "
+            "vl_plugins.distributed.DistributedLoss instead"
+        )
     if text_labels is image_labels:
         text_labels = text_labels.clone()  # the same object makes pytorch-metric-learning take both for one set
     pair_loss = without_regularization(loss)
@@ -63,8 +68,11 @@ def cross_modal_loss(
     if miner is None and hasattr(pair_loss, "symmetric"):
         value = pair_loss(*images, None, *texts, **options)
     else:
+        steps = {module: module.step for module in pair_loss.modules() if isinstance(module, HardestNegativeLoss)}
         value = _one_direction(pair_loss, miner, *images, *texts, **options)
         if getattr(pair_loss, "symmetric", True):
+            for module, step in steps.items():
+                module.step = step  # both directions are one step
             value = value + _one_direction(pair_loss, miner, *texts, *images, **options)
     terms = regularization(loss, image_embeddings, text_embeddings, image_slots, text_slots)
     return value + sum(terms.values()) if terms else value

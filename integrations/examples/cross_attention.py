@@ -1,12 +1,13 @@
 """Cross-attention between regions and words, trained by its similarity matrix alone.
 
 SCAN, BFAN, SGRAF and the matching head of X-VLM have no embeddings that could be compared: they look at a picture and a
-caption together and give one number. Any loss of :mod:`vl_plugins.functional` trains them, since all it needs is the
-matrix of these numbers and which of its pairs belong together. In their training loops three lines change::
+caption together and give one number. Any loss of :mod:`vl_plugins.losses` trains them by ``from_similarities``, which
+needs only the matrix of these numbers and which of its pairs belong together. In their training loops three lines
+change, after ``pair_loss = create_loss("unified", margin=0.2, scale=50)``::
 
     similarities = model(regions, words)                                   # (images, captions), as before
     positive_mask = torch.arange(len(similarities))[:, None] == image_of_caption
-    loss = unified_loss(similarities, positive_mask, ~positive_mask, margin=0.2, scale=50)
+    loss = pair_loss.from_similarities(similarities, positive_mask, ~positive_mask)
 
 and two at evaluation, where ties count against the model and nothing is sorted::
 
@@ -24,13 +25,13 @@ are the four patches of made-up pictures. It takes some seconds::
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vl_plugins.functional import goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
+from vl_plugins import create_loss
 from vl_plugins.integrations.examples import scenes
 from vl_plugins.retrieval import format_metrics_table
 
@@ -38,13 +39,7 @@ __all__ = ["CrossAttention", "main"]
 
 PADDING = 0  # the id of no word
 TRAIN, TEST, BATCH_SIZE, STEPS = 512, 64, 32, 100
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "goal": goal_loss,
-    "triplet_hn": triplet_hn_loss,
-    "triplet_sh": triplet_sh_loss,
-    "unified": unified_loss,
-    "vlc": vlc_loss,
-}
+LOSSES = ("goal", "triplet_hn", "triplet_sh", "unified", "vlc")
 
 
 class CrossAttention(nn.Module):
@@ -85,14 +80,14 @@ def regions_and_words(split: scenes.Scenes) -> tuple[Tensor, Tensor]:
 
 def train(model: nn.Module, split: scenes.Scenes, loss: str, steps: int) -> None:
     regions, words = regions_and_words(split)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    pair_loss, optimizer = create_loss(loss), torch.optim.Adam(model.parameters(), lr=1e-2)
     image_of_caption = torch.arange(BATCH_SIZE).repeat_interleave(scenes.CAPTIONS)
     positive_mask = torch.arange(BATCH_SIZE)[:, None] == image_of_caption
     for _ in range(steps):
         batch = torch.randperm(len(regions))[:BATCH_SIZE]
         similarities = model(regions[batch], words[batch].flatten(0, 1))
         optimizer.zero_grad()
-        LOSSES[loss](similarities, positive_mask, ~positive_mask).backward()
+        pair_loss.from_similarities(similarities, positive_mask, ~positive_mask).backward()
         optimizer.step()
 
 

@@ -13,7 +13,6 @@ import torch
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 
 from vl_plugins import create_loss
-from vl_plugins.distributed.gathering import BatchGatherer
 from vl_plugins.integrations.examples import scenes
 from vl_plugins.retrieval import format_metrics_table
 
@@ -25,17 +24,15 @@ TRAIN, TEST, BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 64, 32, 10, 1e-3
 class RetrievalTrainer(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.pair_loss = create_loss("unified", margin=0.2)
-        self.gatherer = BatchGatherer(True, self.args.process_index, self.args.world_size)
+        self.pair_loss = create_loss("unified", margin=0.2, gather_across_devices=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         image_ids = inputs.pop("image_ids")  # (B,); pixel_values (B, 3, H, W), input_ids (k * B, L)
         outputs = model(**inputs)
         images, texts = outputs.image_embeds, outputs.text_embeds
-        batch = self.gatherer.global_batch(len(images), len(texts), image_ids)
-        images, texts = self.gatherer.features(images, texts, batch)  # of all processes
+        text_ids = image_ids.repeat_interleave(len(texts) // len(images))
         scale = self.model.logit_scale.exp()
-        loss = self.pair_loss(images, batch.image_labels, ref_emb=texts, ref_labels=batch.text_labels, scale=scale)
+        loss = self.pair_loss(images, image_ids, ref_emb=texts, ref_labels=text_ids, scale=scale)
         return (loss, outputs) if return_outputs else loss
 
 

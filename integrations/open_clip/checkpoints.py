@@ -16,7 +16,7 @@ from vl_plugins.integrations.key_values import literal
 from vl_plugins.integrations.open_clip.heads import ARCHITECTURE, PREPROCESSING, CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained, get_tokenizer
 from vl_plugins.integrations.open_clip.names import has_schema
-from vl_plugins.registry import create_component
+from vl_plugins.retrieval.features import recorded_similarity
 
 __all__ = ["load_open_clip"]
 
@@ -70,7 +70,7 @@ def load_open_clip(
         else:
             similarity = head["similarity"]
             if similarity is not None:
-                similarity = create_component("distance", similarity, **head["similarity_kwargs"])
+                similarity = recorded_similarity(similarity, head["similarity_kwargs"])
             loaded = CLIPWithHeads(loaded, name, options, head["head"], head["head_kwargs"], similarity)
             loaded.load_state_dict(weights)
         _check_weights(loaded, weights)

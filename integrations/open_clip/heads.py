@@ -12,11 +12,10 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vl_plugins.errors import UserError, number
-from vl_plugins.integrations.command_lines import naming
+from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
-from vl_plugins.registry import construct, format_options
+from vl_plugins.registry import format_options
 from vl_plugins.retrieval.features import describe_similarity
 
 __all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHead", "head_settings"]
@@ -89,9 +88,9 @@ def head_settings(name: str, options: Mapping[str, Any]) -> LinearSettings | Set
     Raises:
         UserError: an unknown name or option, or one out of its range.
     """
-    settings = construct("head", name, HEADS[name], options)
     tower = TowerFeatures(torch.zeros(1, 1, 2), torch.zeros(1, 2), None, None, has_positions=True)
-    with naming(f"--head {name}"):
+    with user_errors(f"--head {name}"):
+        settings = HEADS[name](**options)
         settings.build(tower, tower)
     return settings
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vl_plugins.errors import UserError, exit_status
-from vl_plugins.integrations.command_lines import naming
+from vl_plugins.errors import UserError, exit_status, user_errors
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
@@ -42,9 +41,9 @@ def _main(argv: Sequence[str]) -> int:
     from vl_plugins.integrations.open_clip.resuming import check_resume
 
     _check(options, host_options, host)
-    _, rank, world_size = world_info_from_env()  # the processes have not joined yet
+    _, rank, _ = world_info_from_env()  # the processes have not joined yet
     record = BatchRecord(host_options.accum_freq)
-    loss = None if options.loss is None else _build_loss(options, host_options, record, rank, world_size)
+    loss = None if options.loss is None else _build_loss(options, host_options, record)
     reader = choose_reader(options, host_options)
     if options.head == "set" and host_options.val_data and not reader.validation:
         raise UserError(
@@ -161,30 +160,21 @@ def _check_head(head: str, options: PluginOptions, host_options: Namespace, host
             raise UserError(f"--head {head} does not support {option_flag(name)}: give one of them")
 
 
-def _build_loss(options: PluginOptions, host_options: Namespace, record, rank: int, world_size: int):
+def _build_loss(options: PluginOptions, host_options: Namespace, record):
     from vl_plugins.integrations.open_clip.loss import build_loss
 
-    with naming(f"--loss {options.loss}"):
-        return build_loss(
-            options,
-            local_loss=host_options.local_loss,
-            gather_with_grad=host_options.gather_with_grad,
-            rank=rank,
-            world_size=world_size,
-            record=record,
-        )
+    with user_errors(f"--loss {options.loss}"):
+        return build_loss(options, local_loss=host_options.local_loss, record=record)
 
 
 def _announce_loss(loss, options: PluginOptions, args: Namespace):
     """Return the loss when the trainer would make its own; its log is open by then."""
     from vl_plugins.integrations.open_clip.loss import describe
 
-    if args.local_loss and not args.gather_with_grad and args.world_size > 1 and args.rank == 0:
-        logging.warning(
-            "--local-loss without --gather-with-grad: features of other processes get no gradient, so the update "
-            "points in another direction than the loss's; add --gather-with-grad."
-        )
     logging.info(f"Training with the loss of vl_plugins: {describe(options)}")
+    if args.world_size > 1:
+        compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
+        logging.info(f"Each process compares {compared} of all processes; gradients are exact by all flags")
     return loss
 
 

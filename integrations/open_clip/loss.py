@@ -1,16 +1,16 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
-import functools
 import inspect
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from vl_plugins.distributed.gathering import BatchGatherer, GlobalBatch
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import (
     check_compares_sets,
+    check_takes_references,
     compares_sets,
     cross_modal_loss,
     regularization,
@@ -19,11 +19,10 @@ from vl_plugins.integrations.cross_modal import (
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
 from vl_plugins.integrations.open_clip.non_finite import check_finite
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
-from vl_plugins.numerics import full_precision
-from vl_plugins.registry import constructor_options, create_component, create_loss, format_options, loss_options
-from vl_plugins.utils.eager import eager
+from vl_plugins.numerics import eager, full_precision
+from vl_plugins.registry import create, create_loss, find, format_options, options_of
 
 __all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 
@@ -35,19 +34,16 @@ class TwoTowerLoss(nn.Module):
     False, see :func:`~vl_plugins.integrations.cross_modal.cross_modal_loss`. Regularization, as in ``smooth_chamfer``,
     is computed once and logged apart.
 
-    With several processes the features are gathered, and gradients are those of ClipLoss: with ``gather_with_grad``
-    those of one process with the whole batch, otherwise these divided by ``world_size``. With ``local_loss`` a process
-    compares only its own images and texts with the gathered ones, if the processes' losses average to that of the whole
-    batch: for means over positive pairs that are independent of each other. Any other loss is computed of the whole
-    batch in each process. As in ClipLoss, ``local_loss`` without ``gather_with_grad`` has no gradients of candidates,
-    so the gradient has another direction.
+    With several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages,
+    are those of one process with the joined batch.
 
     Args:
         name: the loss's name; the term is logged as ``<name>_loss``.
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
         learned_scale: pass the model's logit scale to the loss as ``scale``.
-        local_loss, gather_with_grad, rank, world_size: as in ``open_clip.ClipLoss``.
+        local_loss: compare only this process's images and texts with those of all processes, if
+            :attr:`compares_own_rows`.
         record: of the training's batches: the step, by which ``warmup_steps`` count, and the image ids.
     """
 
@@ -58,9 +54,6 @@ class TwoTowerLoss(nn.Module):
         miner: nn.Module | None = None,
         learned_scale: bool = False,
         local_loss: bool = False,
-        gather_with_grad: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
         record: BatchRecord | None = None,
     ):
         super().__init__()
@@ -69,15 +62,14 @@ class TwoTowerLoss(nn.Module):
         self.pair_loss = without_regularization(loss)
         self.miner = miner
         self.learned_scale = learned_scale
-        self.gatherer = BatchGatherer(gather_with_grad, rank, world_size)
-        self.symmetric = getattr(self.pair_loss, "symmetric", True)
-        adds_up = isinstance(self.pair_loss, PairLoss) and self.pair_loss.adds_up_over_rows()
-        self.compares_own_rows = local_loss and world_size > 1 and miner is None and adds_up
+        self.local_loss = local_loss
         self.record = record
-        if record is not None:
-            for module in loss.modules():
-                if isinstance(module, HardestNegativeLoss):
-                    module.register_forward_pre_hook(functools.partial(_set_training_calls, record))
+
+    @property
+    def compares_own_rows(self) -> bool:
+        """Whether ``local_loss`` is set and the loss allows it; otherwise each process compares the joined batch."""
+        has_rows = isinstance(self.pair_loss, PairLoss) and self.pair_loss.has_independent_pairs
+        return self.local_loss and has_rows and self.miner is None
 
     def forward(
         self,
@@ -99,62 +91,58 @@ class TwoTowerLoss(nn.Module):
             logit_bias: 0-D or (1,), or None; not used.
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
-            image_ids: (B,), integers on the CPU, equal for the same image in any process: its texts are positives there
-                too. Those of the record by default; without one all images are different.
+            image_ids: (B,), integers, equal for the same image in any process: its texts are positives there too. Those
+                of the record by default; without one all images are different.
 
         Raises:
-            ValueError: tensors that do not fit each other, or those of another process.
+            ValueError: texts or image ids that do not fit the images.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        batch = eager()(self._global_batch, image_features, text_features, image_ids)
-        with torch.autocast(image_features.device.type, enabled=False):
-            terms = self._terms(image_features, text_features, logit_scale, image_slots, text_slots, batch)
-        eager()(check_finite, terms, image_features, text_features, self.record)
+        features = image_features, text_features
+        terms = eager(self._terms, *features, image_slots, text_slots, image_ids, logit_scale)
+        eager(check_finite, terms, *features, self.record)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
                 terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
-    def _global_batch(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> GlobalBatch:
+    def _terms(self, images, texts, image_slots, text_slots, image_ids, logit_scale) -> dict[str, Tensor]:
+        labels = self._labels(images, texts, image_ids)
+        options = {"scale": logit_scale} if self.learned_scale else {}
+        if self.record is not None:
+            for module in self.loss.modules():
+                if isinstance(module, HardestNegativeLoss):
+                    module.step = self.record.step
+        terms = {}
+        with torch.autocast(images.device.type, enabled=False):
+            if self.compares_own_rows:
+                loss = DistributedLoss(self.pair_loss)(images, labels[0], texts, labels[1], **options)
+                terms[f"{self.name}_loss"] = loss
+                if self.pair_loss is self.loss:
+                    return terms
+            images, texts, *labels, image_slots, text_slots = all_gather_rows(
+                images, texts, *labels, image_slots, text_slots
+            )
+            images, texts = full_precision(images, texts)  # the scale multiplies rounding errors
+            if not terms:
+                sides = images, labels[0], texts, labels[1]
+                terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
+            return terms | regularization(self.loss, images, texts, image_slots, text_slots)
+
+    def _labels(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the labels of this process's images and texts, equal for the same image in any process."""
+        number = len(images)
+        if len(texts) % number if number else len(texts):
+            raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
         if image_ids is None and self.record is not None:
             image_ids = self.record.image_ids
-        return self.gatherer.global_batch(len(images), len(texts), image_ids, device=images.device)
-
-    def _terms(self, images, texts, logit_scale, image_slots, text_slots, batch: GlobalBatch) -> dict[str, Tensor]:
-        all_images, all_texts = self.gatherer.features(images, texts, batch)
-        options = {"scale": logit_scale} if self.learned_scale else {}
-        if self.compares_own_rows:
-            loss = self._loss_of_own_rows(images, texts, all_images, all_texts, batch, options)
-        else:
-            if self.miner is not None or not isinstance(self.pair_loss, PairLoss):
-                all_images, all_texts = full_precision(all_images, all_texts)  # the scale multiplies rounding errors
-            loss = cross_modal_loss(
-                self.pair_loss, all_images, batch.image_labels, all_texts, batch.text_labels, self.miner, **options
-            )
-        terms = {f"{self.name}_loss": loss}
-        if self.pair_loss is not self.loss:
-            if image_slots is not None:
-                image_slots, text_slots = self.gatherer.features(image_slots, text_slots, batch)
-            all_images, all_texts = full_precision(all_images, all_texts)
-            terms |= regularization(self.loss, all_images, all_texts, image_slots, text_slots)
-        return terms
-
-    def _loss_of_own_rows(self, images, texts, all_images, all_texts, batch: GlobalBatch, options) -> Tensor:
-        rank, options = self.gatherer.rank, {**options, "symmetric": False}
-        if not self.gatherer.gather_with_grad:  # as in ClipLoss, also where they are this process's own
-            all_images, all_texts = all_images.detach(), all_texts.detach()
-        own_labels = batch.image_labels.split(batch.image_counts)[rank]
-        loss = self.pair_loss(images, own_labels, None, all_texts, batch.text_labels, **options)
-        if self.symmetric:
-            own_labels = batch.text_labels.split(batch.text_counts)[rank]
-            loss = loss + self.pair_loss(texts, own_labels, None, all_images, batch.image_labels, **options)
-        return loss * batch.pair_weight
-
-
-def _set_training_calls(record: BatchRecord, loss: HardestNegativeLoss, args: tuple) -> None:
-    # The loss counts calls: a step may have several, and a resumed training starts at 0.
-    loss.training_calls.fill_(record.step)
+        if image_ids is None:  # all different
+            image_ids = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
+        if len(image_ids) != number:
+            raise ValueError(f"image_ids must be one for each of {number} images, got {len(image_ids)}")
+        labels = image_ids.to(images.device)
+        return labels, labels.repeat_interleave(len(texts) // max(1, number))
 
 
 def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
@@ -168,26 +156,23 @@ def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
     kwargs = dict(options.loss_kwargs)
     if _learned_scale(options):
         del kwargs["scale"]
-        if "scale" not in loss_options(options.loss, **kwargs):
-            raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale")
     for kind in ("reducer", "distance"):
         name = getattr(options, kind)
         if name is not None:
             if kind in kwargs:
                 raise UserError(f"--{kind} and {kind}= in --loss-kwargs both name a {kind}: give one of them")
-            kwargs[kind] = create_component(kind, name, **getattr(options, f"{kind}_kwargs"))
+            kwargs[kind] = create(kind, name, **getattr(options, f"{kind}_kwargs"))
     makes_sets = options.head == "set"
     loss = create_loss(options.loss, **kwargs)
-    if _learned_scale(options) and "scale" not in inspect.signature(loss.forward).parameters:
-        raise UserError(f"--loss-kwargs scale=learned: {type(loss).__name__} takes no scale in its call")
+    check_takes_references(loss)
+    pair_loss = without_regularization(loss)
+    takes_scale = "scale" in inspect.signature(pair_loss.forward).parameters and hasattr(pair_loss, "scale")
+    if _learned_scale(options) and not takes_scale:
+        raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale in its call")
     if makes_sets and "distance" not in kwargs and not compares_sets(loss):
         loss = create_loss(options.loss, **kwargs, distance="smooth_chamfer")
     if makes_sets:
         check_compares_sets(loss)
-    if isinstance(loss, PairLoss) and loss.backend is not None:
-        problem = loss.kernel_problem() or (options.miner and f"{options.miner} chooses the pairs")
-        if problem:
-            raise UserError(f"--loss-kwargs backend={loss.backend} cannot be used, because {problem}: leave it out")
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {options.loss!r} has trainable parameters, which open_clip's optimizer does not update")
@@ -199,7 +184,7 @@ def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
 
     Args:
         options: the launcher's flags.
-        training: other arguments of :class:`TwoTowerLoss`, such as ``world_size``.
+        training: other arguments of :class:`TwoTowerLoss`, such as ``local_loss``.
 
     Raises:
         UserError, ValueError: as :func:`create_pair_loss`.
@@ -209,7 +194,7 @@ def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
     miner = None
     if options.miner is not None:
         miner_distance = {"distance": loss.distance} if options.head == "set" else {}
-        miner = create_component("miner", options.miner, **{**miner_distance, **options.miner_kwargs})
+        miner = create("miner", options.miner, **{**miner_distance, **options.miner_kwargs})
     return TwoTowerLoss(options.loss, loss, miner, _learned_scale(options), **training)
 
 
@@ -220,10 +205,9 @@ def _learned_scale(options: PluginOptions) -> bool:
 def describe(options: PluginOptions) -> str:
     """Return the loss with its options and defaults in one line: ``unified(margin=0.2, scale=50.0, ...)``."""
     assert options.loss is not None
-    base_options = constructor_options(BaseMetricLossFunction)
-    defaults = loss_options(options.loss, **options.loss_kwargs)
-    kwargs = {name: value for name, value in defaults.items() if name not in base_options} | options.loss_kwargs
-    parts = [f"{options.loss}({format_options(kwargs)})"]
+    of_all = options_of(BaseMetricLossFunction)
+    own = {name: value for name, value in options_of(find("loss", options.loss)).items() if name not in of_all}
+    parts = [f"{options.loss}({format_options(own | options.loss_kwargs)})"]
     for kind in ("miner", "reducer", "distance"):
         name = getattr(options, kind)
         if name is not None:

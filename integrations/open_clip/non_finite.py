@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-from vl_plugins.kernels.comparison import row_blocks
+from vl_plugins.negatives import block_rows
 
 __all__ = ["NonFiniteLossError", "check_finite"]
 
@@ -60,6 +60,7 @@ def _similarity_range(images: Tensor, texts: Tensor) -> str:
     images, texts = (side[side.isfinite().all(dim=1)] for side in (images, texts))
     if 0 in (len(images), len(texts)):
         return "no similarity is finite"
-    extremes = [torch.aminmax(images[rows] @ texts.T) for rows in row_blocks(len(images), len(texts), images.device)]
+    blocks = images.split(block_rows(len(texts), images.device))
+    extremes = [torch.aminmax(block @ texts.T) for block in blocks]
     least, most = min(low.item() for low, _ in extremes), max(high.item() for _, high in extremes)
     return f"similarities of finite features from {least:.4g} to {most:.4g}"

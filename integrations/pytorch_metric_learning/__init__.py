@@ -1,16 +1,13 @@
 """Two-tower training by pytorch-metric-learning: ``python -m vl_plugins.integrations.pytorch_metric_learning``.
 
-As a library: :func:`build_loss`, :func:`build_miner`, :func:`build_reducer` and :func:`build_trainer` make the parts
-from plain dicts; :class:`CrossModalTrainer` trains models and data of your own.
+As a library: :func:`build_trainer` makes a trainer from a configuration; :class:`CrossModalTrainer` trains models and
+data of your own.
 """
 
 import importlib
 
 __all__ = [
     "CrossModalTrainer",
-    "build_loss",
-    "build_miner",
-    "build_reducer",
     "build_trainer",
     "main",
     "read_config",
@@ -19,9 +16,6 @@ __all__ = [
 # Imported when they are used, so that the command line can name an extra that is not installed.
 MODULES = {
     "CrossModalTrainer": "trainers",
-    "build_loss": "builders",
-    "build_miner": "builders",
-    "build_reducer": "builders",
     "build_trainer": "runs",
     "main": "command_line",
     "read_config": "config",

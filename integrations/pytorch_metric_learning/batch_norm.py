@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from vl_plugins.distributed.gathering import all_gather_rows
+from vl_plugins.distributed import all_gather_rows
 from vl_plugins.numerics import full_precision
 
 __all__ = ["JoinedBatchNorm"]
@@ -19,14 +19,7 @@ class JoinedBatchNorm(TorchFunctionMode):
 
     torch's ``SyncBatchNorm`` does the same on GPUs only, and replaces modules, those of timm that include an activation
     too. The function that all of them call is replaced here, so models and their checkpoints are as in one process.
-
-    Args:
-        world_size: number of processes.
     """
-
-    def __init__(self, world_size: int):
-        super().__init__()
-        self.world_size = world_size
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is functional.batch_norm:
@@ -42,7 +35,8 @@ class JoinedBatchNorm(TorchFunctionMode):
         rows = values.numel() // values.shape[1]  # as many as regions of features, which differ between processes
         variance, mean = torch.var_mean(values, [0, *range(2, values.ndim)], correction=0)
         statistics = torch.stack([mean, variance, torch.full_like(mean, rows)])[None]
-        means, variances, rows = all_gather_rows(statistics, [1] * self.world_size, with_grad=True).unbind(dim=1)
+        (statistics,) = all_gather_rows(statistics)
+        means, variances, rows = statistics.unbind(dim=1)
         total = rows.sum(dim=0)
         mean = (rows / total * means).sum(dim=0)
         variance = (rows / total * (variances + (means - mean).square())).sum(dim=0)

@@ -11,17 +11,36 @@ from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
 from vl_plugins.data.shard_files import INPUTS
 from vl_plugins.errors import UserError, first_line, one_of, require
 from vl_plugins.integrations.config_files import find_config, read_yaml
-from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
 
-__all__ = ["MODEL_PARTS", "Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config"]
+__all__ = [
+    "MODEL_PARTS",
+    "Config",
+    "DataConfig",
+    "StageConfig",
+    "TowerConfig",
+    "parse_config",
+    "read_config",
+    "split_specification",
+]
 
 MODEL_PARTS = ("image_trunk", "image_embedder", "image_head", "text_trunk", "text_embedder", "text_head")
 """Keys of ``trainer.models``: parts that can be frozen, each with its optimizer."""
 
 TRAINERS = ("CrossModalTrainer", "MetricLossOnly")
 
-# A name or a mapping, see `split_specification`; OmegaConf has no such type.
+# A name, or {"name": NAME, OPTION: VALUE, ...}; OmegaConf has no such type.
 Specification = Any
+
+
+def split_specification(kind: str, specification: Specification) -> tuple[str, dict[str, Any]]:
+    """Return name and options; raise ``UserError`` for what is neither a name nor a mapping with one."""
+    if isinstance(specification, str):
+        return specification, {}
+    if not isinstance(specification, Mapping) or not isinstance(specification.get("name"), str):
+        raise UserError(
+            f"{kind} must be a name or a mapping such as {{name: NAME, option: value}}, got {specification!r}"
+        )
+    return specification["name"], {key: value for key, value in specification.items() if key != "name"}
 
 
 @dataclass
@@ -121,7 +140,7 @@ class Config:
         data: what is read.
         dim: width of the embeddings.
         head: ``{"name": "set", ...}`` with options of :class:`vl_plugins.modules.SetPrediction` for embedding sets.
-        loss: see :func:`build_loss`, also for miner, reducer and distance.
+        loss: see :func:`vl_plugins.registry.create`, also for miner, reducer and distance.
         miner: chooses pairs, in both directions.
         reducer: of the loss.
         distance: of the loss, and of sets at evaluation.

@@ -12,12 +12,10 @@ from torch.nn import functional
 
 from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
-from vl_plugins.errors import UserError, one_of
-from vl_plugins.integrations.command_lines import naming
-from vl_plugins.integrations.pytorch_metric_learning.builders import split_specification
+from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
-from vl_plugins.registry import construct, constructor_options
+from vl_plugins.registry import options_of
 
 __all__ = ["TRUNKS", "TwoTowers", "build_towers", "embeddings_and_slots", "needs_vocabulary"]
 
@@ -161,7 +159,7 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
     text_trunk = _trunk("text", config.text, _words(config, vocabulary, pretrained), pretrained)
     parts: dict[str, nn.Module] = {}
     for tower, trunk, settings in (("image", image_trunk, config.image), ("text", text_trunk, config.text)):
-        with naming(tower):
+        with user_errors(tower):
             embedder = Embedder(
                 trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection
             )
@@ -178,9 +176,9 @@ def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrain
     factory = getattr(importlib.import_module(module), class_name)
     if not pretrained:
         random = {"pretrained": False, "weights": None}
-        options |= {option: random[option] for option in random if option in constructor_options(factory)}
-    with naming(f"{tower}.trunk"):
-        return construct(f"trunk of {tower}s", name, factory, {**options, **words})
+        options |= {option: random[option] for option in random if option in options_of(factory)}
+    with user_errors(f"{tower}.trunk {name!r}"):
+        return factory(**options, **words)
 
 
 def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> dict[str, Any]:
@@ -200,5 +198,5 @@ def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> d
 def _set_head(config: Config, embedder: Embedder) -> SetHead:
     _, options = split_specification("head", config.head)
     options = {"dim": config.dim, "local_dim": embedder.local_width, **options}
-    with naming("head"):
-        return SetHead(construct("head", "set", SetPrediction, options))
+    with user_errors("head"):
+        return SetHead(SetPrediction(**options))

@@ -1,6 +1,5 @@
 """Loss, miner, optimizers and learning rate schedulers of a configuration."""
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +9,10 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from vl_plugins.errors import UserError, one_of, unknown_name
-from vl_plugins.integrations.command_lines import naming
+from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.cross_modal import check_compares_sets, compares_sets
-from vl_plugins.integrations.pytorch_metric_learning.builders import (
-    build_component,
-    build_loss,
-    split_specification,
-)
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
-from vl_plugins.registry import REQUIRED, construct, constructor_options
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split_specification
+from vl_plugins.registry import create, options_of
 
 __all__ = ["build_optimizers", "build_schedulers", "loss_from_config", "miner_from_config"]
 
@@ -36,15 +29,13 @@ def loss_from_config(config: Config) -> nn.Module:
     options = {}
     for kind in ("reducer", "distance"):
         if getattr(config, kind) is not None:
-            with naming(kind):
-                options[kind] = build_component(kind, getattr(config, kind))
-    with naming("loss"):
-        loss = build_loss(config.loss, **options)
-        if config.head is None:
-            return loss
-        named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
-        if not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
-            loss = build_loss(config.loss, **options, distance=build_component("distance", "smooth_chamfer"))
+            options[kind] = _create(kind, getattr(config, kind))
+    loss = _create("loss", config.loss, **options)
+    if config.head is None:
+        return loss
+    named = "distance" in {**options, **split_specification("loss", config.loss)[1]}
+    if not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
+        loss = _create("loss", config.loss, **options, distance="smooth_chamfer")
     check_compares_sets(loss)
     return loss
 
@@ -55,8 +46,13 @@ def miner_from_config(config: Config, loss: nn.Module) -> nn.Module | None:
         return None
     _, own = split_specification("miner", config.miner)
     distance = {"distance": loss.distance} if config.head is not None and "distance" not in own else {}
-    with naming("miner"):
-        return build_component("miner", config.miner, **distance)
+    return _create("miner", config.miner, **distance)
+
+
+def _create(kind: str, specification: Any, **options: Any) -> Any:
+    split_specification(kind, specification)
+    with user_errors(kind):
+        return create(kind, specification, **options)
 
 
 def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
@@ -76,9 +72,10 @@ def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict
     for part, module in parts.items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if trained and part not in stage.freeze:
-            lr = options.get("lr", constructor_options(factory).get("lr", REQUIRED))
-            scaled = {} if lr is REQUIRED else {"lr": lr * stage.lr_scale.get(part, 1)}
-            optimizers[f"{part}_optimizer"] = _construct("optimizer", name, factory, {**options, **scaled}, trained)
+            lr = options.get("lr", options_of(factory).get("lr"))
+            scaled = {"lr": lr * stage.lr_scale.get(part, 1)} if isinstance(lr, float | int) else {}
+            with user_errors(f"optimizer {name!r}"):
+                optimizers[f"{part}_optimizer"] = factory(trained, **{**options, **scaled})
     idle = [part for part in stage.lr_scale if f"{part}_optimizer" not in optimizers and part not in stage.freeze]
     if idle:
         raise UserError(f"lr_scale has {idle[0]}, which has no parameters to train")
@@ -103,12 +100,11 @@ def build_schedulers(stage: StageConfig, optimizers: Mapping[str, Optimizer]) ->
     by = one_of("value of lr_scheduler.by", options.pop("by", "plateau" if is_plateau else "epoch"), STEPS_BY)
     if is_plateau:
         options = {"mode": "max", **options}
-    return {
-        f"{key.removesuffix('_optimizer')}_scheduler_by_{by}": _construct(
-            "lr_scheduler", name, factory, options, optimizer
-        )
-        for key, optimizer in optimizers.items()
-    }
+    with user_errors(f"lr_scheduler {name!r}"):
+        return {
+            f"{key.removesuffix('_optimizer')}_scheduler_by_{by}": factory(optimizer, **options)
+            for key, optimizer in optimizers.items()
+        }
 
 
 def _class(kind: str, name: str, module: Any, base: type | tuple[type, ...]) -> type:
@@ -117,12 +113,4 @@ def _class(kind: str, name: str, module: Any, base: type | tuple[type, ...]) -> 
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, base) and not key.startswith("_")
     }
-    if name not in classes:
-        raise unknown_name(kind, name, classes)
-    return classes[name]
-
-
-def _construct(kind: str, name: str, factory: type, options: Mapping[str, Any], subject: Any) -> Any:
-    """Make an optimizer of parameters, or a scheduler of an optimizer."""
-    with naming(f"{kind} {name!r}"):
-        return construct(kind, name, functools.partial(factory, subject), options)
+    return classes[one_of(kind, name, classes)]

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vl_plugins.distributed.batch_norm import JoinedBatchNorm
-from vl_plugins.distributed.gathering import all_gather_rows
-from vl_plugins.distributed.torchrun import stop_processes
+from vl_plugins.distributed import all_gather_rows, stop_processes
 from vl_plugins.errors import UserError, first_line, require
+from vl_plugins.integrations.pytorch_metric_learning.batch_norm import JoinedBatchNorm
 from vl_plugins.numerics import full_precision
 
 __all__ = ["Processes", "start_processes"]
@@ -79,17 +78,17 @@ class Processes:
             if self._accelerator is not None:
                 stack.enter_context(self._accelerator.autocast())
             if self.count > 1:
-                stack.enter_context(JoinedBatchNorm(self.count))
+                stack.enter_context(JoinedBatchNorm())
             yield
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all processes, in the order of their ranks; each has equally many.
+        """Return the rows of all processes, in the order of their ranks.
 
         Floating-point numbers become float32 at least, so that a loss is not computed in half precision.
         """
         if rows.is_floating_point():
             (rows,) = full_precision(rows)
-        return all_gather_rows(rows, [len(rows)] * self.count, with_grad=True)
+        return all_gather_rows(rows)[0]
 
     def backward(self, loss: Tensor, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Compute the gradients of the modules' parameters, each the mean over the processes."""

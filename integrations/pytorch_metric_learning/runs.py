@@ -21,7 +21,7 @@ from vl_plugins.data.shard_info import check_first_sample
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.training_batches import TrainingPipeline
 from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import UserError, require, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_state_dicts,
     read_checkpoint,
@@ -43,7 +43,6 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     ShardTrainer,
 )
 from vl_plugins.integrations.validation import log_metrics, validate
-from vl_plugins.registry import construct
 from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary"]
@@ -65,7 +64,8 @@ def build_vocabulary(config: Config) -> Vocabulary | None:
     if not needs_vocabulary(config):
         return None
     options = {"captions": read_shard_captions(_training_shards(config)), **config.text.vocabulary}
-    vocabulary = construct("section", "text.vocabulary", Vocabulary.from_captions, options)
+    with user_errors("text.vocabulary"):
+        vocabulary = Vocabulary.from_captions(**options)
     logger.info(f"vocabulary: {len(vocabulary.words):,} words of the training captions")
     return vocabulary
 

@@ -14,7 +14,7 @@ from vl_plugins.commands.members import Member
 from vl_plugins.data.collection import Collection, first_captions, read_collection
 from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.data.shard_info import read_shard_sizes
-from vl_plugins.distributed.torchrun import process_device, start_processes, stop_processes
+from vl_plugins.distributed import process_device, start_processes, stop_processes
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.encoding import checkpoint_digest, encode_queries, encode_shards

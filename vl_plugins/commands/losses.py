@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vl_plugins.errors import UserError
-from vl_plugins.registry import REQUIRED, constructor_options, format_options, list_losses, load_loss
+from vl_plugins.registry import find, format_options, list_losses, options_of
 
 __all__ = ["describe_class", "describe_losses", "register", "run"]
 
@@ -23,6 +23,8 @@ SHARED_OPTIONS = {
 """Those of every loss of pytorch-metric-learning."""
 
 LABEL_WIDTH = len("equation") + 2
+REQUIRED = inspect.Parameter.empty
+OTHERS = "Losses of pytorch-metric-learning go by the names of their classes, such as NTXentLoss."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -52,7 +54,7 @@ def describe_losses() -> list[dict[str, Any]]:
     descriptions = []
     for name in list_losses():
         try:
-            descriptions.append(describe_class(name, load_loss(name)))
+            descriptions.append(describe_class(name, find("loss", name)))
         except UserError as error:
             descriptions.append({"name": name, "error": str(error)})
     return descriptions
@@ -64,7 +66,7 @@ def describe_class(name: str, loss: Callable) -> dict[str, Any]:
     ``options`` are those with a default, ``without_default`` the names of the others; ``equation`` and ``paper`` are
     None if the loss does not name them.
     """
-    options = constructor_options(loss)
+    options = options_of(loss)
     return {
         "name": name,
         "summary": (inspect.getdoc(loss) or "").partition("\n")[0],
@@ -76,10 +78,10 @@ def describe_class(name: str, loss: Callable) -> dict[str, Any]:
 
 
 def format_descriptions(descriptions: list[dict[str, Any]], width: int) -> str:
-    """Return a paragraph for each loss, and one for the options that all losses of pytorch-metric-learning share."""
-    footer = f"Options of every pytorch-metric-learning loss: {format_options(SHARED_OPTIONS)}"
-    footer = textwrap.fill(f"{footer} (None: the loss's own default).", width)
-    return "\n\n".join([*(_paragraph(description, width) for description in descriptions), footer])
+    """Return a paragraph for each loss, and lines about the options and losses of pytorch-metric-learning."""
+    shared = f"Options of every loss: {format_options(SHARED_OPTIONS)} (None: the loss's own default)."
+    footers = [textwrap.fill(footer, width) for footer in (shared, OTHERS)]
+    return "\n\n".join([*(_paragraph(description, width) for description in descriptions), *footers])
 
 
 def _paragraph(description: dict[str, Any], width: int) -> str:

@@ -1,34 +1,29 @@
 """``vl-plugins plot``: pictures for papers and for watching a training run."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.run_names import run_names, split_name
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.key_values import parse_key_values
 from vl_plugins.registry import create_loss, format_options, list_losses
 
 __all__ = ["register"]
-
-# Hyper-parameters in functional.goal.Objective, which --help does not import.
-OBJECTIVE = ("margin", "tau", "offset", "alpha", "beta", "lam")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add ``plot`` and its kinds of picture."""
     parser = subparsers.add_parser(
         "plot",
-        help="plot training runs, slot attention, or weights of a loss",
-        examples=["vl-plugins plot training logs/unified", "vl-plugins plot weights --loss unified"],
-        description="Plot training runs, slot attention, or how a loss weighs a triplet.",
+        help="plot training runs, slot attention, or gradients of a loss",
+        examples=["vl-plugins plot training logs/unified", "vl-plugins plot gradients unified"],
+        description="Plot training runs, slot attention, or how strongly a loss pulls at a triplet.",
     )
     pictures = parser.add_subparsers(title="pictures", dest="picture", metavar="PICTURE", required=True)
     _register_attention(pictures)
     _register_training(pictures)
-    _register_weights(pictures)
+    _register_gradients(pictures)
 
 
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
@@ -126,91 +121,43 @@ def _run_training(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.out}")
 
 
-def _register_weights(pictures: argparse._SubParsersAction) -> None:
+def _register_gradients(pictures: argparse._SubParsersAction) -> None:
     parser = pictures.add_parser(
-        "weights",
-        help="how a loss weighs a triplet",
-        examples=[
-            "vl-plugins plot weights --objective tau=20 offset=1",
-            "vl-plugins plot weights --loss unified --loss-kwargs scale=30 --loss vlc",
-        ],
-        description="Draw the size of a loss's gradients at the positive and the negative pair of a triplet; without "
-        "--loss, the triplet and pair weights of the loss `goal`, as in its paper.",
+        "gradients",
+        help="how strongly a loss pulls at a triplet",
+        usage="%(prog)s [options] LOSS [KEY=VALUE ...] ...",
+        examples=["vl-plugins plot gradients unified scale=30 vlc", "vl-plugins plot gradients goal TripletMarginLoss"],
+        description="Draw the size of the gradients of losses at the positive and the negative pair of a triplet.",
     )
-    _add_out(parser, "weights.png")
-
     parser.add_argument(
-        "--objective",
+        "losses",
         nargs="+",
-        metavar="KEY=VALUE",
-        help=f"hyper-parameters of `goal`: {', '.join(OBJECTIVE)} (default: the paper's)",
+        metavar="LOSS",
+        help="losses of `vl-plugins losses`, each before its options, such as margin=0.2",
     )
-    parser.add_argument(
-        "--loss",
-        action="append",
-        dest="losses",
-        metavar="NAME",
-        help="a loss of `vl-plugins losses`; repeat to compare several",
-    )
-    parser.add_argument(
-        "--loss-kwargs",
-        action="append",
-        dest="losses",
-        nargs="+",
-        metavar="KEY=VALUE",
-        help="options of the preceding --loss, such as margin=0.2",
-    )
-    parser.set_defaults(run=_run_weights)
+    _add_out(parser, "gradients.png")
+    parser.set_defaults(run=_run_gradients)
 
 
-def _run_weights(arguments: argparse.Namespace) -> None:
-    if arguments.losses and arguments.objective:
-        raise UserError("--objective and --loss are of different pictures; options of a loss are --loss-kwargs")
-    if arguments.losses:
-        _plot_losses(arguments)
-    else:
-        _plot_weights(arguments)
-    print(f"wrote {arguments.out}")
-
-
-def _plot_weights(arguments: argparse.Namespace) -> None:
-    options = parse_key_values(arguments.objective or [], "--objective")
-    for name in options:
-        one_of("hyper-parameter", name, OBJECTIVE)
-
-    from vl_plugins.plots.weights import PAPER, plot_weights
-
-    try:
-        objective = replace(PAPER, **options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--objective: {error}") from error
-    plot_weights(arguments.out, objective)
-
-
-def _plot_losses(arguments: argparse.Namespace) -> None:
-    losses = _losses_with_options(arguments.losses)
-    for name, _ in losses:
-        one_of("loss", name, list_losses())
+def _run_gradients(arguments: argparse.Namespace) -> None:
+    losses: list[tuple[str, dict[str, Any]]] = []
+    for word in arguments.losses:
+        if "=" not in word:
+            if not word[:1].isupper():  # a class of pytorch-metric-learning, which takes seconds to import
+                one_of("loss", word, list_losses())
+            losses.append((word, {}))
+        elif losses:
+            losses[-1][1].update(parse_key_values([word], "plot gradients"))
+        else:
+            raise UserError(f"{word}: give it after the loss that it is for")
+    from vl_plugins.plots.figures import picture_file
     from vl_plugins.plots.gradients import plot_gradient_sizes
 
+    picture_file(arguments.out)
     drawn = {}
-    for name, kwargs in losses:
-        try:
-            loss = create_loss(name, **kwargs)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--loss {name}: {error}") from error
-        drawn[f"{name}({format_options(kwargs)})" if kwargs else name] = loss
-    plot_gradient_sizes(drawn, arguments.out)
-
-
-def _losses_with_options(tokens: Sequence[str | list[str]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the losses with their options from ``NAME``s, each before the lists of its ``KEY=VALUE``s."""
-    losses: list[tuple[str, dict[str, Any]]] = []
-    for token in tokens:
-        if isinstance(token, str):
-            losses.append((token, {}))
-        elif losses:
-            losses[-1][1].update(parse_key_values(token, "--loss-kwargs"))
-        else:
-            raise UserError(f"--loss-kwargs {' '.join(token)}: give it after the --loss that it is for")
-    return losses
+    for name, options in losses:
+        with user_errors(name):
+            drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
+    with user_errors(", ".join(drawn)):
+        plot_gradient_sizes(drawn, arguments.out)
+    print(f"wrote {arguments.out}")

@@ -1,6 +1,5 @@
 """Embeddings of images and captions in a file, with the names of what they embed."""
 
-import inspect
 import io
 import json
 import os
@@ -17,10 +16,18 @@ from torch import Tensor
 from vl_plugins.data.collection import Collection, Id
 from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError, require
-from vl_plugins.registry import create_component
+from vl_plugins.registry import create, options_of
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
 
-__all__ = ["Features", "describe_similarity", "features_file", "id_difference", "load_features", "save_features"]
+__all__ = [
+    "Features",
+    "describe_similarity",
+    "features_file",
+    "id_difference",
+    "load_features",
+    "recorded_similarity",
+    "save_features",
+]
 
 SUFFIXES = (".npz", ".safetensors")
 TENSORS = ("image_features", "caption_features", "image_of_caption")
@@ -140,7 +147,7 @@ class Features:
         if not isinstance(name, str):
             raise UserError("features are sets, and their description names no similarity, such as 'smooth_chamfer'")
         options = self.description.get("similarity_kwargs") or {}
-        return create_component("distance", name, **options).requires_grad_(False).to(device).compute_mat
+        return recorded_similarity(name, options).requires_grad_(False).to(device).compute_mat
 
     def similarities(self, device: str | torch.device = "cpu") -> EmbeddingSimilarities:
         """Return the similarities of all images and captions, to be computed tile by tile on a device."""
@@ -218,19 +225,22 @@ def describe_similarity(similarity: BaseDistance, *, parameters: bool = True) ->
         similarity: one of :mod:`vl_plugins.distances`.
         parameters: with those that are trained; without them they are for a state dict to give.
 
-    >>> describe_similarity(create_component("distance", "SmoothChamferSimilarity", alpha=8.0))["similarity_kwargs"]
-    {'alpha': 8.0, 'set_size': 1, 'backend': None}
+    >>> describe_similarity(create("distance", "SmoothChamferSimilarity", alpha=8.0))["similarity_kwargs"]
+    {'alpha': 8.0, 'set_size': 1}
     """
-    options = inspect.signature(type(similarity).__init__).parameters.values()
-    names = [option.name for option in options if option.kind is option.POSITIONAL_OR_KEYWORD]
-    left_out = {"self"} if parameters else {"self", *dict(similarity.named_parameters())}
-    values = {name: getattr(similarity, name) for name in names if name not in left_out}
+    left_out = {*options_of(BaseDistance), "tiled", *(() if parameters else dict(similarity.named_parameters()))}
+    values = {name: getattr(similarity, name) for name in options_of(type(similarity)) if name not in left_out}
     return {
         "similarity": type(similarity).__name__,
         "similarity_kwargs": {
             name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
         },
     }
+
+
+def recorded_similarity(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the similarity of :func:`describe_similarity`, also of version 0.2, whose ``backend`` is gone."""
+    return create("distance", name, **{option: value for option, value in options.items() if option != "backend"})
 
 
 def features_file(file: str | os.PathLike) -> Path:
