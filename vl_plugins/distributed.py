@@ -1,95 +1,126 @@
 """A loss of the batches of all processes, and the processes that ``torchrun`` has started."""
 
 import os
-from collections.abc import Sequence
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 
-from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses import PairLoss
 from vl_plugins.negatives import label_pairs
+from vl_plugins.numerics import eager, full_precision
 
-__all__ = ["DistributedLoss", "all_gather_rows", "process_device", "start_processes"]
+__all__ = ["DistributedLoss", "all_gather_rows", "process_device", "start_processes", "stop_processes", "world_size"]
+
+CHECKED_CALLS = 3
+SECONDS_FOR_THREADS = 0.2
 
 
 class DistributedLoss(nn.Module):
     """The loss of the joined batch of all processes, called in each of them with its own embeddings and labels.
 
-    ``loss(images, labels, ref_emb=texts, ref_labels=labels)`` gives, after DistributedDataParallel has averaged the
-    gradients, those of one process with the whole batch. Labels are ids in the whole job. Batches may differ in size;
-    every pair counts the same. With one process it is the loss itself.
+    After DistributedDataParallel has averaged the gradients, they are those of one process with the whole batch. Each
+    process may have another number of rows; every pair counts the same. A loss whose pairs are independent
+    (:attr:`PairLoss.has_independent_pairs <vl_plugins.losses.PairLoss.has_independent_pairs>`) compares only a
+    process's own rows with all candidates; any other loss is computed of the whole batch in each process. With one
+    process it is the loss itself.
 
     Args:
-        loss: a loss of pytorch-metric-learning.
-        local_rows: compare only this process's anchors with all candidates, where the processes' losses average to that
-            of the whole batch: for means of a :class:`~vl_plugins.losses.base.PairLoss` whose pairs are independent of each
-            other. Any other loss is computed of the whole batch in each process.
-        with_grad: send gradients of gathered embeddings back to their process. Otherwise only own embeddings have one,
-            as in open_clip without ``--gather-with-grad``.
+        loss: a loss of this package or of pytorch-metric-learning.
+
+    >>> from vl_plugins.losses import UnifiedLoss
+    >>> DistributedLoss(UnifiedLoss())(torch.eye(3), ref_emb=torch.eye(3).roll(1, dims=0))
+    tensor(2.4000)
     """
 
-    def __init__(self, loss: nn.Module, local_rows: bool = True, with_grad: bool = True):
+    def __init__(self, loss: nn.Module):
         super().__init__()
-        self.loss, self.local_rows, self.with_grad = loss, local_rows, with_grad
+        self.loss = loss
+        self.calls = 0
 
     def forward(
         self,
         embeddings: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
         miner: nn.Module | None = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Return the loss; its mean over the processes is that of the joined batch.
 
         Args:
-            embeddings, labels, ref_emb, ref_labels: of this process; two sets or one.
+            embeddings, ref_emb: (B, D) and (k B, D) of this process; or one set, with labels.
+            labels, ref_labels: ids in the whole job, equal for what belongs together. Without ``ref_labels``, rows
+                k i to k i + k - 1 of ``ref_emb`` belong to row i of the embeddings; without labels too, to no other.
             miner: of pytorch-metric-learning, called on the joined batch.
-            options: others of the loss's call, such as ``scale``.
-        """
-        sides = [(embeddings, labels)] if ref_emb is None else [(embeddings, labels), (ref_emb, ref_labels)]
-        joined = [_joined(*side, with_grad=self.with_grad) for side in sides]
-        has_rows = isinstance(self.loss, PairLoss) and self.loss.has_independent_pairs
-        if self.local_rows and has_rows and ref_emb is not None and miner is None and _world_size() > 1:
-            return self._loss_of_own_rows(sides, joined, **options)
-        flat = [tensor for side in joined for tensor in side]
-        indices = None if miner is None else miner(*flat)
-        return self.loss(flat[0], flat[1], indices, *flat[2:], **options)
+            options: others of the loss's call, such as ``scale``. Those with rows, such as ``slots``, are gathered too.
 
-    def _loss_of_own_rows(self, sides: list, joined: list, **options: Any) -> Tensor:
-        pairs = len(label_pairs(joined[0][1], joined[1][1])[0])
-        total = 0
-        for direction in (1, -1) if self.loss.symmetric else (1,):
-            (own, own_labels), _ = sides[::direction]
-            _, (candidates, candidate_labels) = joined[::direction]
-            own_pairs = len(label_pairs(own_labels, candidate_labels)[0])
-            mean = self.loss(own, own_labels, None, candidates, candidate_labels, symmetric=False, **options)
-            total = total + mean * (own_pairs * _world_size() / max(1, pairs))
+        Raises:
+            ValueError: texts that are no multiple of the images, labels of another length, or labels that are 0 to
+                B - 1 in each of several processes and would join strangers. Only the first calls are checked for this.
+        """
+        sides = embeddings, labels, ref_emb, ref_labels
+        return eager(self._forward, *sides, miner, options)
+
+    def _forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        miner: nn.Module | None,
+        options: dict[str, Any],
+    ) -> Any:
+        if labels is not None and self.calls < CHECKED_CALLS and world_size() > 1:
+            self.calls += 1
+            _check_ids(labels)
+        labels, ref_labels = _pair_labels(embeddings, labels, ref_emb, ref_labels)
+        embeddings, *others = full_precision(embeddings, *([] if ref_emb is None else [ref_emb]))
+        own = (embeddings, labels) if ref_emb is None else (embeddings, labels, *others, ref_labels)
+        rows = {name: value for name, value in options.items() if isinstance(value, Tensor) and value.ndim > 1}
+        gathered = all_gather_rows(*own, *rows.values())
+        joined, options = gathered[: len(own)], options | dict(zip(rows, gathered[len(own) :], strict=True))
+        has_rows = isinstance(self.loss, PairLoss) and self.loss.has_independent_pairs
+        if world_size() > 1 and has_rows and miner is None and ref_emb is not None:
+            return self._loss_of_own_rows(own, joined, **options)
+        indices = None if miner is None else miner(*joined)
+        return self.loss(*joined[:2], indices, *joined[2:], **options)
+
+    def _loss_of_own_rows(self, own: tuple, joined: tuple, symmetric: bool | None = None, **options: Any) -> Tensor:
+        total, all_pairs = 0, len(label_pairs(joined[1], joined[3])[0])
+        both = self.loss.symmetric if symmetric is None else symmetric
+        for anchors, candidates in ((0, 2), (2, 0)) if both else ((0, 2),):
+            (x, labels), (y, ref_labels) = own[anchors : anchors + 2], joined[candidates : candidates + 2]
+            own_pairs = len(label_pairs(labels, ref_labels)[0])
+            mean = self.loss(x, labels, None, y, ref_labels, symmetric=False, **options)
+            total = total + mean * (own_pairs * world_size() / max(1, all_pairs))
         return total
 
 
-def all_gather_rows(rows: Tensor, *, with_grad: bool = False) -> Tensor:
-    """Return the rows of all processes, in the order of their ranks; their numbers may differ.
+def all_gather_rows(*tensors: Tensor | None, with_grad: bool = True) -> tuple[Any, ...]:
+    """Return the rows of all processes, in the order of their ranks; each may have another number of them.
 
     Args:
-        rows: (n, ...), of this process.
-        with_grad: gradients are summed over all processes, which have to run the backward pass together. Otherwise a
-            process's own rows have their gradient.
+        tensors: (n, ...), of this process; None stays None.
+        with_grad: the gradients of all processes are summed and sent back to where the rows come from: all have to run
+            the backward pass together. Otherwise only a process's own rows have a gradient.
     """
-    if _world_size() == 1:
-        return rows
-    counts = torch.zeros(_world_size(), dtype=torch.long, device=rows.device)
-    counts[distributed.get_rank()] = len(rows)
+    size = world_size()
+    given = [tensor for tensor in tensors if tensor is not None]
+    if size == 1 or not given:
+        return tensors
+    counts = torch.zeros(size, len(given), dtype=torch.long, device=given[0].device)
+    counts[distributed.get_rank()] = torch.tensor([len(tensor) for tensor in given])
     distributed.all_reduce(counts)
-    return _AllGatherRows.apply(rows, counts.tolist(), with_grad)
+    rows = iter(zip(given, counts.T.tolist(), strict=True))
+    return tuple(None if tensor is None else _AllGatherRows.apply(*next(rows), with_grad) for tensor in tensors)
 
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], with_grad: bool) -> Tensor:
+    def forward(ctx, rows, counts, with_grad):
         ctx.counts, ctx.with_grad = counts, with_grad
         padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts]
@@ -97,19 +128,57 @@ class _AllGatherRows(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
         if ctx.with_grad:
             grad = grad.clone(memory_format=torch.contiguous_format)
             distributed.all_reduce(grad)
         return grad.split(ctx.counts)[distributed.get_rank()], None, None
 
 
-def _joined(embeddings: Tensor, labels: Tensor, *, with_grad: bool) -> tuple[Tensor, Tensor]:
-    return all_gather_rows(embeddings, with_grad=with_grad), all_gather_rows(labels.to(embeddings.device))
+def _pair_labels(
+    embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the labels of both sides; those that are not given follow from the order of the rows."""
+    for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
+        rows = 0 if side is None else len(side)
+        if side_labels is not None and len(side_labels) != rows:
+            raise ValueError(f"{name} must have the length {rows}, got {len(side_labels)}")
+    if labels is None:
+        if ref_emb is None or ref_labels is not None:
+            raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
+        rank = distributed.get_rank() if world_size() > 1 else 0
+        labels = torch.arange(len(embeddings), device=embeddings.device) + rank * 2**32  # those of no other process
+    labels = labels.to(embeddings.device)
+    if ref_emb is None:
+        return labels, None
+    if ref_labels is None:
+        captions, rest = divmod(len(ref_emb), max(1, len(embeddings)))
+        if rest or (captions and len(embeddings) == 0):
+            raise ValueError(
+                f"without ref_labels, ref_emb must have k rows for each of the {len(embeddings)} embeddings, got "
+                f"{len(ref_emb)}"
+            )
+        ref_labels = labels.repeat_interleave(captions)
+    # A copy: for pytorch-metric-learning, one object with both names means one set.
+    return labels, ref_labels.to(embeddings.device, copy=True)
 
 
-def _world_size() -> int:
+def _check_ids(labels: Tensor) -> None:
+    """Raise ``ValueError`` if the labels are 0 to B - 1 in every process."""
+    are_places = torch.equal(labels, torch.arange(len(labels), dtype=labels.dtype, device=labels.device))
+    flag = torch.tensor(int(are_places), device=labels.device)
+    distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
+    if flag:
+        raise ValueError(
+            "labels are 0 to B - 1 in every process, so images of different processes would be positives of each other: "
+            "give ids of the whole job, or no labels where row i belongs to row i"
+        )
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 without a process group."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
@@ -128,3 +197,14 @@ def process_device(device: str | None = None) -> str:
     if device is not None or not torch.cuda.is_available():
         return device or "cpu"
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+
+def stop_processes() -> None:
+    """Destroy the process group if there is one.
+
+    gloo's threads free what they have sent only later, and need the GIL for that. Before pytorch/pytorch#154976 (June
+    2025), destroying the group waited for these threads while it held the GIL: a deadlock. So they get time to finish.
+    """
+    if distributed.is_initialized():
+        time.sleep(SECONDS_FOR_THREADS)
+        distributed.destroy_process_group()

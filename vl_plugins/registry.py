@@ -24,7 +24,7 @@ GROUP = "vl_plugins.losses"
 # By name: importing the packages, pytorch-metric-learning's and ours, takes seconds. Ours replace those of one name.
 PACKAGES = {
     "distance": ("pytorch_metric_learning.distances", "vl_plugins.distances"),
-    "loss": ("pytorch_metric_learning.losses", "vl_plugins.losses", "vl_plugins.losses.wrappers"),
+    "loss": ("pytorch_metric_learning.losses", "vl_plugins.losses"),
     "miner": ("pytorch_metric_learning.miners", "vl_plugins.miners"),
     "reducer": ("pytorch_metric_learning.reducers",),
     "regularizer": ("pytorch_metric_learning.regularizers", "vl_plugins.regularizers"),
@@ -35,8 +35,9 @@ SHORT_NAMES = {
     "mil": "MILSimilarity",
     "smooth_chamfer": "SmoothChamferSimilarity",
 }
-KIND_OF_OPTION = {"base": "loss", "embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
-KIND_OF_OPTION |= {kind: kind for kind in PACKAGES} | {"losses": "loss", "miners": "miner", "reducers": "reducer"}
+KINDS_OF_LISTS = {"losses": "loss", "miners": "miner", "reducers": "reducer"}  # such as those of MultipleLosses
+KIND_OF_OPTION = {kind: kind for kind in PACKAGES} | KINDS_OF_LISTS
+KIND_OF_OPTION |= {"base": "loss", "embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
 
 
 def list_losses() -> tuple[str, ...]:
@@ -44,22 +45,23 @@ def list_losses() -> tuple[str, ...]:
     return tuple(sorted(entry_points(group=GROUP).names))
 
 
-def create_loss(name: str, /, gather_across_devices: bool = False, **options: Any) -> Any:
+def create_loss(name: Any, /, gather_across_devices: bool = False, **options: Any) -> Any:
     """Return a new loss, a pytorch-metric-learning ``BaseMetricLossFunction``.
 
     Args:
         name, options: see :func:`create`.
-        gather_across_devices: compare the batches of all processes, see :class:`~vl_plugins.distributed.DistributedLoss`.
+        gather_across_devices: return a :class:`~vl_plugins.distributed.DistributedLoss`, of the batches of all
+            processes.
 
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
     """
     loss = create("loss", name, **options)
-    if gather_across_devices:
-        from vl_plugins.distributed import DistributedLoss  # imports the losses
+    if not gather_across_devices:
+        return loss
+    from vl_plugins.distributed import DistributedLoss  # imports the losses, which takes seconds
 
-        return DistributedLoss(loss)
-    return loss
+    return DistributedLoss(loss)
 
 
 def create(kind: str, specification: Any, /, **options: Any) -> Any:
@@ -78,17 +80,17 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
     >>> create("loss", {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}}).distance.p
     1
     """
+    name = specification
     if isinstance(specification, Mapping):
-        specification = dict(specification)
-        name, given = specification.pop("name", None), specification
-        twice = given.keys() & options.keys()
-        if name is None or twice:
-            raise UserError(f"{kind}: {'no name' if name is None else f'{min(twice)} is given twice'} in {given}")
+        given = {option: value for option, value in specification.items() if option != "name"}
+        name, twice = specification.get("name"), given.keys() & options.keys()
+        if twice:
+            raise UserError(f"{min(twice)} of {kind} {name!r} is given twice")
         options = given | options
-    elif isinstance(specification, str):
-        name = specification
-    else:
+    elif callable(specification) and not options:
         return specification
+    if not isinstance(name, str):
+        raise UserError(f"{kind} must be a name or a mapping with name: NAME, got {specification!r}")
     factory = find(kind, name)
     known = options_of(factory)
     for option, value in options.items():
@@ -96,33 +98,41 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
         if is_number and isinstance(value, (str, list, tuple, dict)):  # would fail at the first batch
             raise UserError(f"{option} of {kind} {name!r} must be a number, got {value!r}")
     try:
-        return factory(**{option: _components(option, value) for option, value in options.items()})
+        return factory(**{option: _component(option, value) for option, value in options.items()})
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
         unknown = next((option for option in options if option not in known), None)
-        hint = did_you_mean(unknown, known) if unknown else ""
         reason = str(error) or type(error).__name__
-        raise UserError(f"{kind} {name!r}: {reason}{hint}; options: {format_options(known)}") from error
+        if unknown:
+            reason = f"unknown option {unknown!r}{did_you_mean(unknown, known)}"
+        raise UserError(f"{kind} {name!r}: {reason}; options: {format_options(known)}") from error
 
 
 def find(kind: str, name: str) -> Callable[..., Any]:
-    """Return the class of a component."""
+    """Return the class of a component; raise ``UserError`` for an unknown name, or one that cannot be loaded."""
+    one_of("kind of component", kind, PACKAGES)
     providers = entry_points(group=GROUP, name=name) if kind == "loss" else ()
     if len(providers) > 1:
         claimants = " and ".join(sorted(f"{provider.dist.name} ({provider.value})" for provider in providers))  # type: ignore[union-attr]
         raise UserError(f"loss {name!r} is provided by {claimants}; uninstall all but one of them")
     for provider in providers:
         try:
-            return provider.load()
+            loss = provider.load()
+            if not callable(loss):
+                raise TypeError(f"{type(loss).__name__} is not a class")
         except Exception as error:  # anything may go wrong in another distribution's module
-            raise UserError(f"loss {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    classes = _classes(one_of("kind of component", kind, PACKAGES))
+            distribution = provider.dist.name  # type: ignore[union-attr]
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"loss {name!r} of {distribution} cannot be loaded ({provider.value}): {reason}") from error
+        return loss
+    classes = _classes(kind)
     name = SHORT_NAMES.get(name, name) if kind == "distance" else name
-    return classes[one_of(kind, name, [*classes, *(list_losses() if kind == "loss" else ())])]
+    return classes[one_of(kind, name, names(kind))]
 
 
 def names(kind: str) -> tuple[str, ...]:
     """Return the names of a kind of component, sorted."""
-    return tuple(sorted([*_classes(kind), *(list_losses() if kind == "loss" else ())]))
+    short = {"distance": tuple(SHORT_NAMES), "loss": list_losses()}
+    return tuple(sorted([*_classes(kind), *short.get(kind, ())]))
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -169,17 +179,17 @@ def _classes(kind: str) -> dict[str, type]:
         for name, value in members.items()
         if inspect.isclass(value)
         and issubclass(value, bases)
-        and not name.startswith(("Base", "Generic", "PairLoss", "SetDistance"))
+        and not name.startswith(("Base", "GenericPairLoss", "PairLoss", "SetDistance"))
     }
 
 
-def _components(option: str, value: Any) -> Any:
-    """Return the value of an option, with components in the place of their specifications."""
+def _component(option: str, value: Any) -> Any:
+    """Return the value of an option; where it names components, the components."""
     kind = KIND_OF_OPTION.get(option)
     if kind is None or value is None:
         return value
-    if isinstance(value, (list, tuple)):
+    if option in KINDS_OF_LISTS and isinstance(value, (list, tuple)):
         return [create(kind, item) for item in value]
-    if isinstance(value, Mapping) and "name" not in value and option.endswith("s"):  # such as losses of MultipleLosses
+    if option in KINDS_OF_LISTS and isinstance(value, Mapping):
         return {key: create(kind, item) for key, item in value.items()}
-    return value if option == "base" and isinstance(value, str) else create(kind, value)  # with the options beside it
+    return value if option == "base" else create(kind, value)  # the options of a base may stand beside it

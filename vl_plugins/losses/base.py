@@ -9,8 +9,8 @@ from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
 
 from vl_plugins.errors import number
-from vl_plugins.negatives import MATRIX_BYTES, label_pairs, maximum, of_matrix, soft_maximum, unit_vectors
-from vl_plugins.numerics import full_precision
+from vl_plugins.negatives import MATRIX_BYTES, cosines, label_pairs, matrix_maximum, maximum, soft_maximum
+from vl_plugins.numerics import eager, full_precision
 
 __all__ = ["PairLoss", "Pairs"]
 
@@ -18,26 +18,26 @@ IndicesTuple = tuple[Tensor, ...]
 
 
 class Pairs(NamedTuple):
-    """The M positive pairs of a call, with rows and columns (M,) of the similarities, and the inverse temperature."""
+    """The M positive pairs of a call: rows and columns (M,) of the similarities, their shape, and the scale."""
 
     rows: Tensor
     columns: Tensor
     shape: tuple[int, int]
     scale: float | Tensor = 1.0
 
-    def values(self, name: str, of: float | Tensor) -> float | Tensor:
-        """Return those of the pairs: a number, or (M,) from a tensor (A,) of the rows or (A, C)."""
-        if not isinstance(of, Tensor) or of.ndim == 0:
-            return of
-        if of.shape != self.shape[: of.ndim]:
-            raise ValueError(f"{name} must have the shape {self.shape[: of.ndim]}, got {tuple(of.shape)}")
-        return of[(self.rows, self.columns)[: of.ndim]]
+    def values(self, name: str, tensor: float | Tensor) -> float | Tensor:
+        """Return a number as it is, and of a tensor (A,) of the rows or (A, C) the elements of the pairs, (M,)."""
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+            return tensor
+        if tensor.shape not in (self.shape[:1], self.shape):
+            raise ValueError(f"{name} must have the shape {self.shape[:1]} or {self.shape}, got {tuple(tensor.shape)}")
+        return tensor[(self.rows, self.columns)[: tensor.ndim]]
 
 
 class PairLoss(BaseMetricLossFunction):
     """A loss of each positive pair, given its similarity and that of its anchor's negatives.
 
-    A subclass says by :attr:`negatives` what it needs to know of the negatives, and gives a formula::
+    A subclass says by :attr:`negatives` what it must know of the negatives, and gives a formula::
 
         class SquaredHinge(PairLoss):
             negatives = "logsumexp"
@@ -61,7 +61,9 @@ class PairLoss(BaseMetricLossFunction):
     - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, of a model that compares pairs itself.
 
     The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
-    least, also under autocast. Nothing to compare gives 0. No reducer hides NaN or infinity in the embeddings.
+    least, also under autocast. Nothing to compare gives 0. NaN or infinity in any embedding gives NaN, whatever the
+    reducer. Gradients of embeddings that are compared in blocks, those of ``"max"`` and ``"logsumexp"`` by labels and
+    cosine or dot product, have no second derivatives; all others have.
 
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
@@ -86,7 +88,7 @@ class PairLoss(BaseMetricLossFunction):
         self.tiled = tiled
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (..., M).
+        """Return the loss of each pair, (..., M), elementwise: a loss that compares pairs is a ``"matrix"`` loss.
 
         Args:
             positive: (M,), similarities of the pairs.
@@ -110,15 +112,20 @@ class PairLoss(BaseMetricLossFunction):
 
     @property
     def takes_triplets(self) -> bool:
-        """Whether each given triplet counts on its own; otherwise triplets are taken for pairs."""
+        """True if each given triplet counts on its own; otherwise triplets are taken for pairs."""
         return self.negatives in ("max", "all")
 
     def triplet_losses(
         self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
     ) -> Tensor:
         """Return the losses of T given triplets of a row and two columns, (T,)."""
-        pairs = Pairs(anchors, positives, similarities.shape, scale)
+        pairs = Pairs(anchors, positives, _shape(similarities), scale)
         return self.pair_loss(similarities[anchors, positives], similarities[anchors, negatives], pairs)
+
+    @property
+    def has_independent_pairs(self) -> bool:
+        """True if the loss of a batch is the mean of its pairs' losses, each of its row and column alone."""
+        return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
     def forward(
         self,
@@ -129,7 +136,7 @@ class PairLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None = None,
         scale: float | Tensor | None = None,
         symmetric: bool | None = None,
-    ) -> Tensor | dict[str, Any]:
+    ) -> Any:
         """Return the reduced loss.
 
         Args:
@@ -144,11 +151,54 @@ class PairLoss(BaseMetricLossFunction):
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
                 all similarities are needed.
         """
+        return eager(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
+
+    def from_similarities(
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        scale: float | Tensor | None = None,
+        symmetric: bool | None = None,
+    ) -> Any:
+        """Return the reduced loss of a matrix.
+
+        Args:
+            similarities: (A, C), anchors x candidates, larger is closer.
+            positive_mask, negative_mask: (A, C), bool.
+            scale, symmetric: see :meth:`forward`.
+
+        Raises:
+            ValueError: masks of another shape or type.
+        """
+        for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
+            if mask.shape != similarities.shape or mask.dtype != torch.bool:
+                raise ValueError(f"{name} must be bool {_shape(similarities)}, got {mask.dtype} {_shape(mask)}")
+        scale, both = self._scale(scale), self.symmetric if symmetric is None else symmetric
+        with torch.autocast(similarities.device.type, enabled=False):
+            (similarities,) = full_precision(similarities)
+            rows, columns = positive_mask.nonzero().unbind(dim=1)
+            pairs = Pairs(rows, columns, _shape(similarities), scale)
+            losses = self._matrix_losses(similarities, negative_mask, pairs, both)
+            return self._reduce({"loss": _info(losses, (rows, columns))}, None, [similarities], scale)
+
+    def _forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: IndicesTuple | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        scale: float | Tensor | None,
+        symmetric: bool | None,
+    ) -> Any:
         self.reset_stats()
         one_set = ref_emb is None or ref_emb is embeddings
-        if one_set and ref_labels is not None and not torch.equal(labels, ref_labels):
-            raise ValueError("ref_emb is embeddings, so ref_labels must be labels")
-        ref_emb, ref_labels = (embeddings, labels) if one_set else (ref_emb, ref_labels)
+        if one_set:
+            if ref_labels is not None and ref_labels is not labels and not _equal(ref_labels, labels):
+                raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+            ref_emb, ref_labels = embeddings, labels
+        assert ref_emb is not None
         if indices_tuple is not None and len(indices_tuple) not in (3, 4):
             raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
         for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
@@ -158,118 +208,120 @@ class PairLoss(BaseMetricLossFunction):
         scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
             x, y = full_precision(embeddings, ref_emb)
-            if indices_tuple is None:
-                labels, ref_labels = labels.to(x.device), ref_labels.to(x.device)
-                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both)
-            else:
+            labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
+            if indices_tuple is not None:
                 info = self._losses_of_indices(x, y, indices_tuple, scale)
+            else:
+                assert labels is not None
+                assert ref_labels is not None
+                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both)
             loss_dict = {"loss": info}
             if self.embedding_regularizer is not None:
-                references = (
-                    (None if one_set else y,) if getattr(self.embedding_regularizer, "takes_ref_emb", 0) else ()
-                )
-                term = self.embedding_regularizer(x, *references) * self.embedding_reg_weight
-                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term}
-            return self._reduce(loss_dict, x, labels, (y, scale))
+                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
+                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
+                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
+            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
 
-    def from_similarities(
+    def _losses_of_labels(
         self,
-        similarities: Tensor,
-        positive_mask: Tensor,
-        negative_mask: Tensor,
-        scale: float | Tensor | None = None,
-    ) -> Tensor | dict[str, Any]:
-        """Return the reduced loss of a matrix.
-
-        Args:
-            similarities: (A, C), anchors x candidates, larger is closer.
-            positive_mask, negative_mask: (A, C), bool.
-            scale: see :meth:`forward`.
-        """
-        (similarities,), scale = full_precision(similarities), self._scale(scale)
-        pairs = Pairs(*positive_mask.nonzero().T, similarities.shape, scale)
-        losses = self._losses_of_matrix(similarities, negative_mask, pairs, self.symmetric)
-        return self._reduce({"loss": _info(losses, pairs[:2])}, similarities, None, (scale,))
-
-    def _losses_of_labels(self, x, labels, y, ref_labels, scale, one_set: bool, both: bool) -> dict[str, Any]:
+        x: Tensor,
+        labels: Tensor,
+        y: Tensor,
+        ref_labels: Tensor,
+        scale: float | Tensor,
+        one_set: bool,
+        both: bool,
+    ) -> dict[str, Any]:
         rows, columns = label_pairs(labels, ref_labels)
         problem = self._tiling_problem()
-        if problem is None and len(rows):
-            if self.distance.normalize_embeddings:
-                x, y = unit_vectors(x), unit_vectors(y)
-            if self.negatives == "max":
-                positive, *sides = maximum(x, y, rows, columns)
-            else:
-                tiled = len(x) * len(y) * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
-                positive, *sides = soft_maximum(x, y, rows, columns, scale, tiled=tiled)
-            if one_set:
-                (different,) = (rows != columns).nonzero().T
-                rows, columns, positive = rows[different], columns[different], positive[different]
-            negative = torch.stack([sides[0][rows], sides[1][columns]] if both else [sides[0][rows]])  # (1 or 2, M)
-            pairs = Pairs(rows, columns, (len(x), len(y)), scale)
-            losses = self._guarded(positive, negative, pairs).sum(dim=0)
-            return _info(losses, (rows, columns))
         if self.tiled and problem:
             raise ValueError(f"tiled=True cannot be used, because {problem}")
+        if problem or len(rows) == 0:
+            if one_set:
+                rows, columns = rows[rows != columns], columns[rows != columns]
+            pairs = Pairs(rows, columns, (len(x), len(y)), scale)
+            losses = self._matrix_losses(self._similarities(x, y), labels[:, None] != ref_labels, pairs, both)
+            return _info(losses, (rows, columns))
+        normalize = self.distance.normalize_embeddings
+        if self.negatives == "max":
+            positive, *maxima = maximum(x, y, rows, columns, normalize=normalize)
+        else:
+            tiled = len(x) * len(y) * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
+            positive, *maxima = soft_maximum(x, y, rows, columns, scale, normalize=normalize, tiled=tiled)
         if one_set:
-            rows, columns = rows[rows != columns], columns[rows != columns]
-        pairs = Pairs(rows, columns, (len(x), len(y)), scale)
-        losses = self._losses_of_matrix(self._similarities(x, y), labels[:, None] != ref_labels, pairs, both)
-        return _info(losses, (rows, columns))
+            (different,) = (rows != columns).nonzero().unbind(dim=1)
+            rows, columns, positive = rows[different], columns[different], positive[different]
+        negative = torch.stack([maxima[0][rows], maxima[1][columns]]) if both else maxima[0][rows][None]  # (1 or 2, M)
+        losses = self._guarded(positive, negative, Pairs(rows, columns, (len(x), len(y)), scale))
+        return _info(losses.sum(dim=0), (rows, columns))
 
-    def _losses_of_indices(self, x, y, indices_tuple, scale) -> dict[str, Any]:
+    def _losses_of_indices(
+        self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor
+    ) -> dict[str, Any]:
         if self.tiled:
             raise ValueError("tiled=True cannot be used, because pairs are given as an indices_tuple")
         similarities, (anchors, positives, *negatives) = self._similarities(x, y), indices_tuple
-        if len(negatives) == 1 and self.takes_triplets and len(anchors):
-            return _info(self.triplet_losses(similarities, *indices_tuple, scale), indices_tuple)
-        pairs = Pairs(*_mask(similarities, anchors, positives).nonzero().T, similarities.shape, scale)
+        if len(negatives) == 1 and self.takes_triplets and len(anchors) > 0:
+            losses = self.triplet_losses(similarities, anchors, positives, negatives[0], scale)
+            return _info(losses, indices_tuple)
+        rows, columns = _mask(similarities, anchors, positives).nonzero().unbind(dim=1)
         negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
-        return _info(self._losses_of_matrix(similarities, negative_mask, pairs, both=False), pairs[:2])
+        pairs = Pairs(rows, columns, _shape(similarities), scale)
+        return _info(self._matrix_losses(similarities, negative_mask, pairs, both=False), (rows, columns))
 
-    def _losses_of_matrix(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
+    def _matrix_losses(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
+        """Return the losses of all pairs, (M,), of rows as anchors, plus those of columns with ``both``."""
         if len(pairs.rows) == 0:  # torch has no maximum of nothing
             return similarities.new_zeros(0)
-        losses = self._of_anchors(similarities, negative_mask, pairs.rows, pairs.columns, pairs)
+        losses = self._direction(similarities, negative_mask, pairs.rows, pairs.columns, pairs)
         if both:
-            losses = losses + self._of_anchors(similarities.T, negative_mask.T, pairs.columns, pairs.rows, pairs)
+            losses = losses + self._direction(similarities.T, negative_mask.T, pairs.columns, pairs.rows, pairs)
         return losses
 
-    def _of_anchors(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+    def _direction(
+        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+    ) -> Tensor:
         if self.negatives == "matrix":
-            return self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
+            losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
+            if losses.shape != anchors.shape:
+                raise ValueError(
+                    f"{type(self).__name__}.matrix_losses must return a value for each of the {len(anchors)} positive "
+                    f"pairs, got shape {_shape(losses)}"
+                )
+            return losses
         positive = similarities[anchors, positives]
         if self.negatives == "all":
             losses = self.pair_loss(positive, similarities[anchors].T, pairs)  # (C, M)
             return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
         scale = pairs.scale if self.negatives == "logsumexp" else None
-        return self._guarded(positive, of_matrix(similarities, negative_mask, scale)[anchors], pairs)
+        return self._guarded(positive, matrix_maximum(similarities, negative_mask, scale)[anchors], pairs)
 
     def _guarded(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         """Return the losses of the pairs, 0 for anchors without negatives."""
-        exists = negative != -torch.inf
-        # Not masked: 0 times NaN is NaN.
-        return self.pair_loss(positive, torch.where(exists, negative, 0), pairs) * exists
+        is_missing = negative == -torch.inf
+        return self.pair_loss(positive, negative.masked_fill(is_missing, 0), pairs).masked_fill(is_missing, 0)
 
     def _similarities(self, x: Tensor, y: Tensor) -> Tensor:
-        distances = self.distance(x, y)
+        if self._is_plain() and self.distance.normalize_embeddings:
+            return cosines(x, y)  # where zero vectors have finite gradients
+        distances: Tensor = self.distance(x, y)
         return distances if self.distance.is_inverted else -distances
 
-    def _reduce(self, loss_dict: dict[str, Any], x: Tensor, labels: Tensor | None, others: tuple) -> Any:
+    def _reduce(
+        self, loss_dict: dict[str, Any], labels: Tensor | None, inputs: list[Tensor], scale: float | Tensor
+    ) -> Any:
         losses = loss_dict["loss"]["losses"]
-        if len(losses) == 0:
+        is_empty = len(losses) == 0
+        if is_empty:
             loss_dict["loss"] = self.zero_loss()
-        loss = self.reducer(loss_dict, x, labels)
-        if not isinstance(loss, Tensor) or (type(self.reducer) is MeanReducer and len(losses)):
+        loss = self.reducer(loss_dict, inputs[0], labels)
+        if not isinstance(loss, Tensor):
             return loss  # DoNothingReducer returns the dict
-        # Other reducers may drop NaN; without pairs everything still belongs to the graph.
-        sources = (losses,) if len(losses) else (x, *(other for other in others if isinstance(other, Tensor)))
-        return loss + 0 * sum(source.sum() for source in sources)
-
-    @property
-    def has_independent_pairs(self) -> bool:
-        """True if the loss of a batch is the mean of its pairs', and each pair depends on its row and column alone."""
-        return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+        if is_empty:  # 0 that belongs to the graph
+            return loss + 0 * sum(value.sum() for value in (*inputs, scale) if isinstance(value, Tensor))
+        # A formula or reducer may drop NaN, and an anchor without positives is in no pair.
+        first, *others = (value.detach().sum() for value in inputs)
+        return loss.add(sum(others, first), alpha=0)
 
     def _scale(self, scale: float | Tensor | None) -> float | Tensor:
         if scale is None:
@@ -277,30 +329,38 @@ class PairLoss(BaseMetricLossFunction):
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
         if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ValueError(f"scale must have one element, got shape {tuple(scale.shape)}")
+            raise ValueError(f"scale must have one element, got shape {_shape(scale)}")
         return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
+
+    def _is_plain(self) -> bool:
+        distance = self.distance  # a subclass may compute something else
+        is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
+        return is_plain and distance.p == 2 and distance.power == 1
 
     def _tiling_problem(self) -> str | None:
         """Return why the loss needs the matrix of all similarities; None if it does not."""
         if self.negatives not in ("max", "logsumexp"):
-            return f"{type(self).__name__} needs all similarities"
-        distance = self.distance
-        is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
-        if not (is_plain and distance.p == 2 and distance.power == 1):
-            return f"{distance} is not a plain CosineSimilarity or DotProductSimilarity"
-        return None
+            return f"{type(self).__name__} needs all similarities here (negatives are {self.negatives!r})"
+        return None if self._is_plain() else f"{self.distance} is not a plain CosineSimilarity or DotProductSimilarity"
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
 
 def _check_labels(name: str, labels: Any, size: int) -> None:
-    given = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    if not isinstance(labels, Tensor) or labels.shape != (size,):
-        raise ValueError(f"{name} must be a tensor of shape {(size,)}, got {given}")
+    if labels is None:
+        raise ValueError(f"{name} must be given without an indices_tuple, got None")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(labels).__name__}: torch.as_tensor makes one of it")
+    if labels.shape != (size,):
+        raise ValueError(f"{name} must have the shape {(size,)}, got {_shape(labels)}")
 
 
-def _info(losses: Tensor, indices: tuple[Tensor, ...]) -> dict[str, Any]:
+def _equal(labels: Any, others: Any) -> bool:
+    return isinstance(labels, Tensor) and isinstance(others, Tensor) and torch.equal(labels.to(others.device), others)
+
+
+def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:
     kind = "pos_pair" if len(indices) == 2 else "triplet"
     return {"losses": losses, "indices": indices, "reduction_type": kind, "divisor": len(losses)}
 
@@ -309,3 +369,7 @@ def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     mask = torch.zeros_like(similarities, dtype=torch.bool)
     mask[rows, columns] = True
     return mask
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

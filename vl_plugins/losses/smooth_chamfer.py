@@ -1,16 +1,21 @@
 """Objective of diverse embedding sets: any pair loss on smooth-Chamfer similarity, and two regularizers."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
+from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
-from vl_plugins.errors import number
-from vl_plugins.numerics import full_precision
-from vl_plugins.registry import create
-from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer
+from vl_plugins.errors import UserError, number
+from vl_plugins.losses.triplet import TripletHNLoss
+from vl_plugins.numerics import eager, full_precision
+from vl_plugins.registry import create, find, options_of
+from vl_plugins.regularizers import join_sets
 
 __all__ = ["SmoothChamferLoss"]
 
@@ -19,26 +24,28 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     """A pair loss, its base, on smooth-Chamfer similarity of sets, plus MMD and diversity: the objective of DivE.
 
     The value is that of ``base``, by default the triplet loss with the hardest negative, plus ``mmd_weight`` times the
-    maximum mean discrepancy of the two modalities' elements, plus ``diversity_weight`` times how near the elements of
-    one set are to each other. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with ``set_size`` = K; a
-    zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
+    maximum mean discrepancy of the two modalities' elements, plus ``diversity_weight`` times the mean similarity of the
+    elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
+    ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
     Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, with ``slots`` and ``ref_slots`` in
-    addition: the elements before a set prediction head adds the global feature, of which diversity is then computed
+    addition: the elements before a set prediction head adds the global feature. Diversity is then computed from them
     instead of the embeddings. The regularization does not go through the reducer.
 
     Args:
         base: the name of a loss, or a mapping with its ``name`` and options, such as ``margin`` and ``reducer``; or a
-            loss of pytorch-metric-learning, whose own distance counts.
-        alpha: inverse temperature of the smooth-Chamfer similarity, > 0.
-        set_size: K of packed sets, >= 1.
+            loss of pytorch-metric-learning, which keeps its own distance.
+        alpha: inverse temperature of the smooth-Chamfer similarity, > 0, by default 16. Where the base has an ``alpha``
+            too, as ``goal`` has, give the base as a mapping, with its own.
+        set_size: K of packed sets, >= 1, by default 1.
         mmd_weight, diversity_weight: >= 0, of :func:`~vl_plugins.regularizers.mmd_loss` and of
             :func:`~vl_plugins.regularizers.diversity_loss`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
-        base_options: options of the loss that ``base`` names.
+        base_options: options of the loss that ``base`` names; the signature shows those of ``triplet_hn``.
 
     Raises:
-        ValueError: a hyper-parameter out of its range, or an unknown name or option.
+        UserError: an unknown name or option, or an option that may be of the base or of this loss.
+        ValueError: a hyper-parameter out of its range.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-9 and section 3.4.
@@ -54,34 +61,42 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
     def __init__(
         self,
-        base: str | BaseMetricLossFunction = "triplet_hn",
-        alpha: float = 16.0,
-        set_size: int = 1,
+        base: str | Mapping[str, Any] | BaseMetricLossFunction = "triplet_hn",
+        alpha: float | None = None,
+        set_size: int | None = None,
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
-        distance: SetDistance | None = None,
+        distance: BaseDistance | None = None,
         **base_options: Any,
     ):
+        given = {name: value for name, value in (("alpha", alpha), ("set_size", set_size)) if value is not None}
         if isinstance(base, BaseMetricLossFunction):
-            if base_options or distance is not None:
-                raise ValueError(f"{type(base).__name__} as base has its own options and distance: give none here")
+            given |= base_options | ({} if distance is None else {"distance": distance})
+            if given:
+                raise ValueError(f"{type(base).__name__} as base has its own {', '.join(given)}")
         else:
-            if distance is not None and (alpha, set_size) != (16.0, 1):
-                raise ValueError(f"alpha and set_size are options of {type(distance).__name__}: give none here")
-            distance = distance or SmoothChamferSimilarity(alpha, set_size=set_size)
-            base = create("loss", base, distance=distance, **base_options)
-        super().__init__(distance=base.distance, reducer=base.reducer)
+            if distance is not None and given:
+                raise ValueError(f"{type(distance).__name__} as distance has its own {', '.join(given)}")
+            both = given.keys() & options_of(find("loss", base)) if isinstance(base, str) else ()
+            if both:
+                raise UserError(
+                    f"{min(both)} is an option of smooth_chamfer and of {base}; give the one of {base} in "
+                    f"base={{'name': '{base}', '{min(both)}': ...}}, and the one of smooth_chamfer beside it"
+                )
+            base = create("loss", base, distance=distance or SmoothChamferSimilarity(**given), **base_options)
+        if isinstance(base, SmoothChamferLoss):
+            raise ValueError("base must be another loss than smooth_chamfer")
+        # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
+        ModuleWithRecords.__init__(self, base.collect_stats)
         self.base = base
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"], is_stat=False)
-        size = getattr(self.distance, "set_size", 1)
-        self.mmd, self.diversity = MMDRegularizer(set_size=size), DiversityRegularizer(set_size=size)
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether the base adds both directions."""
-        return self.base.symmetric
+    def __getattr__(self, name: str) -> Any:
+        if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
+            return getattr(self.base, name)
+        return super().__getattr__(name)
 
     def forward(
         self,
@@ -101,16 +116,29 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.base.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        ref_emb = None if ref_emb is embeddings else ref_emb
+        self.reset_stats()
+        pairs = labels, indices_tuple, ref_labels
+        return eager(self._forward, embeddings, None if ref_emb is embeddings else ref_emb, pairs, slots, ref_slots, options)
+
+    def _forward(
+        self,
+        embeddings: Tensor,
+        ref_emb: Tensor | None,
+        pairs: tuple[Any, ...],
+        slots: Tensor | None,
+        ref_slots: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor | dict[str, Any]:
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
         ref_emb = other[0] if other else None
+        labels, indices_tuple, ref_labels = pairs
         with torch.autocast(embeddings.device.type, enabled=False):
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):  # DoNothingReducer returns its input
             return loss | {name: self.zero_loss() | {"losses": term} for name, term in terms.items()}
-        return loss + sum(terms.values())
+        return sum(terms.values(), start=loss)
 
     def regularization(
         self,
@@ -120,15 +148,34 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         ref_slots: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
-        for side in (slots, ref_slots):
-            if side is not None and side.ndim != 3:
-                raise ValueError(f"slots must have the shape (items, elements, dimension), got {tuple(side.shape)}")
-        terms = {}
-        ref_emb = None if ref_emb is embeddings else ref_emb
-        if self.mmd_weight > 0 and ref_emb is not None:
-            terms["mmd_loss"] = self.mmd_weight * self.mmd(embeddings, ref_emb)
+        one_set = ref_emb is None or ref_emb is embeddings
+        distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
+        x, y = distance.unpack(embeddings, embeddings if one_set else ref_emb)
+        sets = (x,) if one_set else (x, y)
+        given = (slots,) if one_set else (slots, ref_slots)
+        if one_set and ref_slots is not None:
+            raise ValueError("ref_slots are given without ref_emb")
+        for name, side, items in zip(("slots", "ref_slots"), given, sets):
+            if side is not None and (side.ndim != 3 or len(side) != len(items)):
+                raise ValueError(f"{name} must have the shape ({len(items)}, K, D), got {tuple(side.shape)}")
+        terms, joined = {}, None
+        if self.mmd_weight > 0 and not one_set:
+            joined = join_sets(*sets)
+            terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5, squared=False)
         if self.diversity_weight > 0:
-            sides = (embeddings if slots is None else slots, ref_emb if ref_slots is None else ref_slots)
-            diversity = sum(self.diversity(side) for side in sides if side is not None)
-            terms["diversity_loss"] = self.diversity_weight * diversity
+            if joined is None or any(side is not None for side in given):
+                joined = join_sets(*(items if side is None else side for items, side in zip(sets, given)))
+            terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
+
+
+def _signature() -> inspect.Signature:
+    """Return the options of the loss and of its default base, for ``help()`` and ``vl-plugins losses``."""
+    *own, rest = inspect.signature(SmoothChamferLoss).parameters.values()
+    known = {parameter.name for parameter in own}
+    base = {name: default for name, default in options_of(TripletHNLoss).items() if name not in known}
+    own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=base[name]) for name in base]
+    return inspect.Signature([*own, rest])
+
+
+SmoothChamferLoss.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -20,18 +20,21 @@ class HardestNegativeLoss(PairLoss):
     become the same, and a triplet loss stays at 2 * margin. Counting all negatives for the first epoch or so helps.
 
     Args:
-        warmup_steps: number of steps in which the losses of all negatives are added up. A call in training mode, with
-            gradients, is a step, unless :meth:`set_step` says otherwise. Given triplets are not affected.
-        kwargs: see :class:`~vl_plugins.losses.base.PairLoss`.
+        warmup_steps: number of steps in which the losses of all negatives are added up, with memory for M x C numbers.
+            Given triplets are not affected.
+        kwargs: see :class:`~vl_plugins.losses.PairLoss`.
 
     Attributes:
-        training_calls: number of steps so far, a 0-D buffer.
+        step: number of steps so far, part of ``state_dict``. Each call in training mode with gradients adds 1; a
+            trainer that calls the loss several times in a step sets it before each call.
     """
 
     def __init__(self, warmup_steps: int = 0, **kwargs: Any):
         super().__init__(**kwargs)
         self.warmup_steps = number("warmup_steps", warmup_steps, least=0, kind=int)
-        self.register_buffer("training_calls", torch.zeros((), dtype=torch.long))
+        self.step = 0
+        if self.warmup_steps and self.tiled:
+            raise ValueError("tiled=True cannot be used with warmup_steps, which needs all similarities")
 
     @property
     def negatives(self) -> str:  # type: ignore[override]
@@ -39,25 +42,32 @@ class HardestNegativeLoss(PairLoss):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether all negatives count in the next call."""
-        return self._counts() and bool(self.training_calls < self.warmup_steps)
+        """True if all negatives count in the next call."""
+        return self._counts() and self.step < self.warmup_steps
 
     @property
     def has_independent_pairs(self) -> bool:
         return not self.is_warming_up and super().has_independent_pairs  # so that a step of the warm-up is one call
 
-    def set_step(self, step: int) -> None:
-        """Set the number of steps before the next call, for a trainer that calls the loss several times in a step."""
-        self.training_calls.fill_(step)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().forward(*args, **kwargs)
+    def _forward(self, *args: Any) -> Any:
+        loss = super()._forward(*args)
         if self._counts():
-            self.training_calls += 1
+            self.step += 1
         return loss
 
     def _counts(self) -> bool:
         return self.warmup_steps > 0 and self.training and torch.is_grad_enabled()
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.step)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.step = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "training_calls" in state_dict:  # until version 0.2
+            state_dict[prefix + "_extra_state"] = state_dict.pop(prefix + "training_calls")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class TripletHNLoss(HardestNegativeLoss):

@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from vl_plugins.errors import number
 from vl_plugins.losses.base import PairLoss, Pairs
-from vl_plugins.negatives import of_matrix
+from vl_plugins.negatives import matrix_maximum
 from vl_plugins.numerics import full_precision
 
 __all__ = ["Polynomial", "UnifiedLoss", "VLCLoss", "soft_margin"]
@@ -88,9 +88,9 @@ class UnifiedLoss(PairLoss):
         if self.weights is not None:
             positive, negatives = self.weights[0](positive) * positive, self.weights[1](negatives) * negatives
         if self.relative is None:
-            return self._guarded(positive, of_matrix(negatives, negative_mask, pairs.scale)[anchors], pairs)
+            return self._guarded(positive, matrix_maximum(negatives, negative_mask, pairs.scale)[anchors], pairs)
         differences = self.relative(negatives[anchors] - positive[:, None])  # (M, C)
-        negative = of_matrix(differences, negative_mask[anchors], pairs.scale)
+        negative = matrix_maximum(differences, negative_mask[anchors], pairs.scale)
         return self._guarded(torch.zeros_like(positive), negative, pairs)
 
 

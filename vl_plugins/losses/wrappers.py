@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
+from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
 from vl_plugins.numerics import full_precision
@@ -14,10 +15,24 @@ __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 class CrossBatchMemory(losses.CrossBatchMemory):
     """Compares a batch with a queue of the latest embeddings, including its own; the queue has no gradient.
 
-    Called as ``loss(embeddings, labels, indices_tuple=None, enqueue_mask=None)``, see pytorch-metric-learning. Here any
-    loss will do, an item is never compared with its own copy in the queue, ``indices_tuple`` is of the batch alone,
-    everything is computed in float32 at least, and the queue's place is part of ``state_dict``. Batches are anchors, so
-    ``symmetric`` of the loss has no effect.
+    Called as ``loss(embeddings, labels, indices_tuple=None, enqueue_mask=None)``. The batch's embeddings are the
+    anchors, so ``symmetric`` of the loss has no effect. An item is never compared with its own copy in the queue.
+    Everything is computed in float32 at least, and the position in the queue is part of ``state_dict``.
+
+    - A ``miner`` chooses pairs of the batch and the queue; without one, all pairs count.
+    - ``indices_tuple`` has more pairs or triplets, of the batch only, such as ``miner(embeddings, labels)``.
+    - With ``enqueue_mask``, (B,) bool, only the selected embeddings enter the queue, and only the others are compared
+      with it. The selected ones may come from a momentum encoder or the other modality.
+
+    Args:
+        loss: any loss.
+        embedding_size: D.
+        memory_size: length of the queue.
+        miner: a miner of pytorch-metric-learning, or None.
+
+    Raises:
+        ValueError: embeddings or a mask of another shape, more embeddings to queue than ``memory_size``, or a miner of
+            the easiest positive, the anchor's own copy.
 
     Reference:
         Wang et al. 2020, Cross-Batch Memory for Embedding Learning.
@@ -33,35 +48,74 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     def check_loss_support(cls, loss_name: str) -> None:
         pass
 
-    def forward(self, embeddings: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Any:
+        if embeddings.shape != (len(labels), self.embedding_size):  # or they would be broadcast
+            expected = len(labels), self.embedding_size
+            raise ValueError(f"embeddings must have the shape {expected}, got {tuple(embeddings.shape)}")
+        if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
+            raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
+        queued = len(labels) if enqueue_mask is None else int(enqueue_mask.sum())
+        if queued > self.memory_size:
+            raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
         (embeddings,) = full_precision(embeddings)
         with torch.autocast(embeddings.device.type, enabled=False):
-            return super().forward(embeddings, labels, *args, **kwargs)
+            return super().forward(embeddings, labels, indices_tuple, enqueue_mask)
+
+    def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
+        if batch_size > 0:
+            super().add_to_memory(embeddings, labels, batch_size)
+        else:  # the base class would take an empty queue for a full one
+            self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
 
     def create_indices_tuple(self, *arguments: Any) -> tuple[Tensor, ...]:
         *batch_and_queue, given, do_remove_self_comparisons = arguments
+        is_easy = isinstance(self.miner, BatchEasyHardMiner) and self.miner.pos_strategy == BatchEasyHardMiner.EASY
+        if is_easy and do_remove_self_comparisons:
+            raise ValueError("pos_strategy='easy' would choose each embedding's own copy in the queue: choose another")
         own = self.curr_batch_idx
-        if given is not None:  # the base class takes the place in the batch for the place in the queue
+        if given is not None:  # the base class takes the index in the batch for the index in the queue
             anchors, positives, *negative_anchors, negatives = given
             given = anchors, own[positives], *negative_anchors, own[negatives]
-        # The base class's way to remove own copies keeps some of them.
-        indices = super().create_indices_tuple(*batch_and_queue, given, False)
+        # The base class removes own copies too, but not those of a batch of one, and fails for an empty batch.
+        indices: tuple[Tensor, ...] = super().create_indices_tuple(*batch_and_queue, given, False)
         if not do_remove_self_comparisons:
             return indices
         others = indices[1] != own[indices[0]]
         kept = 3 if len(indices) == 3 else 2
         return *(index[others] for index in indices[:kept]), *indices[kept:]
 
-    def get_extra_state(self) -> tuple[int, bool]:
-        return self.queue_idx, self.has_been_filled
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled}
 
-    def set_extra_state(self, state: tuple[int, bool]) -> None:
-        self.queue_idx, self.has_been_filled = state
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.queue_idx, self.has_been_filled = state["queue_idx"], state["has_been_filled"]
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
-    """Takes pairs of embeddings instead of labels, see pytorch-metric-learning; takes any loss."""
+    """Takes pairs of embeddings instead of labels: ``loss(embeddings, ref_emb)``, where row i belongs to row i.
+
+    Args:
+        loss: any loss.
+        symmetric: take all 2 B embeddings as one set, so that negatives are of both kinds, as in SimCLR. Otherwise
+            negatives are among ``ref_emb`` only, as in CLIP; a loss of this package then adds the other direction,
+            unless its own ``symmetric`` is False.
+
+    >>> from vl_plugins.losses import UnifiedLoss
+    >>> SelfSupervisedLoss(UnifiedLoss(), symmetric=False)(torch.eye(3), torch.eye(3).roll(1, dims=0))
+    tensor(2.4000)
+    """
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
         pass
+
+    def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
+        if ref_emb.shape != embeddings.shape:
+            raise ValueError(f"ref_emb must have the shape {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}")
+        return super().forward(embeddings, ref_emb)
