@@ -58,8 +58,8 @@ def cross_modal_loss(
     """
     if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
         raise ValueError(
-            "DistributedMinerWrapper(efficient=True) drops the pairs of an image and its own caption: pass the miner to "
-            "vl_plugins.distributed.DistributedLoss instead"
+            "DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption: give its miner to "
+            "vl_plugins.distributed.DistributedLoss"
         )
     if text_labels is image_labels:
         text_labels = text_labels.clone()  # the same object makes pytorch-metric-learning take both for one set

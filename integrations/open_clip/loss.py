@@ -60,6 +60,7 @@ class TwoTowerLoss(nn.Module):
         self.name = name
         self.loss = loss
         self.pair_loss = without_regularization(loss)
+        self.own_rows_loss = DistributedLoss(self.pair_loss)
         self.miner = miner
         self.learned_scale = learned_scale
         self.local_loss = local_loss
@@ -117,7 +118,7 @@ class TwoTowerLoss(nn.Module):
         terms = {}
         with torch.autocast(images.device.type, enabled=False):
             if self.compares_own_rows:
-                loss = DistributedLoss(self.pair_loss)(images, labels[0], texts, labels[1], **options)
+                loss = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
                 terms[f"{self.name}_loss"] = loss
                 if self.pair_loss is self.loss:
                     return terms

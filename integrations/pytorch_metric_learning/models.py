@@ -13,7 +13,12 @@ from torch.nn import functional
 from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
 from vl_plugins.errors import UserError, one_of, user_errors
-from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS, Config, TowerConfig
+from vl_plugins.integrations.pytorch_metric_learning.config import (
+    MODEL_PARTS,
+    Config,
+    TowerConfig,
+    split_specification,
+)
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 from vl_plugins.registry import options_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from vl_plugins.distributed.torchrun import stop_processes
+from vl_plugins.distributed import stop_processes
 
 __all__ = ["in_processes", "kill_with_children", "start_process"]
 

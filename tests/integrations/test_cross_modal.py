@@ -52,6 +52,25 @@ def test_a_miner_mines_each_direction(sides, symmetric):
     check(cross_modal_loss(loss, images, LABELS, texts, TEXT_LABELS, miner), expected, sides)
 
 
+class EveryPair:
+    """Mines all pairs, which a warm-up treats otherwise than the hardest ones alone."""
+
+    def __call__(self, embeddings, labels, ref_emb, ref_labels):
+        equal = labels[:, None] == ref_labels
+        return *equal.nonzero().T, *(~equal).nonzero().T
+
+
+@pytest.mark.parametrize("miner", [None, EveryPair()], ids=["labels", "a miner"])
+def test_both_directions_are_one_step_of_a_warm_up(sides, miner):
+    images, texts = sides
+    loss = create_loss("triplet_hn", margin=0.5, warmup_steps=2)
+    summed, hardest = create_loss("triplet_sh", margin=0.5), create_loss("triplet_hn", margin=0.5)
+    for plain in (summed, summed, hardest, hardest):
+        expected = cross_modal_loss(plain, images, LABELS, texts, TEXT_LABELS)
+        check(cross_modal_loss(loss, images, LABELS, texts, TEXT_LABELS, miner), expected, sides)
+    assert loss.step == 4
+
+
 @pytest.mark.parametrize("mines", [False, True])
 def test_regularization_is_added_once(mines):
     images, texts, *slots = (torch.randn(rows, 2, 5, dtype=torch.float64) for rows in (3, 6, 3, 6))
@@ -79,7 +98,7 @@ def test_a_loss_without_references(sides):
 
 def test_miners_that_fail(sides):
     miner = distributed.DistributedMinerWrapper(BatchHardMiner(), efficient=True)
-    with pytest.raises(ValueError, match=r"use vl_plugins\.losses\.wrappers\.DistributedMinerWrapper"):
+    with pytest.raises(ValueError, match=r"drops pairs of an image and its own caption: .*DistributedLoss"):
         cross_modal_loss(ContrastiveLoss(), sides[0], LABELS, sides[1], TEXT_LABELS, miner)
     miner = BatchEasyHardMiner(allowed_pos_range=5)
     with pytest.raises(UserError, match="miner BatchEasyHardMiner fails, see its options: 'int' object is not"):

@@ -34,7 +34,7 @@ def collect_members(
 ) -> list[Member]:
     """Return the files of features, and then the checkpoints.
 
-    Each is ``NAME=FILE``, or is named by :func:`vl_plugins.commands.run_names.run_names`; a pretrained tag by its model.
+    Each is ``NAME=FILE``, or named by :func:`vl_plugins.commands.run_names.run_names`; a pretrained tag by its model.
 
     Args:
         checkpoints: files or pretrained tags.

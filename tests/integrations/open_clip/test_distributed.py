@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss
-from pytorch_metric_learning.losses import NTXentLoss
 
 from tests.helpers.processes import in_processes
 from vl_plugins.integrations.open_clip import launcher
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
+from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.losses import UnifiedLoss
 from vl_plugins.registry import list_losses
 
 D, K = 16, 4
@@ -40,18 +38,13 @@ CASES = {
     "unified of a miner": options("unified", scale=20, miner="MultiSimilarityMiner"),
     "triplet_hn, AvgNonZeroReducer": options("triplet_hn", margin=0.1, reducer="AvgNonZeroReducer"),
     "unified, image to text only": options("unified", scale=20, symmetric=False),
-    "NTXentLoss of PML": lambda **gathering: TwoTowerLoss("nt_xent", NTXentLoss(0.1), **gathering),
+    "NTXentLoss of PML": options("NTXentLoss", temperature=0.1),
     "smooth_chamfer of triplet_hn": options("smooth_chamfer", head="set", mmd_weight=0.3, diversity_weight=0.2),
     "smooth_chamfer of unified": options("smooth_chamfer", head="set", base="unified", scale=20),
     "unified of match_probability": options("unified", head="set", distance="match_probability", scale=20),
 }
 
-FLAGS = {
-    "neither": {"local_loss": False, "gather_with_grad": False},
-    "--local-loss": {"local_loss": True, "gather_with_grad": False},
-    "--gather-with-grad": {"local_loss": False, "gather_with_grad": True},
-    "both": {"local_loss": True, "gather_with_grad": True},
-}
+LOCAL = {"whole batch": False, "--local-loss": True}
 
 
 class Batch(NamedTuple):
@@ -70,9 +63,10 @@ class Batch(NamedTuple):
         ]
 
 
-def make_loss(name, **gathering):
-    made = CASES[name]
-    return build_loss(made, **gathering) if isinstance(made, PluginOptions) else made(**gathering)
+def make_loss(name, rank=0, world_size=1, local_loss=False):
+    if CASES[name] is ClipLoss:
+        return ClipLoss(local_loss, gather_with_grad=True, rank=rank, world_size=world_size)
+    return build_loss(CASES[name], local_loss=local_loss)
 
 
 def inputs(name, batch, dtype):
@@ -110,49 +104,11 @@ def gradients(loss, leaves, share=None, image_ids=None):
     return {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in leaves.items()}
 
 
-def reference(name, batch, dtype, flags):
-    """Return the gradients that the processes' average should be: those of one process in float64, by stock's rules.
-
-    Without gradients through gathered features these are divided by the number of processes; with ``--local-loss``
-    alone they are those of anchors as if all candidates were constant.
-    """
+def reference(name, batch, dtype):
+    """Return the gradients that the processes' average should be: those of one process in float64."""
     rounded = {key: leaf.detach() for key, leaf in inputs(name, batch, dtype).items()}
     exact = {key: leaf.double().requires_grad_() for key, leaf in rounded.items()}
-    loss = make_loss(name).double()
-    anchors_only = flags == "--local-loss" and len(batch.sizes) > 1 and _is_split(name)
-    if not anchors_only:
-        found = gradients(loss, exact, image_ids=batch.image_ids)
-        factor = 1.0 if FLAGS[flags]["gather_with_grad"] else 1 / len(batch.sizes)
-        return {key: gradient if key == "logit_scale" else gradient * factor for key, gradient in found.items()}
-    pair_loss = getattr(loss, "pair_loss", None)
-    if pair_loss is None:  # ClipLoss: half of each direction
-        images, texts, scale = exact.values()
-        labels = torch.arange(len(images))
-        sum(
-            0.5 * F.cross_entropy(scale * one @ other.detach().T, labels)
-            for one, other in ((images, texts), (texts, images))
-        ).backward()
-        return {key: leaf.grad for key, leaf in exact.items()}
-    # Each direction is a call of its own, with candidates without a gradient.
-    call = {"symmetric": False} | ({"scale": exact["logit_scale"]} if loss.learned_scale else {})
-    images, texts = exact["image_features"], exact["text_features"]
-    ids = torch.tensor(batch.image_ids) if batch.image_ids else torch.arange(len(images))
-    text_labels = ids.repeat_interleave(batch.captions)
-    total = pair_loss(images, ids, ref_emb=texts.detach(), ref_labels=text_labels, **call)
-    if loss.symmetric:
-        total = total + pair_loss(texts, text_labels, ref_emb=images.detach(), ref_labels=ids, **call)
-    if hasattr(loss.loss, "regularization"):
-        # Of gathered features, in which only those of the process itself have a gradient.
-        terms = loss.loss.regularization(images, texts, exact["image_slots"], exact["text_slots"])
-        total = total + sum(terms.values()) / len(batch.sizes)
-    (total + 0 * exact["logit_scale"]).backward()
-    return {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in exact.items()}
-
-
-def _is_split(name):
-    """Return whether the loss is computed of the processes' own rows where that is asked for."""
-    loss = make_loss(name, local_loss=True, rank=0, world_size=2)
-    return getattr(loss, "compares_own_rows", True)
+    return gradients(make_loss(name).double(), exact, image_ids=batch.image_ids)
 
 
 def difference(actual, expected):
@@ -172,9 +128,8 @@ def averaged(gradients_by_rank, batch):
     }
 
 
-def step(name, batch, dtype, flags, rank=0):
-    gathering = {**FLAGS[flags], "rank": rank, "world_size": len(batch.sizes)}
-    loss = make_loss(name, **gathering)
+def step(name, batch, dtype, rows, rank=0):
+    loss = make_loss(name, rank, len(batch.sizes), LOCAL[rows])
     if dtype == torch.float64:
         loss = loss.double()
     return gradients(loss, inputs(name, batch, dtype), batch.shares()[rank], batch.image_ids)
@@ -185,7 +140,7 @@ def steps(rank, work):
 
 
 def averaged_gradients(work, world_size):
-    """Return the averaged gradients of each job, ``(name, batch, dtype, flags)``."""
+    """Return the averaged gradients of each job, ``(name, batch, dtype, rows)``."""
     by_rank = [steps(0, work)] if world_size == 1 else in_processes(steps, world_size, work)
     return [averaged(found, job[1]) for found, job in zip(zip(*by_rank, strict=True), work, strict=True)]
 
@@ -196,10 +151,10 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 def jobs(batch, cases=CASES, dtypes=(torch.float64,)):
     return [
         # Stock knows one caption of each image.
-        (name, batch._replace(captions=1) if CASES[name] is ClipLoss else batch, dtype, flags)
+        (name, batch._replace(captions=1) if CASES[name] is ClipLoss else batch, dtype, rows)
         for name in cases
         for dtype in dtypes
-        for flags in FLAGS
+        for rows in LOCAL
     ]
 
 
@@ -207,7 +162,7 @@ def check(work, world_size):
     found = averaged_gradients(work, world_size)
     assert len(found) == len(work) > 0
     for job, actual in zip(work, found, strict=True):
-        assert difference(actual, reference(*job)) < TOLERANCE[job[2]], job
+        assert difference(actual, reference(*job[:3])) < TOLERANCE[job[2]], job
 
 
 # One of own rows, one of own rows with regularization, one of the whole batch, one of another package.
@@ -241,15 +196,6 @@ def test_one_process_needs_no_flags():
     check(jobs(Batch((6,)), SOME), 1)
 
 
-def test_the_reference_tells_flags_apart():
-    """Each choice of flags has gradients of its own, so that none can stand in for another."""
-    batch = Batch((4, 4))
-    for name in ("unified", "triplet_hn", "smooth_chamfer of unified"):
-        found = [reference(name, batch, torch.float64, flags) for flags in ("neither", "--local-loss", "both")]
-        for one, other in ((0, 1), (1, 2), (0, 2)):
-            assert difference(found[one], found[other]) > 0.1
-
-
 def test_the_same_image_in_another_process_is_no_negative():
     """One process, whose loss sees an image twice, and its texts too."""
     images, texts = torch.eye(4)[[0, 1, 0]].double(), torch.eye(4)[[0, 1, 0]].double()
@@ -257,10 +203,6 @@ def test_the_same_image_in_another_process_is_no_negative():
     scale = torch.tensor(1.0)
     assert loss(images, texts, scale) > 0.5
     assert loss(images, texts, scale, image_ids=torch.tensor([4, 2, 4])) == 0
-
-
-class WithItsOwnFormula(UnifiedLoss):
-    pass
 
 
 @pytest.mark.parametrize(
@@ -272,21 +214,16 @@ class WithItsOwnFormula(UnifiedLoss):
         (CASES["goal, cir and sig_ms"], False),
         (CASES["unified of a miner"], False),
         (CASES["triplet_hn, AvgNonZeroReducer"], False),
-        (options("unified", relative=[0, 1]), False),
-        (options("unified", margin=lambda similarities: similarities), False),
+        (CASES["triplet_hn, warm-up"], False),
+        (CASES["NTXentLoss of PML"], False),
         (options("unified", embedding_regularizer="LpRegularizer"), False),
-        (lambda **gathering: TwoTowerLoss("loss", WithItsOwnFormula(), **gathering), False),
     ],
 )
-def test_own_rows_are_compared_where_that_gives_the_same(loss, own_rows):
-    make = loss if callable(loss) else lambda **gathering: build_loss(loss, **gathering)
-    assert make(local_loss=True, rank=1, world_size=2).compares_own_rows == own_rows
-    assert not make(local_loss=False, rank=1, world_size=2).compares_own_rows
-
-
-@pytest.mark.parametrize("warned", [True, False])
-def test_a_local_loss_without_gradients_of_others_is_warned_of(warned, caplog):
-    """Its direction is not that of the loss, in open_clip neither."""
-    args = Namespace(local_loss=True, gather_with_grad=not warned, rank=0, world_size=2)
-    launcher._announce_loss(None, options("unified"), args)
-    assert ("points in another direction than the loss's; add --gather-with-grad" in caplog.text) is warned
+def test_own_rows_are_compared_where_that_gives_the_same(loss, own_rows, caplog):
+    caplog.set_level("INFO")
+    for local_loss in (True, False):
+        made = build_loss(loss, local_loss=local_loss)
+        assert made.compares_own_rows == (local_loss and own_rows)
+        assert launcher._announce_loss(made, loss, Namespace(world_size=2)) is made
+        compared = "its own images and texts with those" if made.compares_own_rows else "the images and texts"
+        assert caplog.messages[-1].startswith(f"Each process compares {compared} of all processes; gradients are exact")

@@ -12,10 +12,10 @@ from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, create_pair_loss, describe
+from vl_plugins.integrations.open_clip.loss import build_loss, create_pair_loss, describe
 from vl_plugins.integrations.open_clip.non_finite import NonFiniteLossError
 from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.registry import loss_options
+from vl_plugins.registry import find, options_of
 
 B, D, K = 6, 16, 4
 OPTIONS = {
@@ -79,7 +79,7 @@ def test_logit_scale_and_bias_are_kept_in_the_graph(shape):
     assert all(gradient.shape == shape and gradient.item() == 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", [name for name in list_losses() if "scale" in loss_options(name)])
+@pytest.mark.parametrize("name", [name for name in list_losses() if "scale" in options_of(find("loss", name))])
 def test_a_learned_scale_of_either_shape(name):
     given = outputs()
     expected = build_loss(PluginOptions(loss=name, loss_kwargs={"scale": 14.0}))(**given)
@@ -121,8 +121,9 @@ def test_autocast_computes_in_float32(miner):
 def test_autocast_does_not_reach_losses_of_others():
     image, text, scale = (tensor.detach().bfloat16() for tensor in outputs(images=32).values())
     metric_loss, ids = pml_losses.NTXentLoss(temperature=0.01), labels(images=32)
+    loss = build_loss(PluginOptions(loss="NTXentLoss", loss_kwargs={"temperature": 0.01}))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = TwoTowerLoss("nt_xent", metric_loss)(image, text, scale.float())
+        actual = loss(image, text, scale.float())
     sides = image.float(), text.float()
     expected = sum(metric_loss(one, ids, ref_emb=other, ref_labels=ids.clone()) for one, other in (sides, sides[::-1]))
     torch.testing.assert_close(actual, expected)
@@ -132,19 +133,12 @@ def test_autocast_does_not_reach_losses_of_others():
     ("loss", "fields", "message"),
     [
         ("triplet_hn", {"loss_kwargs": {"scale": "learned"}}, "loss 'triplet_hn' has no scale"),
+        ("NTXentLoss", {"loss_kwargs": {"scale": "learned"}}, "loss 'NTXentLoss' has no scale"),
+        ("NTXentLos", {}, "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
+        ("ProxyAnchorLoss", {"loss_kwargs": {"num_classes": 4, "embedding_size": D}}, "trainable parameters"),
         ("unified", {"loss_kwargs": {"distance": "mil"}, "distance": "mil"}, "both name a distance"),
         ("unified", {"distance": "LpDistance", "head": "set"}, "LpDistance does not compare sets"),
         ("unified", {"distance": "match_probability"}, "trainable parameters"),
-        (
-            "unified",
-            {"loss_kwargs": {"backend": "tiled"}, "miner": "BatchHardMiner"},
-            "--loss-kwargs backend=tiled cannot be used, because BatchHardMiner chooses the pairs: leave it out",
-        ),
-        (
-            "unified",
-            {"loss_kwargs": {"backend": "tiled"}, "distance": "LpDistance"},
-            "backend=tiled cannot be used, because LpDistance is neither CosineSimilarity nor DotProductSimilarity",
-        ),
     ],
 )
 def test_wrong_options(loss, fields, message):
@@ -165,6 +159,19 @@ def test_warm_up_counts_training_steps(fields):
             record.add(index, image_ids, None)
         for _ in range(2):
             assert torch.equal(loss(**outputs()), mined(**outputs())) == (step >= 5)
+
+
+@pytest.mark.parametrize(
+    ("texts", "image_ids", "message"),
+    [
+        (B + 1, None, f"each image must have the same number of texts, got {B + 1} for {B} images"),
+        (B, torch.arange(B - 1), f"image_ids must be one for each of {B} images, got {B - 1}"),
+    ],
+)
+def test_counts_that_do_not_fit(texts, image_ids, message):
+    image, text, scale = outputs(captions=2).values()
+    with pytest.raises(ValueError, match=message):
+        build_loss(plugin("unified"))(image, text[:texts], scale, image_ids=image_ids)
 
 
 def test_describe():
@@ -233,7 +240,7 @@ def error_of_a_process(rank):
         image[2] = torch.nan
     errors = []
     for local_loss in (False, True):
-        loss = build_loss(plugin("vlc"), rank=rank, world_size=2, local_loss=local_loss)
+        loss = build_loss(plugin("vlc"), local_loss=local_loss)
         with pytest.raises(NonFiniteLossError) as raised:
             loss(image, text, scale)
         errors.append(str(raised.value))
