@@ -9,7 +9,7 @@ Memory is one number per pair of elements and a few more for a block of sets; wi
 computed again for the gradients. By default that is so beyond 1 GiB.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,8 @@ __all__ = [
     "smooth_chamfer_similarity",
 ]
 
-ABSENT = -1e30  # added to a cosine; finite, because infinity times a weight of 0 is NaN
+ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
+SMALLEST_NORM = 1e-12  # of an element; a shorter one is padding
 
 
 def smooth_chamfer_similarity(embeddings: Tensor, ref_emb: Tensor, alpha: float = 16.0, **options: Any) -> Tensor:
@@ -122,44 +123,86 @@ def _compare(
     *,
     normalize: bool = True,
     tiled: bool | None = None,
+    paired: bool = False,
 ) -> Tensor:
     """Apply a formula to a block of sets at a time.
 
     Args:
-        formula: of cosines (a, K1, K2, C), because reductions over a short last dimension are slow, and weights of
-            elements, (a, K1, 1) and (K2, C): 1 / number of elements of the set, or 0 for padding, whose cosines are
-            ``ABSENT``. Returns (a, C).
-        embeddings, ref_emb, normalize, tiled: see above.
+        formula: maps cosines (a, K1, K2, C) to similarities (a, C), because reductions over a short last dimension are
+            slow. Its other arguments are the weights of the elements, (a, K1, 1) and (K2, C): 1 / size of the set, and
+            0 for padding, whose cosines are ``ABSENT``. With ``paired``, a = 1 and the first weights are (1, K1, C).
+        embeddings, ref_emb, normalize, tiled, paired: see above.
     """
     if not embeddings.ndim == ref_emb.ndim == 3 or embeddings.shape[2] != ref_emb.shape[2]:
         given = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
         raise ValueError(f"embeddings and ref_emb must have the shapes (A, K1, D) and (C, K2, D), got {given}")
+    if paired and len(embeddings) != len(ref_emb):
+        raise ValueError(f"paired sets must be equally many, got {len(embeddings)} and {len(ref_emb)}")
     x, y = full_precision(embeddings, ref_emb)
-    y = y.transpose(0, 1)  # (K2, C, D)
-    y_present = (y != 0).any(2)
-    if normalize:
-        x, y = functional.normalize(x, dim=2), functional.normalize(y, dim=2)
-    y, (k2, c) = y.flatten(0, 1), y_present.shape
-    y_bias, y_weights = _bias_and_weights(y_present, 0, y.dtype)
+    (x, *of_x), (y, *of_y) = _elements(x, normalize), _elements(y, normalize)
+    y_bias, y_weights, y_exists = (tensor.T for tensor in of_y)  # (K2, C), and (1, C)
+    if paired:
+        with torch.autocast(x.device.type, enabled=False):
+            cosines = (x @ y.mT).permute(1, 2, 0)[None]
+        bias, weights, exists = (tensor.T[None] for tensor in of_x)  # (1, K1, C), and (1, 1, C)
+        return _apply(formula, cosines, (bias, weights, exists[0]), (y_bias, y_weights, y_exists))[0]
+    (k2, c), y = y_bias.shape, y.transpose(0, 1).flatten(0, 1)
 
-    def block(x: Tensor) -> Tensor:
-        present = (x != 0).any(2)[..., None]  # (a, K1, 1)
-        bias, weights = _bias_and_weights(present, 1, x.dtype)
+    def block(x: Tensor, bias: Tensor, weights: Tensor, exists: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             cosines = (x.flatten(0, 1) @ y.T).view(*x.shape[:2], k2, c)
-            similarities = formula(cosines.add_(bias[..., None]).add_(y_bias), weights, y_weights)
-        return torch.where(present.any(1) & y_present.any(0), similarities, 0)
+        return _apply(formula, cosines, (bias[..., None], weights[..., None], exists), (y_bias, y_weights, y_exists))
 
     size = x.shape[1] * k2 * c
     if tiled is None:
         tiled = len(x) * size * x.element_size() > MATRIX_BYTES
     run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if tiled else block
-    return torch.cat([run(part) for part in x.split(block_rows(size, x.device, least=1))])
+    rows = block_rows(size, x.device, least=1)
+    return torch.cat([run(*parts) for parts in zip(*(tensor.split(rows) for tensor in (x, *of_x)), strict=True)])
 
 
-def _bias_and_weights(present: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    weights = present.to(dtype) / present.sum(dim, keepdim=True).clamp(min=1)
-    return torch.where(present, 0.0, ABSENT).to(dtype), weights
+def _apply(formula: Callable[..., Tensor], cosines: Tensor, of_x: Sequence[Tensor], of_y: Sequence[Tensor]) -> Tensor:
+    """Apply a formula, given the bias and weights of the elements of both sides, and which sets are not empty."""
+    cosines = cosines.add_(of_x[0][:, :, None]).add_(of_y[0])
+    # Not masked: 0 times NaN is NaN.
+    return formula(cosines, of_x[1], of_y[1]) * of_x[2] * of_y[2]
+
+
+def _elements(sets: Tensor, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the elements (B, K, D), their bias and weights, (B, K), and 1 for sets that are not empty, (B, 1)."""
+    if sets.shape[1] == 0:
+        sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
+    units, norms = unit_elements(sets)
+    absent = (norms < SMALLEST_NORM).to(sets.dtype).squeeze(2)
+    sizes = sets.shape[1] - absent.sum(1, keepdim=True)
+    return units if normalize else sets, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1)
+
+
+def unit_elements(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vectors (..., D) divided by their norms, as torch's ``normalize`` in fewer steps, and the norms (..., 1).
+
+    The norms are constants: no gradient passes through them.
+    """
+    units, norms = _UnitElements.apply(vectors)
+    return units, norms
+
+
+class _UnitElements(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+        units = vectors / norms.clamp(min=SMALLEST_NORM)
+        ctx.save_for_backward(vectors, units)
+        ctx.mark_non_differentiable(norms)
+        ctx.set_materialize_grads(False)
+        return units, norms
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        vectors, units = ctx.saved_tensors
+        # Computed again, for second derivatives.
+        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+        return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
 
 
 class SetDistance(BaseDistance):

@@ -1,17 +1,17 @@
 """Terms that spread embeddings out, or bring two clouds of them together, also as pytorch-metric-learning regularizers.
 
-Sets are (B, K, D); an element that is exactly zero is padding, as in :mod:`vl_plugins.distances`. Results are float32 or
-float64, also under autocast, and NaN if any element is NaN.
+Sets are (B, K, D); a zero vector is padding, as in :mod:`vl_plugins.distances`. Results are float32 or float64, also
+under autocast, and NaN if any element is NaN or infinite.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import pad
 
-from vl_plugins.distances import SetDistance
+from vl_plugins.distances import SMALLEST_NORM, SetDistance, unit_elements
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
@@ -47,24 +47,32 @@ def mmd_loss(x: Tensor, y: Tensor, gamma: float = 0.5, *, squared: bool = False)
     tensor(1.8358)
     """
     x, y = full_precision(x, y)
-    if len(x) == 0 or len(y) == 0:
-        return 0 * (x.sum() + y.sum())
-    center = (x.mean(dim=0) + y.mean(dim=0)) / 2  # near vectors far from zero would round to the same
-    x, y = x - center, y - center
-    within = _mean_kernel(x, x, gamma, squared) + _mean_kernel(y, y, gamma, squared)
-    return (within - 2 * _mean_kernel(x, y, gamma, squared)).clamp(min=0)
+    weights = [side.new_full((len(side),), sign / max(1, len(side))) for side, sign in ((x, 1), (y, -1))]
+    return _mmd(torch.cat([x, y]), torch.cat(weights), gamma, squared)
 
 
-def _mean_kernel(x: Tensor, y: Tensor, gamma: float, squared: bool) -> Tensor:
-    """Return the mean of k(x, y) - 1 over all pairs: the ones cancel, and would drown what is left."""
-    squared_norms = x.square().sum(dim=1)[:, None] + y.square().sum(dim=1)
-    with torch.autocast(x.device.type, enabled=False):
-        distances = squared_norms - 2 * x @ y.T
-    if not squared:
-        coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * squared_norms
-        # The derivatives of a root are infinite at 0.
-        distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
-    return (-gamma * distances).expm1().mean()
+def _mmd(vectors: Tensor, weights: Tensor, gamma: float, squared: bool) -> Tensor:
+    """Return the sum of k(x, x') over all pairs of vectors (N, D), each times both weights.
+
+    Args:
+        weights: (N,), of one cloud 1 / its size, of the other one -1 / its size, and 0 for vectors that do not exist. A
+            cloud may be empty: the sum is not positive then.
+    """
+    number("gamma", gamma, above=0)
+    with torch.autocast(vectors.device.type, enabled=False):
+        # Otherwise close vectors far from zero round to the same. Distances do not depend on it: no gradient.
+        center = weights.abs() @ vectors.detach() / 2
+        vectors = vectors - center
+        products = vectors @ vectors.T
+        squared_norms = products.diagonal()
+        sums = squared_norms[:, None] + squared_norms
+        distances = sums.sub(products, alpha=2)
+        if not squared:
+            coincide = distances <= ROUNDING * torch.finfo(vectors.dtype).eps * sums
+            # The derivatives of a root are infinite at 0.
+            distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
+        # k - 1: the ones cancel, and would drown what is left.
+        return (weights @ (-gamma * distances).expm1() @ weights).clamp(min=0)
 
 
 def diversity_loss(sets: Tensor, scale: float = 2.0) -> Tensor:
@@ -86,12 +94,18 @@ def diversity_loss(sets: Tensor, scale: float = 2.0) -> Tensor:
     >>> diversity_loss(torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [2.0, 2.0]]]))  # exp(-2 * 2) and exp(0)
     tensor([0.0183, 1.0000])
     """
-    (sets,) = full_precision(sets)
-    present, units = (sets != 0).any(dim=2), normalize(sets, dim=2)
-    pairs = present[:, :, None] & present[:, None] & ~torch.eye(sets.shape[1], dtype=torch.bool, device=sets.device)
-    with torch.autocast(sets.device.type, enabled=False):
+    return _diversity(*join_sets(sets)[:2], scale)[0]
+
+
+def _diversity(units: Tensor, present: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return :func:`diversity_loss` of elements (B, K, D) that are present (B, K), and the numbers of pairs, (B,)."""
+    number("scale", scale, above=0)
+    pairs = (present[:, :, None] & present[:, None]).triu(1)
+    count = pairs.sum(dim=(1, 2))
+    with torch.autocast(units.device.type, enabled=False):
         kernels = (2 * scale * (units @ units.mT - 1)).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
-    return kernels.masked_fill(~pairs, 0).sum(dim=(1, 2)) / pairs.sum(dim=(1, 2)).clamp(min=1)
+    # Not masked: 0 times NaN is NaN.
+    return (kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1), count
 
 
 def circular_variance(sets: Tensor) -> Tensor:
@@ -105,12 +119,52 @@ def circular_variance(sets: Tensor) -> Tensor:
     >>> circular_variance(torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[1.0, 0.0], [-1.0, 0.0]]]))
     tensor([0., 1.])
     """
-    (sets,) = full_precision(sets)
-    present = (sets != 0).any(dim=2)
-    elements = present.sum(dim=1)
-    units = normalize(sets, dim=2).masked_fill(~present[:, :, None], 0)
-    lengths = (units.sum(dim=1) / elements.clamp(min=1)[:, None]).norm(dim=1)
-    return torch.where(elements > 0, (1 - lengths).clamp(0, 1), 0)
+    units, present, _ = join_sets(sets)
+    sizes = present.sum(dim=1, keepdim=True)
+    lengths = ((units * present[..., None]).sum(dim=1) / sizes.clamp(min=1)).norm(dim=1)
+    return (1 - lengths).clamp(0, 1) * (sizes[:, 0] > 0)
+
+
+class JoinedSets(NamedTuple):
+    """The sets of one or two sides, one below the other, and smaller sets padded.
+
+    Attributes:
+        units: (A + C, K, D), L2-normalized elements, zero at padding.
+        present: (A + C, K), False at padding.
+        sides: numbers of sets of each side, (A, C) or (A,).
+    """
+
+    units: Tensor
+    present: Tensor
+    sides: list[int]
+
+    def mmd(self, gamma: float, squared: bool) -> Tensor:
+        """Return :func:`mmd_loss` of the elements of two sides."""
+        weights = self._shares(self.present)
+        weights[self.sides[0] :].neg_()
+        return _mmd(self.units.flatten(0, 1), weights.flatten(), gamma, squared)
+
+    def diversity(self, scale: float) -> Tensor:
+        """Return the mean of :func:`diversity_loss` of the sets of two elements or more, added up over the sides."""
+        values, count = _diversity(self.units, self.present, scale)
+        return values @ self._shares(count > 0)
+
+    def _shares(self, mask: Tensor) -> Tensor:
+        """Return 1 / number of True entries of a side, and 0 for others."""
+        parts = mask.to(self.units.dtype).split(self.sides)
+        return torch.cat([part / part.sum().clamp(min=1) for part in parts])
+
+
+def join_sets(*sides: Tensor) -> JoinedSets:
+    """Return the sets (B, K, D) of one or two sides with normalized elements."""
+    for side in sides:
+        if side.ndim != 3:
+            raise ValueError(f"sets must have the shape (B, K, D), got {tuple(side.shape)}")
+    sets = full_precision(*sides)
+    most = max(side.shape[1] for side in sides)
+    sets = [side if side.shape[1] == most else pad(side, (0, 0, 0, most - side.shape[1])) for side in sets]
+    units, norms = unit_elements(sets[0] if len(sets) == 1 else torch.cat(sets))
+    return JoinedSets(units, ~(norms < SMALLEST_NORM).squeeze(2), [len(sets) for sets in sides])
 
 
 class DiversityRegularizer(BaseRegularizer):
@@ -133,16 +187,14 @@ class DiversityRegularizer(BaseRegularizer):
         self.scale = number("scale", scale, above=0)
         self.sets = SetDistance(set_size)
 
-    def compute_loss(self, embeddings: Tensor) -> dict[str, dict]:
+    def compute_loss(self, embeddings: Tensor) -> dict[str, dict[str, Any]]:
         sets, _ = self.sets.unpack(embeddings, embeddings)
-        (items,) = torch.where((sets != 0).any(dim=2).sum(dim=1) > 1)
+        values, count = _diversity(*join_sets(sets)[:2], self.scale)
+        (items,) = count.nonzero().T
         if len(items) == 0:
-            return self.zero_losses()
-        losses = diversity_loss(sets, self.scale)[items]
+            return {"loss": {"losses": 0, "indices": None, "reduction_type": "already_reduced"}}
+        losses = values[items] + 0 * values.sum()  # items of one element may be NaN
         return {"loss": {"losses": losses, "indices": items, "reduction_type": "element", "divisor": len(items)}}
-
-    def zero_losses(self) -> dict[str, dict]:
-        return {"loss": {"losses": 0, "indices": None, "reduction_type": "already_reduced"}}
 
 
 class MMDRegularizer(BaseRegularizer):
@@ -173,7 +225,6 @@ class MMDRegularizer(BaseRegularizer):
         if ref_emb is None:
             raise ValueError("MMDRegularizer compares two modalities: call the loss with ref_emb and ref_labels")
         self.reset_stats()
-        x, y = (sets.flatten(0, 1) for sets in full_precision(*self.sets.unpack(embeddings, ref_emb)))
-        x, y = (normalize(side[(side != 0).any(dim=1)], dim=1) for side in (x, y))
-        loss = {"losses": mmd_loss(x, y, self.gamma, squared=self.squared), "indices": None}
+        value = join_sets(*self.sets.unpack(embeddings, ref_emb)).mmd(self.gamma, self.squared)
+        loss = {"losses": value, "indices": None}
         return self.reducer({"loss": loss | {"reduction_type": "already_reduced"}}, embeddings, None)

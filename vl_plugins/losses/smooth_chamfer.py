@@ -28,9 +28,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
     ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, with ``slots`` and ``ref_slots`` in
-    addition: the elements before a set prediction head adds the global feature. Diversity is then computed from them
-    instead of the embeddings. The regularization does not go through the reducer.
+    Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, and takes ``slots`` and
+    ``ref_slots`` too: the elements before a set prediction head adds the global feature. Diversity is then computed
+    from them instead of the embeddings. The regularization does not go through the reducer.
 
     Args:
         base: the name of a loss, or a mapping with its ``name`` and options, such as ``margin`` and ``reducer``; or a
@@ -118,7 +118,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         """
         self.reset_stats()
         pairs = labels, indices_tuple, ref_labels
-        return eager(self._forward, embeddings, None if ref_emb is embeddings else ref_emb, pairs, slots, ref_slots, options)
+        return eager(
+            self._forward, embeddings, None if ref_emb is embeddings else ref_emb, pairs, slots, ref_slots, options
+        )
 
     def _forward(
         self,
@@ -148,23 +150,24 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         ref_slots: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
-        one_set = ref_emb is None or ref_emb is embeddings
         distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
-        x, y = distance.unpack(embeddings, embeddings if one_set else ref_emb)
-        sets = (x,) if one_set else (x, y)
-        given = (slots,) if one_set else (slots, ref_slots)
-        if one_set and ref_slots is not None:
-            raise ValueError("ref_slots are given without ref_emb")
-        for name, side, items in zip(("slots", "ref_slots"), given, sets):
-            if side is not None and (side.ndim != 3 or len(side) != len(items)):
-                raise ValueError(f"{name} must have the shape ({len(items)}, K, D), got {tuple(side.shape)}")
-        terms, joined = {}, None
-        if self.mmd_weight > 0 and not one_set:
-            joined = join_sets(*sets)
+        ref_emb = None if ref_emb is embeddings else ref_emb
+        sets = list(distance.unpack(embeddings, embeddings if ref_emb is None else ref_emb))
+        if ref_emb is None:
+            del sets[1]
+            if ref_slots is not None:
+                raise ValueError("ref_slots need a ref_emb")
+        slot_sets = list(sets)  # the sets that diversity is computed from
+        for side, (name, given) in enumerate((("slots", slots), ("ref_slots", ref_slots))):
+            if given is not None:
+                if given.ndim != 3 or len(given) != len(sets[side]):
+                    raise ValueError(f"{name} must have the shape ({len(sets[side])}, K, D), got {tuple(given.shape)}")
+                slot_sets[side] = given
+        terms, joined = {}, join_sets(*sets)
+        if self.mmd_weight > 0 and len(sets) == 2:
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5, squared=False)
         if self.diversity_weight > 0:
-            if joined is None or any(side is not None for side in given):
-                joined = join_sets(*(items if side is None else side for items, side in zip(sets, given)))
+            joined = joined if slots is ref_slots is None else join_sets(*slot_sets)
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
 
@@ -178,4 +181,4 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*own, rest])
 
 
-SmoothChamferLoss.__signature__ = _signature()  # type: ignore[attr-defined]
+SmoothChamferLoss.__signature__ = _signature()
