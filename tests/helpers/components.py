@@ -6,7 +6,7 @@ import inspect
 import torch
 from pytorch_metric_learning import reducers
 
-from vl_plugins.registry import list_components
+from vl_plugins.registry import names
 
 # For what cannot be made, or has nothing to do, without arguments. Functions, so that no two tests share a component.
 ARGUMENTS = {
@@ -40,9 +40,9 @@ def miners():
     """Return ``{name: miner}`` of all miners, ours included."""
     package = importlib.import_module("pytorch_metric_learning.miners")
     own = importlib.import_module("vl_plugins.miners")
-    names = list_components("miner")
-    assert {*classes("miners", package.BaseMiner), *own.__all__} == set(names)
-    return {name: make(name, getattr(package, name, None) or getattr(own, name)) for name in names}
+    found = names("miner")
+    assert {*classes("miners", package.BaseMiner), *own.__all__} == set(found)
+    return {name: make(name, getattr(package, name, None) or getattr(own, name)) for name in found}
 
 
 def all_of(kind):

@@ -37,9 +37,9 @@ def make_model(head, shape=(1,)):
     return model
 
 
-def make_loss(model, **distributed):
+def make_loss(model, **options):
     distance = {} if model.similarity is None else {"distance": model.similarity}
-    return TwoTowerLoss("unified", create_loss("unified", **distance), learned_scale=True, **distributed)
+    return TwoTowerLoss("unified", create_loss("unified", **distance), learned_scale=True, **options)
 
 
 def batch(step):
@@ -70,7 +70,7 @@ def steps_and_state(rank):
     for block in model.clip.visual.transformer.resblocks:
         fully_shard(block)
     fully_shard(model)
-    loss = make_loss(model, local_loss=True, gather_with_grad=True, rank=rank, world_size=WORLD_SIZE)
+    loss = make_loss(model, local_loss=True)
     part = slice(rank * size, (rank + 1) * size)
     steps = train(model, loss, part, gather=lambda gradient: gradient.full_tensor())
     return steps, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -310,17 +310,15 @@ class PairLoss(BaseMetricLossFunction):
     def _reduce(
         self, loss_dict: dict[str, Any], labels: Tensor | None, inputs: list[Tensor], scale: float | Tensor
     ) -> Any:
-        losses = loss_dict["loss"]["losses"]
-        is_empty = len(losses) == 0
-        if is_empty:
+        keeps_all = type(self.reducer) is MeanReducer and len(loss_dict["loss"]["losses"]) > 0
+        if len(loss_dict["loss"]["losses"]) == 0:
             loss_dict["loss"] = self.zero_loss()
         loss = self.reducer(loss_dict, inputs[0], labels)
         if not isinstance(loss, Tensor):
             return loss  # DoNothingReducer returns the dict
-        if is_empty:  # 0 that belongs to the graph
-            return loss + 0 * sum(value.sum() for value in (*inputs, scale) if isinstance(value, Tensor))
-        # A formula or reducer may drop NaN, and an anchor without positives is in no pair.
-        first, *others = (value.detach().sum() for value in inputs)
+        # A formula or reducer may drop NaN, and an anchor without positives is in no pair. What is reduced to 0 still
+        # belongs to the graph of every input.
+        first, *others = (x.detach().sum() if keeps_all else x.sum() for x in (*inputs, scale) if isinstance(x, Tensor))
         return loss.add(sum(others, first), alpha=0)
 
     def _scale(self, scale: float | Tensor | None) -> float | Tensor:

@@ -1,0 +1,409 @@
+"""What every loss promises, however it is computed: a table of losses, a table of ways, one test a promise."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from pytorch_metric_learning import distances, reducers
+
+from tests.helpers import components
+from tests.helpers.loops import (
+    LABELS,
+    OTHER_LABELS,
+    REFERENCES,
+    Reference,
+    call_with,
+    calls,
+    check_call,
+    embeddings_of,
+    expected,
+    leaves_of,
+    values_and_derivatives,
+)
+from tests.helpers.memory import extra_bytes
+from tests.reference import distances as similarity
+from tests.reference import goal, losses
+from vl_plugins import create_loss, negatives
+from vl_plugins.losses.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
+
+
+class PlainCosine(distances.CosineSimilarity):
+    """For which all similarities are computed."""
+
+
+GOAL = REFERENCES["goal"]
+LOSSES = {name: (name, reference) for name, reference in REFERENCES.items() if name not in ("goal", "smooth_chamfer")}
+LOSSES |= {
+    f"goal {triplet} {pair}": (
+        "goal",
+        replace(GOAL, options=GOAL.options | {"triplet_weight": triplet, "pair_weight": pair}),
+    )
+    for triplet in TRIPLET_WEIGHTS
+    for pair in PAIR_WEIGHTS
+}
+LOSSES["triplet_hn warm"] = (
+    "triplet_hn",
+    Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}, {"warmup_steps": 10**6}),
+)
+LOSSES["goal warm"] = ("goal", replace(GOAL, pair=goal.goal_all, loss_options={"warmup_steps": 10**6}))
+ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
+WAYS = {"chosen": {}, "dense": {"tiled": False}, "tiled": {"tiled": True}, "matrix": {"distance": PlainCosine()}}
+NEEDS_MATRIX = ("triplet_sh", "warm", "_ms")
+DIFFERENCES = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal con con", "goal nca con")  # take real distances too
+EACH = pytest.mark.parametrize("name", LOSSES)
+SOME = pytest.mark.parametrize("name", ONE_OF_EACH)
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    monkeypatch.setattr(negatives, "block_rows", lambda *_: 2)
+
+
+def make(name, **options):
+    key, reference = LOSSES[name]
+    return create_loss(key, **(reference.options | reference.loss_options | options))
+
+
+def needs_matrix(name):
+    return any(word in name for word in NEEDS_MATRIX)
+
+
+def ways(name):
+    """Yield each way to compute a loss, and its options."""
+    for way, options in WAYS.items():
+        if way != "tiled" or not needs_matrix(name):
+            yield way, options
+
+
+def masks_of(call):
+    masks = call["labels"][:, None] == call["ref_labels"]
+    return masks, ~masks
+
+
+@EACH
+def test_value_and_gradient_are_those_of_the_loops(name):
+    """Of labels, pairs and triplets; one set and two; both precisions."""
+    _, reference = LOSSES[name]
+    for way, options in ways(name):
+        for dtype in (torch.float64, torch.float32):
+            for what, call in calls(dtype):
+                if "tiled" in options and options["tiled"] and "indices_tuple" in call:
+                    continue
+                check_call(reference, call, loss=make(name, **options), what=f"{way}, {dtype}, {what}")
+
+
+@EACH
+def test_a_matrix_of_similarities(name):
+    """Value and gradient, both directions and one; and second derivatives, but for GOAL, whose weights are constants."""
+    call = call_with(2)
+    for symmetric in (True, False):
+        value, gradients = expected(LOSSES[name][1], call, symmetric=symmetric)
+        similarities = distances.CosineSimilarity()(*leaves_of(call))
+        for loss, how in ((make(name, symmetric=symmetric), {}), (make(name), {"symmetric": symmetric})):
+            found = loss.from_similarities(similarities, *masks_of(call), **how)
+            torch.testing.assert_close(found.item(), value, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(torch.autograd.grad(found, leaves_of(call), retain_graph=True), tuple(gradients))
+    if "goal" not in name:
+        leaf = similarities.detach().requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda s: make(name).from_similarities(s, *masks_of(call)), leaf)
+        values = make(name, reducer=reducers.DoNothingReducer()).from_similarities(leaf, *masks_of(call))
+        by_hand = values_and_derivatives(LOSSES[name][1], leaf.tolist(), call)
+        torch.testing.assert_close(values["loss"]["losses"], torch.tensor([v for _, v, _ in by_hand]).double())
+
+
+@SOME
+def test_second_derivatives_of_embeddings(name):
+    """Of what needs a matrix they are right; blocks raise an error, also where the penalty is only one of two terms."""
+    loss, call = make(name), call_with(2)
+    leaves = leaves_of(call)
+
+    def value(*sides):
+        return loss(**(call | dict(zip(("embeddings", "ref_emb"), sides, strict=True))))
+
+    if needs_matrix(name):
+        assert "goal" in name or torch.autograd.gradgradcheck(value, leaves)
+        return
+    assert "goal" in name or torch.autograd.gradgradcheck(
+        lambda *sides: make(name, distance=PlainCosine())(
+            **(call | dict(zip(("embeddings", "ref_emb"), sides, strict=True)))
+        ),
+        leaves,
+    )
+    with pytest.raises(RuntimeError, match=r"no derivative .create_graph=True.*from_similarities"):
+        (gradient,) = torch.autograd.grad(value(*leaves), leaves[0], create_graph=True)
+        torch.autograd.grad(value(*leaves) + gradient.square().sum(), leaves[0])
+
+
+@SOME
+def test_one_direction_and_the_scale_of_a_call(name):
+    _, reference = LOSSES[name]
+    for _, options in ways(name):
+        call = call_with(2)
+        check_call(reference, call, loss=make(name, symmetric=False, **options), symmetric=False)
+        check_call(reference, call | {"symmetric": False}, loss=make(name, **options), symmetric=False)
+        check_call(reference, call | {"symmetric": True}, loss=make(name, symmetric=False, **options))
+        if "scale" not in reference.options:
+            with pytest.raises(ValueError, match="has no scale"):
+                make(name, **options)(**call, scale=5.0)
+            continue
+        five = reference.options | {"scale": 5.0}
+        check_call(reference, call | {"scale": 5}, loss=make(name, **options), options=five)
+        for shape in ((), (1,)):
+            scale = torch.full(shape, 5.0, dtype=torch.float64, requires_grad=True)
+            check_call(reference, call | {"scale": scale}, loss=make(name, **options), options=five)
+
+            def value(scale, options=options, call=call):
+                return make(name, **options)(**call, scale=scale)
+
+            # A second backward pass computes the similarities again, in another order.
+            assert torch.autograd.gradcheck(value, scale, nondet_tol=1e-12)
+
+
+EMPTY = {
+    "no positives": (torch.arange(4), torch.arange(4) + 10),
+    "no negatives": (torch.zeros(4, dtype=torch.long), torch.zeros(3, dtype=torch.long)),
+    "no rows": (torch.arange(0), torch.arange(3)),
+    "no columns": (torch.arange(3), torch.arange(0)),
+}
+
+
+@SOME
+def test_nothing_to_compare_is_zero_unless_something_is_not_finite(name):
+    for way, options in ways(name):
+        for case, (labels, ref_labels) in EMPTY.items():
+            for reducer in (reducers.MeanReducer(), reducers.AvgNonZeroReducer()):
+                sides = [embeddings_of(side, seed=seed) for seed, side in enumerate((labels, ref_labels))]
+                call = {"embeddings": sides[0], "labels": labels, "ref_emb": sides[1], "ref_labels": ref_labels}
+                loss = make(name, reducer=reducer, **options)
+                value = loss(**call)
+                assert value == 0, (way, case)
+                assert not any(gradient.any() for gradient in torch.autograd.grad(value, sides)), (way, case)
+                for key in ("embeddings", "ref_emb"):
+                    bad = call[key].detach().clone()
+                    if len(bad):
+                        bad[0, 0] = torch.nan
+                        assert loss(**(call | {key: bad})).isnan(), (way, case)
+
+
+@SOME
+def test_what_is_not_finite_is_never_hidden(name):
+    """Also in an anchor without positives, by pairs of a miner, or where a reducer drops it."""
+    pairs = (torch.arange(3), torch.arange(3), torch.arange(3), torch.arange(3) + 1)
+    for _, options in ways(name):
+        for reducer in (reducers.MeanReducer(), reducers.AvgNonZeroReducer(), reducers.ThresholdReducer(low=0.1)):
+            loss = make(name, reducer=reducer, symmetric=False, **options)
+            for key, row, number in (
+                ("embeddings", 0, torch.nan),
+                ("ref_emb", 3, torch.inf),
+                ("ref_emb", 8, -torch.inf),
+            ):
+                call = call_with(2)
+                call[key].data[row, 2] = number
+                assert loss(**call).isnan()
+                assert loss(**(call | {"labels": call["labels"] + (call["labels"] == 0) * 50})).isnan()
+                if not options.get("tiled"):
+                    assert loss(**call, indices_tuple=pairs).isnan()
+
+
+@SOME
+def test_half_precision_is_computed_in_float32_and_rounded_once(name):
+    for way, options in ways(name):
+        for dtype in (torch.bfloat16, torch.float16):
+            call = call_with(2, dtype)
+            single = call | {key: call[key].detach().float().requires_grad_() for key in ("embeddings", "ref_emb")}
+            loss = make(name, **options)
+            value = loss(**single)
+            gradients = torch.autograd.grad(value, leaves_of(single))
+            for autocast in (False, True):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    actual = loss(**call)
+                assert actual.dtype == torch.float32
+                assert torch.equal(actual, value), way
+                for gradient, other in zip(torch.autograd.grad(actual, leaves_of(call)), gradients, strict=True):
+                    assert torch.equal(gradient, other.to(dtype)), way
+
+
+@SOME
+def test_finite_at_the_extremes(name):
+    """Opposite and zero vectors, large scales; a zero vector has no gradient, by labels as by pairs."""
+    directions = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]).repeat(4, 1)
+    labels = torch.arange(20) // 2
+    same = labels[:, None] == labels
+    pairs = (*same.nonzero().T, *(~same).nonzero().T)
+    for way, options in ways(name):
+        if way == "matrix":  # zero vectors in a distance of pytorch-metric-learning
+            continue
+        for scale in ({}, {"scale": 1e4}) if "scale" in LOSSES[name][1].options else ({},):
+            for dtype in (torch.float32, torch.float16):
+                for indices in (None, pairs):
+                    if indices is not None and options.get("tiled"):
+                        continue
+                    leaf = directions.to(dtype).requires_grad_()
+                    loss = make(name, **options, **scale)
+                    value = loss(leaf, labels, indices, ref_emb=leaf.detach(), ref_labels=labels)
+                    (gradient,) = torch.autograd.grad(value, leaf)
+                    assert value > 0
+                    assert gradient.isfinite().all()
+                    assert not gradient.view(4, 5, 2)[:, 3].any()
+
+
+@SOME
+def test_distances_and_miners(name):
+    _, reference = LOSSES[name]
+    formulas = {
+        "CosineSimilarity": similarity.cosine,
+        "DotProductSimilarity": similarity.cosine,
+        "LpDistance": similarity.negative_euclidean,
+        "SNRDistance": similarity.negative_signal_to_noise,
+    }
+    for key, distance in components.all_of("distance").items():
+        if not distance.is_inverted and name not in DIFFERENCES:
+            with pytest.raises(ValueError, match="needs a similarity"):
+                make(name, distance=distance)
+            continue
+        check_call(reference, call_with(2), loss=make(name, distance=distance), similarity=formulas[key], what=key)
+    dot = distances.DotProductSimilarity(normalize_embeddings=False)
+    call = {
+        key: (0.3 * value).detach().requires_grad_() if "emb" in key else value for key, value in call_with(2).items()
+    }
+    for options in ({}, {} if needs_matrix(name) else {"tiled": True}):
+        check_call(reference, call, loss=make(name, distance=dot, **options), similarity=similarity.dot_product)
+    for key, miner in components.miners().items():
+        for sets in (1, 2):
+            torch.manual_seed(0)
+            call = call_with(sets)
+            call["indices_tuple"] = miner(**call)
+            check_call(reference, call, loss=make(name), what=key)
+            unlabelled = {key: value for key, value in call.items() if "labels" not in key}
+            assert torch.equal(make(name)(**unlabelled), make(name)(**call))
+
+
+@SOME
+def test_reducers_and_regularizers(name):
+    _, reference = LOSSES[name]
+    for key, reducer in components.all_of("reducer").items():
+        for what, call in calls(candidates=len(LABELS)):
+            triplets_each = key == "PerAnchorReducer" and "triplets" in what and reference.triplet
+            if key != "DoNothingReducer" and not triplets_each:
+                check_call(reference, call, loss=make(name, reducer=reducer), reducer=reducer, what=f"{key}, {what}")
+    for key, regularizer in components.all_of("regularizer").items():
+        call = call_with(2)
+        term = 0.25 * regularizer(call["embeddings"])
+        loss = make(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25)
+        torch.testing.assert_close(loss(**call), make(name)(**call) + term, msg=key)
+
+
+@SOME
+def test_row_chunks_of_a_batch(name):
+    """The full-batch loss is the pair-weighted mean of its row chunks, exactly where the loss says so."""
+    call = call_with(2)
+    positives = masks_of(call)[0]
+    for options in ({}, {"reducer": reducers.SumReducer()}):
+        loss = make(name, symmetric=False, **options)
+        total = 0
+        for rows in (slice(2), slice(2, 6)):
+            part = {key: call[key][rows] for key in ("embeddings", "labels")}
+            total = total + loss(**(call | part)) * positives[rows].sum() / positives.sum()
+        values = total, loss(**call)
+        gradients = [torch.autograd.grad(value, call["ref_emb"])[0] for value in values]
+        adds_up = torch.allclose(*values) and torch.allclose(*gradients)
+        assert adds_up == loss.has_independent_pairs == ("_ms" not in name and not options)
+    assert type("Own", (type(loss),), {})(**LOSSES[name][1].options).has_independent_pairs == ("_ms" not in name)
+
+
+@EACH
+def test_copies(name, tmp_path):
+    loss, call = make(name, collect_stats=True), call_with(2)
+    value = loss(**call)
+    torch.save(loss.state_dict(), tmp_path / "loss.pt")
+    restored = make(name)
+    restored.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    for twin in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), restored, make(name).half()):
+        torch.testing.assert_close(twin(**call), value, rtol=1e-12, atol=1e-12)  # statistics need the matrix
+
+
+@pytest.mark.parametrize("name", ["unified", "goal cir sig_ms", "triplet_hn warm"])
+def test_compiled(name):
+    call, loss = call_with(2), make(name)
+    value = loss(**call)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(**call), value)
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn"])
+def test_memory(name, monkeypatch):
+    """Blocks keep two rows of blocks; one matrix becomes its own gradient."""
+    monkeypatch.undo()
+    monkeypatch.setattr(negatives, "CPU_BLOCK", 2**16)
+    sides = [torch.randn(1024, 32, requires_grad=True) for _ in range(2)]
+    labels, extra = torch.arange(1024), {}
+    for tiled in (False, True):
+        loss = make(name, tiled=tiled)
+        extra[tiled] = extra_bytes(
+            lambda loss=loss: loss(sides[0], labels, ref_emb=sides[1], ref_labels=labels).backward()
+        )
+    matrix = 4 * 1024**2
+    assert extra[True] < 0.4 * matrix
+    assert extra[False] < 1.5 * matrix
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "^labels must be given without an indices_tuple, got None"),
+        ({"labels": LABELS.tolist()}, "^labels must be a tensor, got list"),
+        ({"ref_labels": OTHER_LABELS.numpy()}, "^ref_labels must be a tensor, got ndarray"),
+        ({"labels": LABELS[:4]}, r"^labels must have the shape \(6,\), got \(4,\)"),
+        ({"ref_labels": LABELS}, r"^ref_labels must have the shape \(9,\), got \(6,\)"),
+        ({"indices_tuple": (LABELS, LABELS)}, r"indices_tuple must have 3 tensors .* or 4 .*, got 2"),
+        ({"scale": torch.ones(2)}, r"scale must have one element, got shape \(2,\)"),
+        ({"scale": 0}, "scale must be a finite number > 0, got 0"),
+    ],
+)
+def test_wrong_input(change, message):
+    with pytest.raises(ValueError, match=message):
+        make("unified")(**(call_with(2) | change))
+
+
+def test_one_set_and_two():
+    call, loss = call_with(1), make("unified")
+    twice = {"ref_emb": call["embeddings"], "ref_labels": LABELS.clone()}
+    assert torch.equal(loss(**call, **twice), loss(**call))
+    with pytest.raises(ValueError, match="ref_labels must be the labels"):
+        loss(**call, **(twice | {"ref_labels": LABELS + 1}))
+    images, texts = embeddings_of(LABELS), embeddings_of(LABELS, seed=1)
+    check_call("unified", {"embeddings": images, "labels": LABELS, "ref_emb": texts, "ref_labels": LABELS})
+
+
+@pytest.mark.parametrize("name", ["triplet_sh", "goal cir sig_ms"])
+def test_tiles_that_cannot_be(name):
+    with pytest.raises(ValueError, match="tiled=True cannot be used, because .* needs all similarities"):
+        make(name, tiled=True)(**call_with(2))
+    for options in ({"indices_tuple": (LABELS,) * 4}, {"distance": PlainCosine()}):
+        call = call_with(2) | {key: options.pop(key) for key in ("indices_tuple",) if key in options}
+        with pytest.raises(ValueError, match="tiled=True cannot be used, because"):
+            make("unified", tiled=True, **options)(**call)
+    with pytest.raises(ValueError, match="tiled=True cannot be used with warmup_steps"):
+        make("triplet_hn", warmup_steps=1, tiled=True)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3, 4), torch.ones(4, 3, dtype=torch.bool)])
+def test_masks_of_another_shape_or_type(mask):
+    similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"positive_mask must be bool \(3, 4\), got"):
+        make("unified").from_similarities(similarities, mask, right)
+    with pytest.raises(ValueError, match=r"negative_mask must be bool \(3, 4\), got"):
+        make("unified").from_similarities(similarities, right, mask)
+
+
+def test_pairs_of_equal_labels_of_a_large_batch():
+    generator = torch.Generator().manual_seed(0)
+    labels, ref_labels = (torch.randint(-40, 40, (size,), generator=generator) for size in (300, 400))
+    for found, expected_index in zip(
+        negatives.label_pairs(labels, ref_labels.int()), (labels[:, None] == ref_labels).nonzero().T, strict=True
+    ):
+        assert torch.equal(found, expected_index)
