@@ -30,7 +30,7 @@ ERRORS = [
     (OURS, "evaluate --checkpoint no.pt --shards no.tar", "--checkpoint no.pt: no such file"),
     (OURS, "evaluate --features no.npz", "--features no.npz: no such file"),
     (OURS, f"plot attention --checkpoint {__file__} --shards no.tar", "1 of 1 shards do not exist: no.tar"),
-    (OURS, "plot weights --loss unifed", "unknown loss 'unifed'"),
+    (OURS, "plot gradients unifed", "unknown loss 'unifed'"),
 ]
 
 

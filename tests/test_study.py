@@ -14,12 +14,12 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.noisy_pairs import adaptive_margin, swap_captions
+from benchmarks.noisy_pairs import AdaptiveMarginLoss, swap_captions
 from benchmarks.study import Outcome, Run, Setting, difference, image_recalls, main
 from vl_plugins.cli import build_parser
-from vl_plugins.functional import soft_margin
 from vl_plugins.integrations.open_clip.options import parse_arguments
 from vl_plugins.integrations.pytorch_metric_learning import command_line
+from vl_plugins.losses import UnifiedLoss, soft_margin
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 
@@ -145,9 +145,12 @@ def test_swapped_captions():
 
 
 def test_adaptive_margin():
-    similarities = torch.tensor([[0.8, 0.1, -0.3], [0.2, 0.4, 0.5], [0.0, 0.1, -0.2]], requires_grad=True)
+    """Against the unified loss with the margins that follow from the similarities of the pairs."""
+    similarities = torch.tensor([[0.8, 0.1, 0.3], [0.2, 0.4, 0.5], [0.1, 0.3, -0.2]], requires_grad=True)
     positive_mask = torch.eye(3, dtype=torch.bool)
-    margins = adaptive_margin(similarities, positive_mask, ~positive_mask)
-    expected = soft_margin(torch.tensor([1.0, 0.5, 0.0]), margin=0.2)  # relative to 0.8, the best tenth of three
-    torch.testing.assert_close(margins.diagonal(), expected)
-    assert not margins.requires_grad
+    value = AdaptiveMarginLoss(scale=7).from_similarities(similarities, positive_mask, ~positive_mask)
+    confidence = torch.tensor([1.0, 0.5, 0.0])  # relative to 0.8, the best tenth of three
+    loss = UnifiedLoss(margin=soft_margin(confidence, margin=0.2).diag(), scale=7)
+    expected = loss.from_similarities(similarities, positive_mask, ~positive_mask)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(torch.autograd.grad(value, similarities), torch.autograd.grad(expected, similarities))

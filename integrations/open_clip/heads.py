@@ -61,10 +61,6 @@ class SetSettings:
     num_slots: int = 4
     num_iters: int = 4
     hidden_dim: int = 1024
-    slots: str = "learned"
-    update: str = "residual"
-    attention: str = "slots"
-    global_feature: bool = True
 
     def build(self, image: TowerFeatures, text: TowerFeatures) -> tuple[nn.Module, nn.Module]:
         image_head, text_head = (
@@ -81,6 +77,9 @@ def _embedding(features: TowerFeatures) -> Tensor:
 
 HEADS = MappingProxyType({"linear": LinearSettings, "set": SetSettings})
 
+# Options that version 0.2 wrote into checkpoints; of their values only these are left.
+FORMER = {"slots": "learned", "update": "residual", "attention": "slots", "global_feature": True}
+
 
 def head_settings(name: str, options: Mapping[str, Any]) -> LinearSettings | SetSettings:
     """Return the checked options of a head, one of ``HEADS``.
@@ -90,7 +89,7 @@ def head_settings(name: str, options: Mapping[str, Any]) -> LinearSettings | Set
     """
     tower = TowerFeatures(torch.zeros(1, 1, 2), torch.zeros(1, 2), None, None, has_positions=True)
     with user_errors(f"--head {name}"):
-        settings = HEADS[name](**options)
+        settings = HEADS[name](**{key: value for key, value in options.items() if FORMER.get(key) != value})
         settings.build(tower, tower)
     return settings
 
@@ -191,9 +190,9 @@ class CLIPWithHeads(nn.Module):
         return {**self.description, "head": self.head, "head_kwargs": asdict(self.settings), **similarity}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        saved, own = (f"{s['head']}({format_options(s['head_kwargs'])})" for s in (state, self.get_extra_state()))
-        if saved != own:
-            raise UserError(f"the checkpoint has the head {saved}, but the model was made with {own}")
+        saved = head_settings(state["head"], state["head_kwargs"])
+        if saved != self.settings:
+            raise UserError(f"the checkpoint has the head {saved}, but the model was made with {self.settings}")
 
     def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:
         output = getattr(self, f"{tower}_head")(self._features(tower, inputs))

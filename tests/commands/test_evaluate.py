@@ -18,8 +18,7 @@ from PIL import Image
 from vl_plugins.cli import main
 from vl_plugins.commands import evaluate
 from vl_plugins.data.collection import read_collection
-from vl_plugins.distances import MatchProbability
-from vl_plugins.functional import match_probability
+from vl_plugins.distances import MatchProbability, match_probability
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.encoding import encode_shards
 from vl_plugins.integrations.open_clip.heads import CLIPWithHeads

@@ -8,27 +8,28 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from vl_plugins.cli import main
 from vl_plugins.commands import losses
 from vl_plugins.errors import UserError
-from vl_plugins.registry import constructor_options, list_losses
+from vl_plugins.registry import list_losses, options_of
 
 
 def test_every_loss_names_its_equation_and_paper():
     assert all(description["equation"] and description["paper"] for description in losses.describe_losses())
-    assert constructor_options(BaseMetricLossFunction) == losses.SHARED_OPTIONS
+    assert options_of(BaseMetricLossFunction) == losses.SHARED_OPTIONS
 
 
 def test_a_paragraph_for_each_loss(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["losses"]) == 0
     paragraphs = capsys.readouterr().out.strip().split("\n\n")
-    assert [paragraph.partition("\n")[0] for paragraph in paragraphs[:-1]] == list(list_losses())
+    assert [paragraph.partition("\n")[0] for paragraph in paragraphs[:-2]] == list(list_losses())
     assert paragraphs[list_losses().index("unified")] == (
         "unified\n"
-        "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor.\n"
-        "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True, backend=None\n"
+        "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor (Eq. 5).\n"
+        "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True, tiled=None\n"
         "  equation  Eq. 5, 24-27\n"
         "  paper     Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
     )
-    assert "reducer=None, distance=None" in " ".join(paragraphs[-1].split())
+    assert "reducer=None, distance=None" in " ".join(paragraphs[-2].split())
+    assert "such as NTXentLoss" in paragraphs[-1]
 
 
 def test_json(capsys):
@@ -59,14 +60,14 @@ def test_a_loss_without_equation_and_paper():
 
 
 def test_a_broken_loss_does_not_hide_the_others(monkeypatch):
-    load_loss = losses.load_loss
+    find = losses.find
 
-    def broken(name):
+    def broken(kind, name):
         if name == "vlc":
             raise UserError("loss 'vlc' is provided by two distributions")
-        return load_loss(name)
+        return find(kind, name)
 
-    monkeypatch.setattr(losses, "load_loss", broken)
+    monkeypatch.setattr(losses, "find", broken)
     text = losses.format_descriptions(losses.describe_losses(), 80)
     assert "\n\nunified\n" in text
     assert "\n\nvlc\n  error     loss 'vlc' is provided by two distributions\n\n" in text

@@ -1,13 +1,13 @@
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
+from pytorch_metric_learning.losses import NTXentLoss
 
 from vl_plugins.cli import build_parser, main
 from vl_plugins.errors import UserError
-from vl_plugins.plots import attention, gradients, training, weights
+from vl_plugins.plots import attention, gradients, training
 
 ROW = {"epoch": 1, "rsum_percent": 300.0, "positive_similarity": 0.6, "hardest_negative_similarity": 0.4}
 
@@ -28,7 +28,6 @@ def drawn(monkeypatch):
     """What the command hands to the plot."""
     calls = {}
     monkeypatch.setattr(training, "plot_training_curves", lambda runs, out: calls.update(runs=runs, out=out))
-    monkeypatch.setattr(weights, "plot_weights", lambda out, objective: calls.update(objective=objective, out=out))
     monkeypatch.setattr(gradients, "plot_gradient_sizes", lambda losses, out: calls.update(losses=losses, out=out))
     return calls
 
@@ -61,17 +60,17 @@ def test_wrong_runs_are_named(tmp_path, drawn, run_command):
     assert not drawn
 
 
-def test_weights_and_losses_with_the_options_given(drawn, run_command):
-    run_command("weights")
-    assert (drawn["objective"], str(drawn["out"])) == (weights.PAPER, "weights.png")
-    run_command(*"weights --objective margin=0 tau=5 offset=-0.5 lam=0.4 --out picture.svg".split())
-    assert drawn["objective"] == replace(weights.PAPER, margin=0, tau=5, offset=-0.5, lam=0.4)
+def test_losses_with_the_options_given(drawn, run_command):
+    run_command("gradients", "goal")
+    assert (list(drawn["losses"]), str(drawn["out"])) == (["goal"], "gradients.png")
     run_command(
-        *"weights --loss goal --loss unified --loss-kwargs margin=0.1".split(),
-        *"--loss-kwargs scale=30 reducer=SumReducer --loss unified --out gradients.pdf".split(),
+        *"gradients NTXentLoss unified margin=0.1 scale=30 reducer=SumReducer".split(),
+        *"unified --out gradients.pdf".split(),
     )
-    assert list(drawn["losses"]) == ["goal", "unified(margin=0.1, scale=30, reducer='SumReducer')", "unified"]
-    _, unified, default = drawn["losses"].values()
+    names = ["NTXentLoss", "unified(margin=0.1, scale=30, reducer='SumReducer')", "unified"]
+    assert list(drawn["losses"]) == names
+    of_pml, unified, default = drawn["losses"].values()
+    assert type(of_pml) is NTXentLoss
     assert (unified.margin, unified.scale, type(unified.reducer).__name__) == (0.1, 30, "SumReducer")
     assert (default.margin, default.scale) == (0.2, 50)
     assert str(drawn["out"]) == "gradients.pdf"
@@ -80,22 +79,19 @@ def test_weights_and_losses_with_the_options_given(drawn, run_command):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--objective tua=5", "unknown hyper-parameter 'tua' (did you mean 'tau'?)"),
-        ("--objective tau=0", "--objective: tau must be a finite number > 0, got 0"),
-        ("--objective tau=x", "--objective: tau must be a finite number > 0, got 'x'"),
-        ("--out weights.jpg", "the picture must end in .png, .pdf or .svg, got weights.jpg"),
-        ("--loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
-        ("--loss unified --loss-kwargs scael=1", "--loss unified: unknown option 'scael' of loss 'unified' (did you"),
-        ("--loss unified --loss-kwargs scale=0", "--loss unified: scale must be a finite number > 0, got 0"),
-        ("--loss unified --loss-kwargs scale", "--loss-kwargs: expected key=value, got 'scale'"),
-        ("--loss-kwargs scale=1 --loss vlc", "--loss-kwargs scale=1: give it after the --loss that it is for"),
-        ("--loss vlc --objective tau=1", "--objective and --loss are of different pictures"),
+        ("vlc --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
+        ("unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
+        ("NTXentLos", "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
+        ("unified scael=1", "loss 'unified': "),
+        ("unified scale=0", "unified: scale must be a finite number > 0, got 0"),
+        ("scale=1 vlc", "scale=1: give it after the loss that it is for"),
+        ("FastAPLoss", "FastAPLoss: ref_emb is not supported"),
     ],
 )
-def test_wrong_weights_are_one_line(argv, message, tmp_path, monkeypatch, capsys):
+def test_wrong_losses_are_one_line(argv, message, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert main(["plot", "weights", *argv.split()]) == 2
+    assert main(["plot", "gradients", *argv.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"vl-plugins plot: error: {message}")
     assert not any(tmp_path.iterdir())
@@ -106,8 +102,7 @@ def test_from_the_command_to_the_picture(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(gradients, "POINTS", 7)
     for argv, size in (
-        ("weights", (1320, 912)),
-        ("weights --loss goal --loss vlc", (1080, 912)),
+        ("gradients goal vlc", (1080, 912)),
         (f"training {make_run(tmp_path, 'run')}", (1200, 504)),
     ):
         out = tmp_path / "new" / "picture.png"

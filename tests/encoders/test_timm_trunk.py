@@ -10,7 +10,6 @@ from torch import nn
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import TimmTrunk
 from vl_plugins.errors import UserError
-from vl_plugins.registry import construct
 
 SWIN = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_size": 2, "drop_path_rate": 0.0}
 # Name -> options, grid, and whether the features are tokens.
@@ -66,7 +65,7 @@ def test_dropped_patches_leave_no_grid():
 
 
 def test_options_reach_the_model():
-    trunk = construct("trunk", "timm", TimmTrunk, {"model": "test_vit", "image_size": 64, "init_values": 0.1})
+    trunk = TimmTrunk(model="test_vit", image_size=64, init_values=0.1)
     assert isinstance(trunk.model.blocks[0].ls1, timm.models.vision_transformer.LayerScale)
 
 

@@ -5,7 +5,7 @@ import torch
 from pytorch_metric_learning.distances import LpDistance
 
 from vl_plugins.integrations.open_clip.launcher import main
-from vl_plugins.integrations.pytorch_metric_learning import build_loss
+from vl_plugins.registry import create
 
 LOSS = """
 from pytorch_metric_learning.losses import ContrastiveLoss
@@ -36,7 +36,7 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("installed")
 def test_both_hosts_find_it(capfd):
-    loss = build_loss({"name": "euclidean_pull", "strength": 0.25, "distance": "LpDistance"})
+    loss = create("loss", {"name": "euclidean_pull", "strength": 0.25, "distance": "LpDistance"})
     assert type(loss.distance) is LpDistance
     loss(torch.eye(2), torch.arange(2), ref_emb=torch.eye(2), ref_labels=torch.arange(2))
     assert "called with strength 0.25" in capfd.readouterr().out

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from vl_plugins.distances import match_probability, smooth_chamfer_similarity
 from vl_plugins.errors import UserError
-from vl_plugins.functional import match_probability, smooth_chamfer_similarity
 from vl_plugins.retrieval.features import Features, id_difference, load_features, save_features
 
 SUFFIXES = (".npz", ".safetensors")

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.memory import LargestTensor, extra_bytes
 from tests.reference import retrieval as reference
-from vl_plugins.functional import smooth_chamfer_similarity
-from vl_plugins.functional.set_similarity import mil_similarity
+from vl_plugins.distances import mil_similarity, smooth_chamfer_similarity
 from vl_plugins.retrieval import (
     DirectionRanks,
     EmbeddingSimilarities,

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import extra_bytes
-from vl_plugins.functional.set_similarity import mil_similarity
+from vl_plugins.distances import mil_similarity
 from vl_plugins.retrieval import EmbeddingSimilarities, MatrixSimilarities, MeanSimilarities, similarities
 
 

@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.functional import unified_loss
 from vl_plugins.integrations.examples import open_clip_loop, scenes
 
 
@@ -27,7 +26,8 @@ def test_five_captions_are_positives_for_both_towers():
     images = images.double()
     image_features, text_features, scale = model(images, texts)
     positives = torch.tensor([[column // 5 == row for column in range(30)] for row in range(6)])
-    unified_loss(image_features @ text_features.T, positives, ~positives, margin=0.2, scale=scale).backward()
+    loss = create_loss("unified", margin=0.2)
+    loss.from_similarities(image_features @ text_features.T, positives, ~positives, scale=scale).backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     assert all(gradient.any() for gradient in expected.values())
     open_clip_loop.train(model, [(images, texts, labels)], torch.optim.SGD(model.parameters(), lr=0.1), 1)

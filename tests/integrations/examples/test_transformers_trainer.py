@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import in_processes
-from vl_plugins.functional import unified_loss
+from vl_plugins import create_loss
 from vl_plugins.integrations.examples import scenes
 
 pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[transformers]'")
@@ -75,7 +75,8 @@ def test_steps_are_those_of_the_plain_formula():
         outputs = model(pixel_values=images, input_ids=texts)
         similarities, scale = outputs.image_embeds @ outputs.text_embeds.T, model.logit_scale.exp()
         optimizer.zero_grad()
-        unified_loss(similarities, positives, ~positives, margin=0.2, scale=scale).backward()
+        pair_loss = create_loss("unified", margin=0.2)
+        pair_loss.from_similarities(similarities, positives, ~positives, scale=scale).backward()
         optimizer.step()
     expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for weights in (train_in_process(0, 1), *in_processes(train_in_process, 2, 2)):

@@ -57,7 +57,7 @@ def has_weights_of(model, expected):
 @pytest.mark.parametrize(
     ("prefix", "head", "head_kwargs", "created_with"),
     [
-        ("module.", "set", {**SMALL, "slots": "random", "update": "gru"}, {"force_quick_gelu": True}),
+        ("module.", "set", SMALL, {"force_quick_gelu": True}),
         (
             "",
             "linear",

@@ -11,12 +11,12 @@ from torch.nn.functional import normalize
 from tests.helpers import open_clip_sharded as sharded
 from vl_plugins import create_loss, list_losses
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss
-from vl_plugins.registry import loss_options
+from vl_plugins.registry import find, options_of
 
 B, D = 6, 8
 STEPS = 5
 # With the model's logit scale as the scale of the loss, where it has one: other numbers in each step.
-CASES = [(name, "scale" in loss_options(name)) for name in list_losses()]
+CASES = [(name, "scale" in options_of(find("loss", name))) for name in list_losses()]
 # It has the most to compile, which takes as long as for all others.
 LONG = {"smooth_chamfer"}
 

@@ -59,7 +59,7 @@ def test_schedulers_step_by_what_they_say():
         (StageConfig(optimizer="Optimizer2"), "unknown optimizer 'Optimizer2'"),
         (
             StageConfig(optimizer={"name": "SGD", "learning_rate": 1}),
-            "unknown option 'learning_rate' of optimizer 'SGD'",
+            "optimizer 'SGD': .*unexpected keyword argument 'learning_rate'",
         ),
         (StageConfig(freeze=["image_trunk", "image_embedder"]), "there is nothing to train"),
         (StageConfig(lr_scale={"text_trunk": 2}), "lr_scale has text_trunk, which has no parameters to train"),
