@@ -2,11 +2,12 @@
 
 The functions compare ``embeddings`` (A, K1, D) with ``ref_emb`` (C, K2, D), sets of K1 and of K2 elements, and return
 similarities (A, C), float32 or float64, also under autocast. Elements are L2-normalized first, unless ``normalize`` is
-False. An element that is exactly zero is padding, as sets of unequal size need it: it is not in its set, and has no
-gradient. A set without elements has the similarity 0 to all. NaN in an element gives NaN.
+False. A zero vector, of a norm below 1e-12, is padding for sets of unequal size: it does not belong to its set and gets
+no gradient. An empty set has the similarity 0 to every set. NaN or infinity in an element gives NaN. With ``paired``,
+set i is compared with set i alone, (A,).
 
-Memory is one number per pair of elements and a few more for a block of sets; with ``tiled`` those of a block are
-computed again for the gradients. By default that is so beyond 1 GiB.
+Similarities are computed from blocks of sets, with a few numbers per pair of elements. With ``tiled`` each block is
+computed again for the gradients instead of being kept. By default that is so beyond 1 GiB of cosines.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ def match_probability(
 
     .. math:: s = \frac{1}{|X| |Y|} \sum_{x \in X, y \in Y} \sigma(a c(x, y) + b)
 
-    ``scale`` a and ``shift`` b are numbers, or 0-D tensors, which receive gradients.
+    ``scale`` a and ``shift`` b are numbers, or tensors of one element, which receive gradients.
 
     Reference:
         Chun et al. 2021, Probabilistic Embeddings for Cross-Modal Retrieval (PCME).
@@ -104,9 +105,14 @@ def match_probability(
     >>> match_probability(torch.eye(2)[None], torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]), scale=2.0)
     tensor([[0.6904]])
     """
+    for name, value in (("scale", scale), ("shift", shift)):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
+    # 0-D tensors do not change the type of the cosines.
+    a, b = (value.reshape(()) if isinstance(value, Tensor) else value for value in (scale, shift))
 
     def formula(cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
-        probabilities = (scale * cosines + shift).sigmoid()
+        probabilities = (a * cosines + b).sigmoid()
         return (probabilities * weights[:, :, None] * ref_weights).sum((1, 2))
 
     return _compare(formula, embeddings, ref_emb, **options)
@@ -198,7 +204,9 @@ class _UnitElements(torch.autograd.Function):
         return units, norms
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
+        if grad is None:
+            return None
         vectors, units = ctx.saved_tensors
         # Computed again, for second derivatives.
         norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
@@ -209,9 +217,9 @@ class SetDistance(BaseDistance):
     """A similarity of sets of embeddings as a pytorch-metric-learning distance: larger is closer.
 
     An item is a set of K vectors, its elements: (B, K, D), where K may differ on the two sides. Sets may also be packed
-    as (B, K * D), because miners and containers such as ``CrossBatchMemory`` and ``AccuracyCalculator`` insist on two
-    dimensions. Then ``set_size`` is the K of the query, the first argument; the K of the other side follows from its
-    width. If only one side is packed, the other one gives D, and ``set_size`` does not matter. With the default
+    as (B, K * D), because miners and containers such as ``CrossBatchMemory`` and ``AccuracyCalculator`` accept only two
+    dimensions. Then ``set_size`` is the K of the query, the first argument, and D and the width of the other side give
+    the other K. If only one side is packed, the other one gives D, and ``set_size`` has no effect. With the default
     ``set_size``, 1, embeddings (B, D) are sets of one.
 
     Args:
@@ -246,16 +254,18 @@ class SetDistance(BaseDistance):
         return self.similarity(*sides, normalize=self.normalize_embeddings, tiled=self.tiled)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Return the similarity of each set and the one at its place, (A,)."""
-        sides = zip(*(side.split(1) for side in self.unpack(query_emb, ref_emb)), strict=True)
-        return torch.cat([self.compute_mat(*pair)[0] for pair in sides])
+        """Return the similarities of set i and set i, (A,)."""
+        sides = self.unpack(query_emb, ref_emb)
+        return self.similarity(*sides, normalize=self.normalize_embeddings, paired=True)
 
     def unpack(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[Tensor, Tensor]:
         """Return both sides as (A, K1, D) and (C, K2, D)."""
         sides = query_emb, ref_emb
-        widths = {side.shape[2] for side in sides if side.ndim == 3} or {query_emb.shape[1] / self.set_size}
-        width = int(widths.pop())
-        if widths or width == 0 or any(side.ndim not in (2, 3) or side.shape[-1] % width for side in sides):
+        widths = {side.shape[2] for side in sides if side.ndim == 3}
+        if not widths and query_emb.ndim == 2 and query_emb.shape[1] % self.set_size == 0:
+            widths = {query_emb.shape[1] // self.set_size}
+        width = widths.pop() if len(widths) == 1 else 0
+        if width == 0 or any(side.ndim not in (2, 3) or side.shape[-1] % width for side in sides):
             raise ValueError(
                 f"embeddings must be sets (B, K, D) of the same D, or packed: (B, {self.set_size} * D) for the query "
                 f"and a multiple of D for the other, got {tuple(query_emb.shape)} and {tuple(ref_emb.shape)}"
@@ -321,8 +331,8 @@ class MatchProbability(SetDistance):
     """Mean probability that two elements match, see :func:`match_probability`.
 
     Args:
-        scale, shift: of the cosines; to start with, if they are learnable.
-        learnable: ``scale`` and ``shift`` are parameters: give those of the loss to the optimizer.
+        scale, shift: of the cosines; initial values if they are learnable.
+        learnable: make ``scale`` and ``shift`` parameters, float32; give the parameters of the loss to the optimizer.
         kwargs: see :class:`SetDistance`.
 
     >>> MatchProbability(scale=2.0, learnable=False)(torch.ones(1, 3), torch.ones(1, 3))
@@ -333,7 +343,7 @@ class MatchProbability(SetDistance):
         super().__init__(**kwargs)
         self.learnable = learnable
         for name, value in (("scale", number("scale", scale)), ("shift", number("shift", shift))):
-            setattr(self, name, nn.Parameter(torch.tensor(value)) if learnable else value)
+            setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.float32)) if learnable else value)
 
     def similarity(self, query_emb: Tensor, ref_emb: Tensor, **options: Any) -> Tensor:
         return match_probability(query_emb, ref_emb, self.scale, self.shift, **options)

@@ -26,8 +26,7 @@ def average_pooling(features: Tensor, padding_mask: Tensor | None = None) -> Ten
     >>> average_pooling(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[False, False, True]]))
     tensor([[2.]])
     """
-    if padding_mask is None:
-        padding_mask = features.new_zeros(features.shape[:2], dtype=torch.bool)
+    padding_mask = _padding_mask(features, padding_mask)
     (summands,) = full_precision(features.masked_fill(padding_mask[:, :, None], 0))
     sizes = (~padding_mask).sum(dim=1, keepdim=True).clamp(min=1)
     return (summands.sum(dim=1) / sizes).to(features.dtype)
@@ -43,6 +42,7 @@ def max_pooling(features: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         return features.sum(dim=1)
     if padding_mask is None:
         return features.amax(dim=1)
+    padding_mask = _padding_mask(features, padding_mask)
     largest = features.masked_fill(padding_mask[:, :, None], -torch.inf).amax(dim=1)
     return largest.masked_fill(padding_mask.all(dim=1, keepdim=True), 0)
 
@@ -92,8 +92,7 @@ class GeneralizedPooling(nn.Module):
         """Return the pooled features; arguments and result as in :func:`average_pooling`."""
         if 0 in features.shape[:2]:
             return features.sum(dim=1)
-        if padding_mask is None:
-            padding_mask = features.new_zeros(features.shape[:2], dtype=torch.bool)
+        padding_mask = _padding_mask(features, padding_mask)
         with torch.autocast(features.device.type, enabled=False):
             sizes = (~padding_mask).sum(dim=1)
             ranked = features.masked_fill(padding_mask[:, :, None], -torch.inf).sort(dim=1, descending=True).values
@@ -103,6 +102,15 @@ class GeneralizedPooling(nn.Module):
             coefficients = self.coefficients(distinct_sizes)[which]
             ranked, coefficients = full_precision(ranked[:, : coefficients.shape[1]], coefficients)
             return (coefficients[:, None] @ ranked).squeeze(1).to(features.dtype)
+
+
+def _padding_mask(features: Tensor, padding_mask: Tensor | None) -> Tensor:
+    if padding_mask is None:
+        return features.new_zeros(features.shape[:2], dtype=torch.bool)
+    if padding_mask.shape != features.shape[:2]:  # would be broadcast
+        expected, given = tuple(features.shape[:2]), tuple(padding_mask.shape)
+        raise ValueError(f"padding_mask must have the shape {expected}, got {given}")
+    return padding_mask
 
 
 def _past(sizes: Tensor, length: int) -> Tensor:

@@ -132,7 +132,24 @@ class SetPrediction(nn.Module):
                 their gradients are 0. An item without inputs has the set of N = 0.
             positions: (N, local_dim) or (B, N, local_dim), added to the inputs of the keys alone; for features without
                 positions, see :func:`~vl_plugins.modules.sinusoidal_positions_2d`.
+
+        Raises:
+            ValueError: a tensor of another shape.
         """
+        local_dim, dim = self.to_keys.in_features, self.to_queries.in_features
+        if local_features.ndim != 3 or local_features.shape[2] != local_dim:
+            raise ValueError(
+                f"local_features must have the shape (B, N, {local_dim}), got {tuple(local_features.shape)}"
+            )
+        items, inputs, _ = local_features.shape
+        for name, tensor, *shapes in (  # others would be broadcast
+            ("global_feature", global_feature, (items, dim)),
+            ("padding_mask", padding_mask, (items, inputs)),
+            ("positions", positions, (inputs, local_dim), (items, inputs, local_dim)),
+        ):
+            if tensor is not None and tensor.shape not in shapes:
+                expected = " or ".join(map(str, shapes))
+                raise ValueError(f"{name} must have the shape {expected}, got {tuple(tensor.shape)}")
         dtype = self.to_keys.weight.dtype
         inputs = self.norm_inputs(_without_padding(local_features.to(dtype), padding_mask))
         values = self.to_values(inputs)  # (B, N, D_h), as the keys: the same in each iteration

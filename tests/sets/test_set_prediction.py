@@ -1,0 +1,224 @@
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from tests.helpers.capabilities import needs_float16_on_cpu
+from tests.helpers.seeds import seed_torch
+from tests.sets import references
+from tests.sets.references import normal
+from vl_plugins.modules import SetHead, SetPrediction, TowerFeatures, sinusoidal_positions_2d
+from vl_plugins.modules.set_prediction import slot_attention
+
+ITEMS, INPUTS, SLOTS, DIM, LOCAL_DIM, ITERATIONS = 2, 4, 3, 4, 5, 3
+PADDING = torch.tensor([[False, False, True, False], [True, False, False, True]])
+
+
+def build(dtype=torch.float64, seed=0):
+    """A module in which no parameter has a value that would hide it, such as the 1 of a layer norm."""
+    seed_torch(seed)
+    module = SetPrediction(DIM, local_dim=LOCAL_DIM, num_slots=SLOTS, num_iters=ITERATIONS, hidden_dim=6).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
+    return module.eval()
+
+
+def make_inputs(items=ITEMS, dtype=torch.float64):
+    return normal(items, INPUTS, LOCAL_DIM, seed=1, dtype=dtype), normal(items, DIM, seed=2, dtype=dtype)
+
+
+def weighted_sum(outputs):
+    """A number with another weight for each element of the outputs."""
+    return sum((3 * normal(*part.shape, seed=n).detach().to(part) * part).sum() for n, part in enumerate(outputs, 10))
+
+
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+def test_sets_and_gradients_are_the_papers():
+    module, (local, pooled) = build(), make_inputs()
+    leaves = [local, pooled, *module.parameters()]
+    expected = references.set_prediction(dict(module.named_parameters()), local, pooled, iterations=ITERATIONS)
+    actual = module(local, pooled)
+    assert_same(actual, expected)
+    assert_same(torch.autograd.grad(weighted_sum(actual), leaves), torch.autograd.grad(weighted_sum(expected), leaves))
+
+
+@pytest.mark.parametrize("per_item", [False, True])
+def test_padded_inputs_do_not_exist_and_positions_belong_to_keys(per_item):
+    module, (local, pooled) = build(), make_inputs()
+    positions = normal(*((ITEMS,) if per_item else ()), INPUTS, LOCAL_DIM, seed=3)
+    options = {"padding": PADDING.tolist(), "positions": positions.expand(ITEMS, -1, -1), "iterations": ITERATIONS}
+    expected = references.set_prediction(dict(module.named_parameters()), local, pooled, **options)
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(weighted_sum(expected), [local, positions, *parameters])
+
+    damaged = local.detach().clone()
+    damaged[0, 2], damaged[1, 0], damaged[1, 3] = float("nan"), 1e300, float("inf")
+    if per_item:
+        positions = positions.detach().masked_fill(PADDING[:, :, None], float("nan")).requires_grad_()
+    actual = module(damaged.requires_grad_(), pooled, padding_mask=PADDING, positions=positions)
+    at_padding = actual.attention.transpose(1, 2)[PADDING]
+    torch.testing.assert_close(at_padding, torch.full_like(at_padding, 1 / SLOTS))
+    actual = actual._replace(attention=actual.attention.masked_fill(PADDING[:, None, :, None], 0))
+    assert_same(actual, expected)
+    assert_same(torch.autograd.grad(weighted_sum(actual), [damaged, positions, *parameters]), gradients)
+
+
+def test_an_item_of_nothing_but_padding_has_a_finite_set():
+    module, (local, pooled) = build(), make_inputs()
+    local, padding = local.detach(), PADDING.clone()
+    local[0], padding[0] = float("nan"), True
+    actual = module(local.requires_grad_(), pooled, padding_mask=padding)
+    torch.testing.assert_close(actual.embeddings[0], module(local[:, :0], pooled).embeddings[0])
+    gradients = torch.autograd.grad(weighted_sum(actual), [local, *module.parameters()])
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert bool((gradients[0][0] == 0).all())
+
+
+def test_nan_in_an_input_is_not_hidden():
+    module, (local, pooled) = build(), make_inputs()
+    local.data[0, 1, 2] = float("nan")
+    embeddings = module(local, pooled, padding_mask=PADDING).embeddings
+    assert embeddings.isnan().flatten(1).all(dim=1).tolist() == [True, False]
+    assert bool(embeddings[1].isfinite().all())
+
+
+def test_sets_of_no_items():
+    module, (local, pooled) = build(), make_inputs(items=0)
+    empty = module(local, pooled, padding_mask=torch.zeros(0, INPUTS, dtype=torch.bool))
+    assert [len(part) for part in empty] == [0, 0, 0]
+    empty.embeddings.sum().backward()
+    assert all(bool((parameter.grad == 0).all()) for parameter in module.parameters())
+
+
+def test_a_slot_that_no_input_prefers_takes_a_mean_all_the_same():
+    """Where A underflows in float32, Eq. 3 to the letter is 0 / 0."""
+    queries = torch.tensor([[[0.0], [-200.0], [1.0]]], requires_grad=True)
+    keys, values = torch.tensor([[[1.0], [1.01], [1.02]]]), torch.tensor([[[1.0], [2.0], [4.0]]])
+    actual, attention = slot_attention(queries, keys, values)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(slot_attention(queries, keys, values)[1], attention)
+    assert bool((attention[0, :, 1] == 0).all())
+
+    exact = torch.exp(keys.double() @ queries.detach().double().transpose(1, 2))
+    exact = exact / exact.sum(dim=2, keepdim=True)
+    weights = exact / exact.sum(dim=1, keepdim=True)
+    # Scores of 200 have an error of 200 * 2 ** -24 in float32.
+    torch.testing.assert_close(actual, (weights.transpose(1, 2) @ values.double()).float(), atol=1e-4, rtol=1e-4)
+    assert bool(torch.autograd.grad(actual.sum(), queries)[0].isfinite().all())
+
+
+def test_finite_at_extremes():
+    module, (local, pooled) = build(torch.float32), make_inputs(dtype=torch.float32)
+    module.to_keys.weight.data.mul_(1e4)
+    module.to_queries.weight.data.mul_(1e4)
+    local = (1e4 * local.detach()).requires_grad_()
+    output = module(local, 1e4 * pooled, padding_mask=PADDING)
+    gradients = torch.autograd.grad(weighted_sum(output), [local, *module.parameters()])
+    assert all(bool(part.isfinite().all()) for part in (*output, *gradients))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    module, inputs = build(torch.float32), make_inputs(dtype=torch.float32)
+    expected = module(*inputs, padding_mask=PADDING).embeddings
+    halves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+    for arguments in (inputs, halves):
+        with torch.autocast("cpu", dtype=dtype):
+            output = module(*arguments, padding_mask=PADDING)
+        assert {part.dtype for part in output} == {torch.float32}
+        torch.testing.assert_close(output.embeddings, expected, atol=0.1, rtol=0.1)
+    assert torch.autograd.grad(output.embeddings.square().sum(), halves[0])[0].dtype == dtype
+    if dtype == torch.float16:
+        needs_float16_on_cpu()
+    output = copy.deepcopy(module).to(dtype)(*halves, padding_mask=PADDING)
+    assert [part.dtype for part in output] == [dtype, dtype, torch.float32]
+    torch.testing.assert_close(output.embeddings.float(), expected, atol=0.2, rtol=0.2)
+
+
+def test_slots_start_apart():
+    """Also after all iterations, and for inputs that have much in common."""
+    seed_torch(0)
+    module = SetPrediction(128, hidden_dim=256).eval()
+    local = torch.randn(8, 1, 128) + 0.5 * torch.randn(8, 30, 128)
+    with torch.no_grad():
+        slots = normalize(module(local, torch.randn(8, 128)).slots, dim=-1)
+    between_slots = (slots @ slots.transpose(1, 2))[:, ~torch.eye(4, dtype=torch.bool)]
+    between_items = (slots[:, 0] @ slots[:, 0].T)[~torch.eye(8, dtype=torch.bool)]
+    assert between_slots.mean() < 0.75
+    assert between_items.mean() < 0.75, "slots depend on their item"
+
+
+def test_names_of_the_state_dict():
+    """Those of 0.2, whose checkpoints have to load."""
+    linear, norm = ("weight", "bias"), ("weight", "bias")
+    layers = {name: norm for name in ("norm_inputs", "norm_slots", "norm_mlp", "norm_output", "norm_global")}
+    layers |= {name: ("weight",) for name in ("to_keys", "to_values", "to_queries", "to_slots")}
+    layers |= {"mlp.0": linear, "mlp.2": linear}
+    names = {f"{layer}.{name}" for layer, parameters in layers.items() for name in parameters}
+    module, other, inputs = build(), build(seed=1), make_inputs()
+    assert module.state_dict().keys() == names | {"initial_slots"}
+    assert not torch.equal(other(*inputs).embeddings, module(*inputs).embeddings)
+    other.load_state_dict(module.state_dict())
+    for twin in (other, copy.deepcopy(module)):
+        torch.testing.assert_close(twin(*inputs), module(*inputs), atol=0, rtol=0)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    module, (local, pooled) = build(), make_inputs()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    outputs = [run(local, pooled, padding_mask=PADDING) for run in (compiled, module)]
+    assert_same(*outputs)
+    leaves = [local, *module.parameters()]
+    assert_same(*(torch.autograd.grad(weighted_sum(output), leaves) for output in outputs))
+
+
+def test_head_adds_positions_to_a_grid_without_them():
+    module, (local, pooled) = build(), make_inputs()
+    positions = sinusoidal_positions_2d(2, 2, LOCAL_DIM)
+    for grid, has_positions, options in (
+        ((2, 2), False, {"positions": positions}),
+        ((2, 2), True, {}),
+        (None, False, {"padding_mask": PADDING}),
+    ):
+        features = TowerFeatures(local, pooled, options.get("padding_mask"), grid, has_positions)
+        output, expected = SetHead(module)(features), module(local, pooled, **options)
+        assert_same((output["features"], output["slots"]), expected[:2])
+
+
+LOCAL, GLOBAL = torch.zeros(2, 4, LOCAL_DIM), torch.zeros(2, DIM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((LOCAL[0], GLOBAL), {}, r"local_features must have the shape \(B, N, 5\), got \(4, 5\)"),
+        ((LOCAL, GLOBAL[:1]), {}, r"global_feature must have the shape \(2, 4\), got \(1, 4\)"),
+        ((LOCAL, GLOBAL), {"padding_mask": PADDING[:1]}, r"padding_mask must have the shape \(2, 4\), got \(1, 4\)"),
+        ((LOCAL, GLOBAL), {"positions": LOCAL[:1]}, r"positions must have the shape \(4, 5\) or \(2, 4, 5\), got .*"),
+    ],
+)
+def test_wrong_shapes(arguments, options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        build(dtype=torch.float32)(*arguments, **options)
+
+
+def test_wrong_sizes():
+    with pytest.raises(ValueError, match=r"^num_slots must be an integer >= 1, got 0$"):
+        SetPrediction(4, num_slots=0)
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu():
+    module, inputs = build(torch.float32), make_inputs(dtype=torch.float32)
+    expected = module(*inputs, padding_mask=PADDING)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        output = module.cuda()(*(tensor.cuda() for tensor in inputs), padding_mask=PADDING.cuda())
+    assert {part.dtype for part in output} == {torch.float32}
+    torch.testing.assert_close(output.embeddings.cpu(), expected.embeddings, atol=0.1, rtol=0.1)
