@@ -17,9 +17,7 @@ PML = "python -m vl_plugins.integrations.pytorch_metric_learning"
 
 # What a command writes, in build/docs, and the command. It runs once; the training takes some minutes.
 COMMANDS = {
-    "weights.svg": "vl-plugins plot weights --out weights.svg",
-    "gradients.svg": "vl-plugins plot weights --loss unified --loss-kwargs scale=10 --loss triplet_hn "
-    "--out gradients.svg",
+    "gradients.svg": "vl-plugins plot gradients unified scale=10 triplet_hn --out gradients.svg",
     "demo/toy": "vl-plugins toy --out demo/toy --train 2048",
     "demo/shards": "vl-plugins shards coco --annotations demo/toy/dataset_toy.json --images demo/toy --out demo/shards "
     "--samples-per-shard 512",

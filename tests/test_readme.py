@@ -75,12 +75,13 @@ SNIPPETS = blocks("python")
 (TRAINER,) = (snippet for snippet in SNIPPETS if "CrossModalTrainer" in snippet)
 INDEXES = [snippet for snippet in SNIPPETS if 'np.load("vit.npz")' in snippet]
 OWN_LOOPS = [snippet for snippet in SNIPPETS if re.search("^(def|class) ", snippet, flags=re.MULTILINE)]
-OTHERS = [LOADING, READER, RANKS, TRAINER, *INDEXES, *OWN_LOOPS]
+(NAMES,) = (snippet for snippet in SNIPPETS if "ProxyAnchorLoss" in snippet)
+OTHERS = [LOADING, READER, RANKS, TRAINER, NAMES, *INDEXES, *OWN_LOOPS]
 LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
 
 
 @pytest.mark.parametrize(
-    "snippet", LOSSES, ids=["pml", "margins", "sets", "kernels", "functional", "miner and wrapper"]
+    "snippet", LOSSES, ids=["pml", "margins", "sets", "processes", "similarities", "miner", "queues"]
 )
 def test_python_snippets(snippet):
     variables = {}
@@ -89,6 +90,19 @@ def test_python_snippets(snippet):
     gradients += [variables["similarities"].grad] if "similarities" in variables else []
     assert gradients
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_components_by_name():
+    exec(compile(NAMES, "README.md", "exec"), variables := {})
+    loss, proxies, miner = (variables[name] for name in ("loss", "proxies", "miner"))
+    assert [type(part).__name__ for part in (loss, loss.distance, loss.reducer, proxies, miner)] == [
+        "UnifiedLoss",
+        "LpDistance",
+        "AvgNonZeroReducer",
+        "ProxyAnchorLoss",
+        "MultiSimilarityMiner",
+    ]
+    assert (loss.distance.p, proxies.proxies.shape, miner.epsilon) == (1, (1000, 512), 0.1)
 
 
 LOOPS = [("open_clip_loop", "train"), ("transformers_trainer", "RetrievalTrainer"), ("metric_loss_only", "train")]
@@ -313,10 +327,9 @@ def test_plot_commands(tmp_path, monkeypatch):
     """With fewer gradients."""
     monkeypatch.setattr("vl_plugins.plots.gradients.POINTS", 5)
     commands = [command for command in own_commands("plot") if command[2] != "attention"]
-    assert len(commands) == 2
-    for command in commands:
-        run_own(command, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"weights.png", "gradients.png"}
+    assert len(commands) == 1
+    run_own(commands[0], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"gradients.png"}
 
 
 BENCHMARKS = {
