@@ -15,7 +15,6 @@ from torch.nn import functional
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
-from vl_plugins.registry import format_options
 from vl_plugins.retrieval.features import describe_similarity
 
 __all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHead", "head_settings"]

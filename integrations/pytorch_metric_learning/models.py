@@ -183,7 +183,7 @@ def _trunk(tower: str, settings: TowerConfig, words: Mapping[str, Any], pretrain
         random = {"pretrained": False, "weights": None}
         options |= {option: random[option] for option in random if option in options_of(factory)}
     with user_errors(f"{tower}.trunk {name!r}"):
-        return factory(**options, **words)
+        return factory(**{**options, **words})
 
 
 def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> dict[str, Any]:

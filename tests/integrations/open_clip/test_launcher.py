@@ -149,7 +149,7 @@ WRONG = {
     "siglip": (["--loss", "unified", "--siglip"], "--loss unified and --siglip both name a loss"),
     "horovod": (["--loss", "unified", "--horovod"], "--loss unified does not support --horovod: start the processes"),
     "coca": (["--loss", "unified", "--model", "coca_ViT-B-32"], "coca_ViT-B-32"),
-    "value": (["--loss", "unified", "--loss-kwargs", "margin=a"], "--loss unified: margin must be "),
+    "value": (["--loss", "unified", "--loss-kwargs", "margin=a"], "margin of loss 'unified' must be a number, got 'a'"),
     "resampled": (["--captions-per-image", "random", "--dataset-resampled"], "give it without --dataset-resampled"),
     "table": (["--captions-per-image", "random", "--train-data", "captions.csv"], "needs WebDataset shards (.tar)"),
     "head-without-loss": (["--head", "set"], "--head set needs a loss: give --loss smooth_chamfer"),

@@ -1,0 +1,152 @@
+"""Errors of the user, and checks of names and numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+from vl_plugins.errors import (
+    MissingExtraError,
+    UserError,
+    exit_status,
+    message,
+    number,
+    one_of,
+    require,
+    unknown_name,
+    user_errors,
+)
+
+
+def failing(error):
+    def run():
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "line"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: 1, 1, ""),
+        (failing(UserError("no such file")), 2, "vl-plugins demo: error: no such file\n"),
+        (
+            failing(FileNotFoundError(2, "No such file", "a.tar")),
+            2,
+            "vl-plugins demo: error: [Errno 2] No such file: 'a.tar'\n",
+        ),
+        (failing(KeyboardInterrupt()), 130, "vl-plugins demo: interrupted\n"),
+    ],
+)
+def test_exit_status(run, status, line, capsys):
+    assert exit_status("vl-plugins demo", run) == status
+    assert capsys.readouterr().err == line
+
+
+def test_other_errors_are_bugs(monkeypatch):
+    with pytest.raises(ValueError, match="a bug"):
+        exit_status("vl-plugins demo", failing(ValueError("a bug")))
+    monkeypatch.setenv("VL_PLUGINS_TRACEBACK", "1")
+    with pytest.raises(UserError, match="no such file"):
+        exit_status("vl-plugins demo", failing(UserError("no such file")))
+
+
+def test_only_the_first_process_prints(monkeypatch, capsys):
+    """Unless they have joined: then the error may be of one process."""
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
+    assert exit_status("vl-plugins demo", failing(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
+    assert capsys.readouterr().err == "vl-plugins demo: error: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (
+            ValueError("first line\nlast line"),
+            UserError,
+            "--flag: last line; set VL_PLUGINS_TRACEBACK=1 for the traceback",
+        ),
+        (AssertionError(), UserError, "--flag: AssertionError; set VL_PLUGINS_TRACEBACK=1 for the traceback"),
+        (UserError("as it is"), UserError, "as it is"),
+        (OSError("as it is"), OSError, "as it is"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+    ],
+)
+def test_what_goes_wrong_while_reading_is_an_error_of_the_user(error, raised, text):
+    with pytest.raises(raised) as caught, user_errors("--flag"):
+        raise error
+    assert (type(caught.value), str(caught.value)) == (raised, text)
+
+
+class Failing(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        try:
+            raise FileNotFoundError("no such file")
+        except FileNotFoundError as error:
+            raise UserError("shard 3 is missing:\nno such file") from error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_message_of_a_loader_is_that_of_its_worker(workers):
+    with pytest.raises(UserError) as raised:
+        list(torch.utils.data.DataLoader(Failing(), num_workers=workers))
+    assert message(raised.value) == "shard 3 is missing:\nno such file"
+
+
+def test_the_nearest_of_many_names_are_listed():
+    text = str(unknown_name("model", "ViT-L-33", [f"ViT-{size}-{patch}" for size in "BL" for patch in range(50)]))
+    assert text.startswith("unknown model 'ViT-L-33' (did you mean 'ViT-L-3")
+    assert "the nearest of 100: " in text
+    assert text.count(",") == 4
+
+
+def test_no_hint_if_no_name_is_near():
+    assert one_of("loss", "vlc", ["unified", "vlc"]) == "vlc"
+    with pytest.raises(UserError, match=r"^unknown loss 'xyz'; known: unified, vlc$"):
+        one_of("loss", "xyz", ["unified", "vlc"])
+
+
+@pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5)])
+def test_numbers_become_floats(value):
+    checked = number("margin", value)
+    assert (checked, type(checked)) == (value, float)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.2", None, True])
+def test_not_a_number(value):
+    with pytest.raises(ValueError, match=f"^margin must be a finite number, got {value!r}$"):
+        number("margin", value)
+
+
+def test_bounds():
+    assert (number("offset", -0.5), number("margin", 0, least=0)) == (-0.5, 0)
+    with pytest.raises(ValueError, match=r"^margin must be a finite number >= 0, got -0\.1$"):
+        number("margin", -0.1, least=0)
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=f"^scale must be a finite number > 0, got {value}$"):
+            number("scale", value, above=0)
+
+
+@pytest.mark.parametrize("value", [0, 1.0, "1", None, True])
+def test_integers(value):
+    assert number("k", 1, least=1, kind=int) == 1
+    with pytest.raises(ValueError, match=f"^k must be an integer >= 1, got {value!r}$"):
+        number("k", value, least=1, kind=int)
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(
+        MissingExtraError, match=r"^no_such.part is not installed; .* pip install 'vl_plugins\[data\]'$"
+    ):
+        require("no_such.part", extra="data")
+
+
+def test_a_broken_package_is_not_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        require("broken_package", extra="data")
