@@ -181,8 +181,8 @@ class GOALLoss(HardestNegativeLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
         is_sigmoid, s_p = self.pair_weight == "sig_ms", similarities[anchors, positives]
-        hardest = similarities.masked_fill(~negative_mask, -torch.inf).amax(dim=1)  # (A,)
-        chosen = s_p < hardest[anchors, None] + self.eps  # (M, M)
+        hardest, index = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
+        chosen = s_p < hardest[anchors] + self.eps  # (M, M)
         chosen.fill_diagonal_(False)
         terms = s_p[:, None] - s_p
         terms = (self.alpha * terms).exp() if is_sigmoid else terms
@@ -194,10 +194,10 @@ class GOALLoss(HardestNegativeLoss):
             terms = similarities.masked_fill(~chosen, 0)
             mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1)
         else:
-            # Relative to the hardest one, so that nothing overflows; in float64, because terms are subtracted again.
-            exponents = self.beta * (similarities - hardest.clamp(min=-1e4)[:, None]).double()
-            terms = exponents.exp().masked_fill(~chosen, 0)
-            mean = ((terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1) * (-exponents).exp()).to(
-                similarities
-            )
+            exponents = self.beta * (similarities - hardest.masked_fill(hardest == -torch.inf, 0))
+            terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
+            rest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
+            # The sum without a term: that of the hardest is not subtracted, because it may drown all others.
+            total = torch.where(similarities == hardest, rest, terms.gather(1, index) + rest - terms)
+            mean = total / others.clamp(min=1) * (-exponents).exp()
         return to_positives, torch.where(others > 0, mean, 0)

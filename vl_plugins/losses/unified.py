@@ -1,5 +1,6 @@
 """Unified loss of pair similarity optimization, and vision-language contrastive loss, its case without a margin."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,6 +131,8 @@ class Polynomial(nn.Module):
     def __init__(self, coefficients: Sequence[float]):
         super().__init__()
         self.coefficients = tuple(number("coefficients", value) for value in coefficients)
+        if not self.coefficients:
+            raise ValueError("coefficients must be one number at least")
 
     def forward(self, values: Tensor) -> Tensor:
         result = torch.zeros_like(values)
@@ -162,12 +165,12 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
     """
     number("base", base, above=1)
     (confidence,) = full_precision(confidence)
-    return margin * (base**confidence - 1) / (base - 1)
+    return margin * torch.expm1(confidence * math.log(base)) / (base - 1)
 
 
 def _functions(weights: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return the functions of positives and of negatives."""
-    is_pair = isinstance(weights, Sequence) and not isinstance(weights[0], (int, float))
+    is_pair = isinstance(weights, Sequence) and not all(isinstance(value, (int, float)) for value in weights)
     functions = tuple(map(_function, weights)) if is_pair else (_function(weights),) * 2
     if len(functions) != 2:
         raise ValueError(f"weights must be one function or two, for positives and negatives, got {len(functions)}")
