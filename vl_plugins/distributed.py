@@ -172,8 +172,8 @@ def _check_ids(labels: Tensor) -> None:
     distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
     if flag:
         raise ValueError(
-            "labels are 0 to B - 1 in every process, so images of different processes would be positives of each other: "
-            "give ids of the whole job, or no labels where row i belongs to row i"
+            "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
+            "other: give ids of the whole job, or no labels where row i belongs to row i"
         )
 
 

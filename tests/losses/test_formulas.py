@@ -1,4 +1,4 @@
-"""What single losses add to the contract of all: variants of Unified, weights of GOAL, the warm-up; known identities."""
+"""What single losses add to the contract: variants of Unified, weights of GOAL, the warm-up, known identities."""
 
 import copy
 import math
@@ -246,7 +246,7 @@ def test_a_triplet_given_twice_counts_twice(triplet_weight, pair_weight):
 
 
 def test_objectives_that_are_known_losses():
-    """Table 1: the triplet loss, NT-Xent of the hardest negative, circle loss; sig_ms with relative terms of 1 is sig."""
+    """Table 1: the triplet loss, NT-Xent of the hardest negative, circle loss; sig_ms with relative terms 1 is sig."""
     similarities, masks = similarities_like(POSITIVES), (POSITIVES, ~POSITIVES)
 
     def same(ours, theirs, leaves=(similarities,)):

@@ -65,8 +65,9 @@ class GOALLoss(HardestNegativeLoss):
         alpha, beta: steepness of the weights of positives and of negatives in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
         eps: slack in the choice of R, >= 0.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; others, and how to call the
-            loss, see :class:`~vl_plugins.losses.base.PairLoss`. Only (con, con) and (nca, con) take real distances, negated.
+        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; others, and how to call
+            the loss, see :class:`~vl_plugins.losses.PairLoss`. Only (con, con) and (nca, con) take real distances,
+            negated.
 
     Raises:
         ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that is none for the weights.

@@ -28,7 +28,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
     ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    Called as any loss of this package, see :class:`~vl_plugins.losses.base.PairLoss`, and takes ``slots`` and
+    Called as any loss of this package, see :class:`~vl_plugins.losses.PairLoss`, and takes ``slots`` and
     ``ref_slots`` too: the elements before a set prediction head adds the global feature. Diversity is then computed
     from them instead of the embeddings. The regularization does not go through the reducer.
 
@@ -113,7 +113,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 
         Args:
             embeddings, labels, indices_tuple, ref_emb, ref_labels, options: see
-                :meth:`~vl_plugins.losses.base.PairLoss.forward`.
+                :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
         self.reset_stats()

@@ -80,7 +80,7 @@ class TripletHNLoss(HardestNegativeLoss):
     Args:
         margin: m, by how much the positive should be closer than the negative, >= 0, in units of the similarity.
         kwargs: ``warmup_steps``, see :class:`HardestNegativeLoss`; others, and how to call the loss, see
-            :class:`~vl_plugins.losses.base.PairLoss`.
+            :class:`~vl_plugins.losses.PairLoss`.
 
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> TripletHNLoss(margin=0.2)(images, labels, ref_emb=texts, ref_labels=labels)

@@ -44,7 +44,7 @@ class UnifiedLoss(PairLoss):
         weights: w, two elementwise functions of similarities, for those of positives and of negatives; or one for both.
             Here and in ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
         relative: G, an elementwise function of differences of similarities.
-        kwargs: see :class:`~vl_plugins.losses.base.PairLoss`, also for how to call it.
+        kwargs: see :class:`~vl_plugins.losses.PairLoss`, also for how to call it.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
