@@ -206,8 +206,10 @@ def _learned_scale(options: PluginOptions) -> bool:
 def describe(options: PluginOptions) -> str:
     """Return the loss with its options and defaults in one line: ``unified(margin=0.2, scale=50.0, ...)``."""
     assert options.loss is not None
-    of_all = options_of(BaseMetricLossFunction)
-    own = {name: value for name, value in options_of(find("loss", options.loss)).items() if name not in of_all}
+    defaults, of_all = options_of(find("loss", options.loss)), options_of(BaseMetricLossFunction)
+    own = {
+        name: value for name, value in defaults.items() if name not in of_all and value is not inspect.Parameter.empty
+    }
     parts = [f"{options.loss}({format_options(own | options.loss_kwargs)})"]
     for kind in ("miner", "reducer", "distance"):
         name = getattr(options, kind)

@@ -1,4 +1,4 @@
-"""A loss of another distribution is known to both hosts by name."""
+"""A loss of another distribution is known to both hosts by name, and one of pytorch-metric-learning by its class."""
 
 import pytest
 import torch
@@ -22,6 +22,10 @@ class EuclideanPull(ContrastiveLoss):
 """
 
 
+FLAGS = "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic --train-num-samples 2"
+FLAGS += " --batch-size 2 --workers 0 --epochs 1"
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The distribution as pip leaves it."""
@@ -40,7 +44,11 @@ def test_both_hosts_find_it(capfd):
     assert type(loss.distance) is LpDistance
     loss(torch.eye(2), torch.arange(2), ref_emb=torch.eye(2), ref_labels=torch.arange(2))
     assert "called with strength 0.25" in capfd.readouterr().out
-    flags = "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic --train-num-samples 2"
-    flags += " --batch-size 2 --workers 0 --epochs 1 --loss euclidean_pull --loss-kwargs strength=0.5"
-    assert main(flags.split()) == 0
+    assert main(f"{FLAGS} --loss euclidean_pull --loss-kwargs strength=0.5".split()) == 0
     assert capfd.readouterr().out.count("called with strength 0.5") == 2, "for images and for texts"
+
+
+def test_a_loss_of_pytorch_metric_learning(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    assert main(f"{FLAGS} --loss NTXentLoss --loss-kwargs temperature=0.2 --miner BatchHardMiner".split()) == 0
+    assert "NTXentLoss(temperature=0.2), BatchHardMiner()" in caplog.text
