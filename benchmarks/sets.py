@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.measurement import check, clock, extra_bytes, print_table, time_rounds
-from tests.reference.sets import EXP_AND_POOL
+from tests.sets.references import EXP_AND_POOL
 from vl_plugins.distances import smooth_chamfer_similarity
 
 CHECKED = 16  # sets

@@ -164,7 +164,7 @@ def join_sets(*sides: Tensor) -> JoinedSets:
     most = max(side.shape[1] for side in sides)
     sets = [side if side.shape[1] == most else pad(side, (0, 0, 0, most - side.shape[1])) for side in sets]
     units, norms = unit_elements(sets[0] if len(sets) == 1 else torch.cat(sets))
-    return JoinedSets(units, ~(norms < SMALLEST_NORM).squeeze(2), [len(sets) for sets in sides])
+    return JoinedSets(units, (norms >= SMALLEST_NORM).squeeze(2), [len(sets) for sets in sides])
 
 
 class DiversityRegularizer(BaseRegularizer):

@@ -10,24 +10,6 @@ from torch.nn.functional import avg_pool2d, lp_pool2d
 
 from tests.helpers.seeds import seeded
 
-__all__ = [
-    "EXP_AND_POOL",
-    "SIMILARITIES",
-    "chamfer",
-    "circular_variance",
-    "diversity",
-    "match_probability",
-    "matrix",
-    "mean_diversity",
-    "mil",
-    "mmd",
-    "normal",
-    "set_prediction",
-    "smooth_chamfer",
-    "units",
-    "value_and_gradients",
-]
-
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
     """Return a leaf of normally distributed numbers, the same for all types and devices."""

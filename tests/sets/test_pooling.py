@@ -7,7 +7,6 @@ from tests.helpers.seeds import seed_torch
 from tests.sets.references import normal
 from vl_plugins.modules import (
     POOLINGS,
-    GeneralizedPooling,
     average_pooling,
     max_pooling,
     sinusoidal_positions,
@@ -127,13 +126,6 @@ def test_generalized_pooling_goes_from_average_to_max():
     torch.testing.assert_close(pool(features, PADDING), max_pooling(features, PADDING))
 
 
-def test_generalized_pooling_has_the_sizes_of_the_paper():
-    pool = GeneralizedPooling()
-    assert (pool.position_dim, pool.gru.hidden_size, pool.gru.bidirectional) == (32, 32, True)
-    with pytest.raises(ValueError, match="^hidden_dim must be an integer >= 1, got 0$"):
-        GeneralizedPooling(hidden_dim=0)
-
-
 @EACH_POOLING
 def test_a_mask_of_another_shape(name):
     for mask in (PADDING[:1], PADDING[:, :1]):  # would be broadcast
@@ -163,10 +155,3 @@ def test_half_of_the_channels_is_for_each_axis(dim):
             expected = [position(row, channel, half) for channel in range(half)]
             expected += [position(column, channel, dim - half) for channel in range(dim - half)]
             torch.testing.assert_close(feature_map[0, :, row, column], torch.tensor(expected), atol=1e-7, rtol=0)
-
-
-def test_positions_out_of_range():
-    with pytest.raises(ValueError, match="length must be an integer >= 1, got 0"):
-        sinusoidal_positions(0, 4)
-    with pytest.raises(ValueError, match="dim must be an integer >= 2, got 1"):
-        sinusoidal_positions_2d(2, 2, 1)

@@ -22,9 +22,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 ELEMENTS = (3, 1, 2, 0, 3)
 
 
-def padded(dtype=torch.float64, seed=0, device="cpu"):
+def padded(dtype=torch.float64, seed=0):
     """Sets of several sizes, (5, 3, 4), in two of which elements coincide."""
-    sets = normal(5, 3, 4, seed=seed, dtype=dtype, device=device).detach()
+    sets = normal(5, 3, 4, seed=seed, dtype=dtype).detach()
     for item, number in zip(sets, ELEMENTS, strict=True):
         item[number:] = 0
     sets[0, 1], sets[2, 0] = sets[0, 0], sets[4, 0]
@@ -104,6 +104,7 @@ def test_mmd_of_sets(options, dtype):
     check(MMDRegularizer(**options)(x, y), leaves, loops)
     check(MMDRegularizer(set_size=3, **options)(x.flatten(1), y.flatten(1)), leaves, loops)
     check(MMDRegularizer(**options)(y, x), (y, x), loops)
+    assert MMDRegularizer()(torch.zeros_like(x), y) == 0
 
 
 @DTYPES
@@ -127,6 +128,8 @@ def test_circular_variance():
     sets = padded()
     values = circular_variance(sets)
     assert values[3] == 0
+    assert not torch.autograd.grad(values[:1].sum() + values[3], sets, retain_graph=True)[0][~sets.any(2)].any()
+    assert torch.equal(circular_variance(sets.detach().half()), circular_variance(sets.detach().half().float()))
     assert ((values >= 0) & (values <= 1)).all()
     check(values, [sets], lambda sets: torch.stack([references.circular_variance(item) for item in sets]))
 
@@ -140,71 +143,6 @@ def test_identical_and_opposite_elements(dtype):
         torch.testing.assert_close(values, torch.full_like(values, diversity), atol=2e-6, rtol=0)
         assert torch.autograd.grad(values.sum(), sets)[0].abs().max() < 1e-5
         torch.testing.assert_close(circular_variance(sets), torch.full_like(values, variance), atol=1e-6, rtol=0)
-
-
-SCALARS = {
-    "mmd": lambda sets: mmd_loss(sets[:2].flatten(0, 1), sets[2:].flatten(0, 1)),
-    "mmd of sets": lambda sets: MMDRegularizer()(sets[:2], sets[2:]),
-    "diversity": lambda sets: DiversityRegularizer()(sets),
-    "diversity of each": lambda sets: diversity_loss(sets).sum(),
-}
-EACH = pytest.mark.parametrize("name", SCALARS)
-
-
-@EACH
-def test_second_derivatives(name):
-    sets = normal(4, 3, 5)
-    assert torch.autograd.gradgradcheck(SCALARS[name], sets)
-    sets = sets.detach()
-    sets[1] = 0.0
-    (gradient,) = torch.autograd.grad(SCALARS[name](sets.requires_grad_()), sets, create_graph=True)
-    assert gradient[0].any()
-    assert gradient[1].any() == (name == "mmd")
-    assert torch.autograd.grad(gradient.square().sum(), sets)[0].isfinite().all()
-
-
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_and_autocast_compute_in_single(name, dtype):
-    half = normal(5, 4, 64, dtype=dtype)
-    single = half.detach().float().requires_grad_()
-    wanted = SCALARS[name](single)
-    (gradient,) = torch.autograd.grad(3 * wanted, single)
-    assert gradient.abs().max() > 1e-4
-    for sets in (half, single):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            value, variance = SCALARS[name](sets), circular_variance(sets)
-        assert torch.equal(value, wanted)
-        assert torch.equal(torch.autograd.grad(3 * value, sets)[0], gradient.to(sets.dtype))
-        assert torch.equal(variance, circular_variance(single))
-
-
-@EACH
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_is_never_hidden(name, bad):
-    """Not even in a set of one element, which has no diversity."""
-    for place in ((0, 0, 0), (3, 1, 2), (1, 0, 0)):
-        sets = normal(4, 3, 5).detach()
-        sets[1, 1:] = 0
-        sets[place] = bad
-        value = SCALARS[name](sets.requires_grad_())
-        assert value.isnan()
-        assert torch.autograd.grad(value, sets)[0].isnan().any()
-        assert circular_variance(sets).isnan().tolist() == [item == place[0] for item in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [("mmd", [(2, 4, 3), (0, 4, 3)]), ("mmd of sets", [(2, 4, 3), (0, 4, 3)]), ("diversity", [(4, 1, 3), (0, 3, 2)])],
-)
-def test_nothing_to_compare_is_zero_in_the_graph(name, shapes):
-    for shape in shapes:
-        sets = normal(*shape)
-        value = SCALARS[name](sets)
-        assert value == 0
-        assert torch.equal(torch.autograd.grad(value, sets)[0], torch.zeros_like(sets))
-    assert SCALARS[name](torch.full(shapes[0], math.nan)).isnan()
-    assert MMDRegularizer()(torch.zeros(2, 3, 4), torch.ones(2, 3, 4)) == 0
 
 
 @pytest.mark.parametrize("name", ["triplet_sh", "unified"])
@@ -223,7 +161,7 @@ def test_regularizers_of_losses(make, name):
 def test_mmd_needs_two_modalities():
     x, labels = normal(5, 3, 4), torch.arange(5) % 2
     for make in (losses.ContrastiveLoss, type(create_loss("unified"))):  # the host's losses do not pass ref_emb
-        with pytest.raises(ValueError, match="^MMDRegularizer compares two modalities: call the loss with ref_emb"):
+        with pytest.raises(ValueError, match=r"^MMDRegularizer compares two modalities: call the loss with ref_emb"):
             make(embedding_regularizer=MMDRegularizer())(x[:, 0], labels)
 
 
@@ -235,26 +173,8 @@ def test_options(make):
             make(**{wrong: 0})
     with pytest.raises(ValueError, match=r"^embeddings must be sets \(B, K, D\) .*\(B, 2 \* D\).*, got \(5, 7\)"):
         make(set_size=2)(torch.ones(5, 7), *([torch.ones(5, 6)] if option == "gamma" else []))
-    with pytest.raises(ValueError, match="^gamma must be a finite number > 0, got -1"):
+    with pytest.raises(ValueError, match=r"^gamma must be a finite number > 0, got -1"):
         mmd_loss(torch.ones(2, 3), torch.ones(2, 3), -1)
     for function in (diversity_loss, circular_variance):
         with pytest.raises(ValueError, match=r"^sets must have the shape \(B, K, D\), got \(3, 4\)"):
             function(torch.ones(3, 4))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    x, y = padded(device="cuda"), normal(4, 2, 4, seed=1, device="cuda")
-    for function, loops, leaves in (
-        (MMDRegularizer(), lambda x, y: references.mmd(units(x), units(y)), (x, y)),
-        (DiversityRegularizer(), references.mean_diversity, (x,)),
-        (lambda x: diversity_loss(x), lambda x: torch.stack([references.diversity(item) for item in x]), (x,)),
-    ):
-        if not isinstance(function, DiversityRegularizer):  # whose reducer asks which items have two elements
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            value = function(*leaves)
-            value.sum().backward(retain_graph=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        check(value, leaves, loops)

@@ -1,0 +1,240 @@
+"""The objective of DivE: a base loss on smooth-Chamfer similarity, MMD and diversity."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from pytorch_metric_learning import distances, losses, reducers, regularizers
+
+from tests.losses.test_operations import NEWEST, count
+from tests.sets import references
+from tests.sets.references import normal, units, value_and_gradients
+from vl_plugins import create_loss
+from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.errors import UserError
+from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss
+from vl_plugins.registry import options_of
+
+LABELS = torch.tensor([0, 1, 2, 3, 1])
+REF_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2])
+K, D = 3, 4
+WEIGHTS = {"mmd_weight": 0.3, "diversity_weight": 0.2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def make_call(sides=2, dtype=torch.float64):
+    call = {"embeddings": normal(5, K, D, dtype=dtype), "labels": LABELS}
+    if sides == 2:
+        ref_emb = normal(7, K, D, seed=1, dtype=dtype)
+        call |= {"ref_emb": ref_emb, "ref_labels": REF_LABELS}
+    return call
+
+
+def packed(call):
+    return {name: value.flatten(1) if value.is_floating_point() else value for name, value in call.items()}
+
+
+def leaves_of(call):
+    return [call[name] for name in ("embeddings", "ref_emb", "slots", "ref_slots") if name in call]
+
+
+def terms_by_loops(call):
+    """The two terms of a call in float64."""
+    terms, sides = {}, [call[name] for name in ("embeddings", "ref_emb") if name in call]
+    if len(sides) == 2:
+        terms["mmd_loss"] = WEIGHTS["mmd_weight"] * references.mmd(*map(units, sides))
+    slots = [call.get(name, side) for name, side in zip(("slots", "ref_slots"), sides, strict=False)]
+    terms["diversity_loss"] = WEIGHTS["diversity_weight"] * sum(map(references.mean_diversity, slots))
+    return terms
+
+
+def check(loss, base, call, arguments=None):
+    """Compare value and gradients with those of the base loss plus the terms, both in float64."""
+    leaves = leaves_of(call)
+    twin = {name: value.detach().cpu() for name, value in call.items()}
+    twin = {
+        name: value.double().requires_grad_() if value.is_floating_point() else value for name, value in twin.items()
+    }
+    plain = base(**{name: value for name, value in twin.items() if "slots" not in name})
+    wanted = value_and_gradients(plain + sum(terms_by_loops(twin).values()), leaves_of(twin))
+    assert all(part.abs().max() > 1e-4 for part in wanted), "the case shows nothing"
+    value = loss(**(call if arguments is None else arguments))
+    assert value.dtype == leaves[0].dtype
+    tolerance = TOLERANCE[value.dtype]
+    for one, other in zip(value_and_gradients(value, leaves), wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sides", [1, 2], ids=["one modality", "two"])
+@pytest.mark.parametrize(("base", "options"), [("goal", {"tau": 5}), ("vlc", {"scale": 10, "symmetric": False})])
+def test_base_by_name_and_terms(base, options, sides, dtype):
+    call, wanted = make_call(sides, dtype), create_loss(base, distance=SmoothChamferSimilarity(), **options)
+    check(create_loss("smooth_chamfer", base=base, **options, **WEIGHTS), wanted, call)
+    check(create_loss("smooth_chamfer", base={"name": base, **options}, **WEIGHTS), wanted, call)
+    check(SmoothChamferLoss(base, set_size=K, **options, **WEIGHTS), wanted, call, packed(call))
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        losses.NTXentLoss(distance=SmoothChamferSimilarity(set_size=K), reducer=reducers.SumReducer()),
+        GOALLoss(triplet_weight="cir", distance=SmoothChamferSimilarity(normalize_embeddings=False, set_size=K)),
+        losses.TripletMarginLoss(distance=MatchProbability(learnable=False)),
+    ],
+    ids=lambda base: type(base).__name__,
+)
+def test_base_that_is_an_object(base):
+    loss = SmoothChamferLoss(base, **WEIGHTS)
+    assert (loss.base, loss.distance, loss.reducer) == (base, base.distance, base.reducer)
+    check(loss, base, make_call())
+
+
+def test_the_objective_of_the_paper_by_default():
+    loss = SmoothChamferLoss()
+    assert (type(loss.base), type(loss.distance)) == (TripletHNLoss, SmoothChamferSimilarity)
+    assert (loss.base.margin, loss.distance.alpha, loss.distance.set_size) == (0.2, 16.0, 1)
+    assert (loss.mmd_weight, loss.diversity_weight) == (0.01, 0.01)
+    assert loss._record_these == ["mmd_weight", "diversity_weight"]
+
+
+@pytest.mark.parametrize("given", [["slots"], ["ref_slots"], ["slots", "ref_slots"]])
+def test_diversity_of_slots(given):
+    slots = {"slots": normal(5, 2, D, seed=2), "ref_slots": normal(7, K, D, seed=3)}
+    call = make_call() | {name: slots[name] for name in given}
+    check(SmoothChamferLoss(**WEIGHTS), TripletHNLoss(distance=SmoothChamferSimilarity()), call)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ({"ref_slots": torch.ones(7, 12)}, r"ref_slots must have the shape \(7, K, D\), got \(7, 12\)"),
+        ({"slots": torch.ones(7, 2, D)}, r"slots must have the shape \(5, K, D\), got \(7, 2, 4\)"),
+        ({"ref_slots": torch.ones(7, 2, D), "ref_emb": None, "ref_labels": None}, "ref_slots need a ref_emb"),
+    ],
+)
+def test_wrong_slots(slots, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SmoothChamferLoss()(**(make_call() | slots))
+
+
+def test_the_terms_alone():
+    images, texts = leaves_of(make_call())
+    wanted, terms = terms_by_loops(make_call()), SmoothChamferLoss(**WEIGHTS).regularization(images, texts)
+    assert {name: term.item() for name, term in terms.items()} == pytest.approx(
+        {name: term.item() for name, term in wanted.items()}
+    )
+    assert list(SmoothChamferLoss().regularization(images, images)) == ["diversity_loss"]
+    for option, name in (("mmd_weight", "diversity_loss"), ("diversity_weight", "mmd_loss")):
+        assert list(SmoothChamferLoss(**{option: 0}).regularization(images, texts)) == [name]
+
+
+def test_the_embeddings_as_references_are_one_modality():
+    call, loss = make_call(1, torch.float16), SmoothChamferLoss(mmd_weight=1e6)
+    assert torch.equal(loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS), loss(**call))
+    with pytest.raises(ValueError, match="ref_labels"):
+        loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS.flip(0))
+
+
+def test_padding_and_packed_sets_of_two_sizes():
+    call = make_call()
+    padded = {"embeddings": torch.zeros(5, 2, D), "ref_emb": torch.zeros(7, 3, D)}
+    longer = call | {name: torch.cat([call[name], zeros], dim=1) for name, zeros in padded.items()}
+    base = TripletHNLoss(distance=SmoothChamferSimilarity())
+    check(SmoothChamferLoss(**WEIGHTS), base, call, longer)
+    check(SmoothChamferLoss(set_size=K + 2, **WEIGHTS), base, call, packed(longer))
+
+
+@pytest.mark.parametrize("base", [TripletHNLoss(), losses.NTXentLoss(distance=distances.CosineSimilarity())])
+def test_plain_embeddings_are_sets_of_one(base):
+    """Their diversity is 0, that of their slots is not."""
+    call = {name: value[:, 0] if value.is_floating_point() else value for name, value in make_call().items()}
+    wanted = base(**call) + WEIGHTS["mmd_weight"] * references.mmd(*map(units, leaves_of(call)))
+    loss = SmoothChamferLoss("triplet_hn" if isinstance(base, TripletHNLoss) else base, **WEIGHTS)
+    torch.testing.assert_close(loss(**call), wanted)
+    assert loss(**call, slots=normal(5, 2, D)) > wanted
+
+
+def test_another_distance_and_checkpoints():
+    """Parameters of a base have the names that they have in checkpoints of 0.2."""
+    loss = create_loss("smooth_chamfer", base="vlc", distance="MatchProbability", **WEIGHTS)
+    check(loss, create_loss("vlc", distance="MatchProbability"), make_call())
+    assert list(loss.state_dict()) == ["base.distance.scale", "base.distance.shift"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": TripletHNLoss(), "set_size": 2, "margin": 1}, "TripletHNLoss as base has its own set_size, margin"),
+        ({"base": TripletHNLoss(), "distance": MILSimilarity()}, "TripletHNLoss as base has its own distance"),
+        ({"distance": MILSimilarity(), "alpha": 16}, "MILSimilarity as distance has its own alpha"),
+        ({"base": "smooth_chamfer"}, "base must be another loss than smooth_chamfer"),
+        ({"base": SmoothChamferLoss()}, "base must be another loss than smooth_chamfer"),
+        ({"scale": 3}, "loss 'triplet_hn': .*scale"),
+        ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
+        ({"mmd_weight": -1}, "mmd_weight must be a finite number >= 0, got -1"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SmoothChamferLoss(**options)
+
+
+def test_an_option_that_may_be_of_the_base_raises():
+    """GOAL has an alpha, too."""
+    with pytest.raises(UserError, match=r"alpha is an option of smooth_chamfer and of goal; .* base=\{'name': 'goal'"):
+        create_loss("smooth_chamfer", base="goal", alpha=16)
+    for make in (lambda **options: create_loss("smooth_chamfer", **options), SmoothChamferLoss):
+        loss = make(base={"name": "goal", "alpha": 3.0}, alpha=8)
+        assert (loss.base.alpha, loss.distance.alpha) == (3.0, 8.0)
+    loss = SmoothChamferLoss("goal")
+    assert (loss.base.alpha, loss.distance.alpha) == (2.0, 16.0)
+
+
+def test_options_of_the_base():
+    loss = create_loss("smooth_chamfer", warmup_steps=3, symmetric=False, embedding_regularizer="LpRegularizer")
+    assert (loss.base.warmup_steps, loss.symmetric) == (3, False)
+    assert create_loss("smooth_chamfer", collect_stats=True).collect_stats
+    assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
+    assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]
+    assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")
+    for options in (options_of(SmoothChamferLoss), inspect.signature(SmoothChamferLoss).parameters):
+        assert {"base", "alpha", "mmd_weight", "margin", "warmup_steps", "reducer"} <= options.keys()
+
+
+def test_scale_and_direction_of_a_call():
+    call, loss = make_call(), SmoothChamferLoss("unified", **WEIGHTS)
+    wanted = SmoothChamferLoss("unified", scale=5, symmetric=False, **WEIGHTS)(**call)
+    torch.testing.assert_close(loss(**call, scale=5, symmetric=False), wanted)
+
+
+@pytest.mark.parametrize("base", ["triplet_hn", losses.NTXentLoss(distance=SmoothChamferSimilarity(set_size=K))])
+def test_copies_and_compilation(base):
+    call, loss = make_call(), SmoothChamferLoss(base, **WEIGHTS)
+    wanted = value_and_gradients(loss(**call), leaves_of(call))
+    torch.compiler.reset()
+    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), torch.compile(loss, backend="aot_eager")):
+        torch.testing.assert_close(value_and_gradients(twin(**call), leaves_of(call)), wanted, atol=0, rtol=0)
+    assert copy.deepcopy(loss).base is not loss.base
+
+
+def test_a_reducer_for_each_term():
+    call = make_call()
+    loss_dict, wanted = SmoothChamferLoss(reducer=reducers.DoNothingReducer(), **WEIGHTS)(**call), terms_by_loops(call)
+    assert list(loss_dict) == ["loss", *wanted]
+    for name, term in wanted.items():
+        torch.testing.assert_close(loss_dict[name]["losses"], term)
+    reduced = reducers.MultipleReducers({})(loss_dict, call["embeddings"], LABELS)
+    torch.testing.assert_close(reduced, SmoothChamferLoss(**WEIGHTS)(**call))
+
+
+@NEWEST
+def test_few_operations_and_the_wait_of_the_base():
+    """In all, and of the two terms."""
+    plain, waits = count(SmoothChamferLoss(mmd_weight=0, diversity_weight=0), (16, K, 32))
+    operations, waits_of_all = count(SmoothChamferLoss(), (16, K, 32))
+    assert operations <= 250
+    assert operations - plain <= 100
+    assert waits_of_all == waits == 1
