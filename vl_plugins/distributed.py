@@ -88,8 +88,10 @@ class DistributedLoss(nn.Module):
         indices = None if miner is None else miner(*joined)
         return self.loss(*joined[:2], indices, *joined[2:], **options)
 
-    def _loss_of_own_rows(self, own: tuple, joined: tuple, symmetric: bool | None = None, **options: Any) -> Tensor:
-        total, all_pairs = 0, len(label_pairs(joined[1], joined[3])[0])
+    def _loss_of_own_rows(
+        self, own: tuple[Any, ...], joined: tuple[Any, ...], symmetric: bool | None = None, **options: Any
+    ) -> Tensor:
+        total, all_pairs = joined[0].new_zeros(()), len(label_pairs(joined[1], joined[3])[0])
         both = self.loss.symmetric if symmetric is None else symmetric
         for anchors, candidates in ((0, 2), (2, 0)) if both else ((0, 2),):
             (x, labels), (y, ref_labels) = own[anchors : anchors + 2], joined[candidates : candidates + 2]
@@ -120,7 +122,7 @@ def all_gather_rows(*tensors: Tensor | None, with_grad: bool = True) -> tuple[An
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, counts, with_grad):
+    def forward(ctx: Any, rows: Tensor, counts: list[int], with_grad: bool) -> Tensor:
         ctx.counts, ctx.with_grad = counts, with_grad
         padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts]
@@ -128,7 +130,7 @@ class _AllGatherRows(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
         if ctx.with_grad:

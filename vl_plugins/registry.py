@@ -148,7 +148,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
     {'margin': 0.2, 'reducer': None}
     """
     options: dict[str, Any] = {}
-    bases = factory.__mro__[:-1] if inspect.isclass(factory) else ()
+    bases: Any = factory.__mro__[:-1] if inspect.isclass(factory) else ()
     for owner in [base for base in bases if "__init__" in vars(base)] or [factory]:
         parameters = inspect.signature(owner).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
 
     rows: Tensor
     columns: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scale: float | Tensor = 1.0
 
     def values(self, name: str, tensor: float | Tensor) -> float | Tensor:

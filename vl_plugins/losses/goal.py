@@ -149,12 +149,15 @@ class GOALLoss(HardestNegativeLoss):
         if self.pair_weight == "sig":
             return (-exponents[0]).sigmoid(), (-exponents[1]).sigmoid()
         # 1 / (m + exp(exponent)), without an exponential that overflows.
-        return tuple(
+        to_positive, to_negative = (
             (-torch.logaddexp(torch.as_tensor(m).to(exponent).log(), exponent)).exp()
             for m, exponent in zip(relative, exponents, strict=True)
         )
+        return to_positive, to_negative
 
-    def matrix_losses(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+    def matrix_losses(
+        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+    ) -> Tensor:
         positive = similarities[anchors, positives]
         to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, anchors, positives)
         if self.is_warming_up:
@@ -166,7 +169,9 @@ class GOALLoss(HardestNegativeLoss):
         relative = to_positives, to_negatives[anchors, hardest]
         return self.pair_loss(positive, similarities[anchors, hardest], pairs, relative).masked_fill(~exists, 0)
 
-    def triplet_losses(self, similarities, anchors, positives, negatives, scale) -> Tensor:
+    def triplet_losses(
+        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
+    ) -> Tensor:
         relative: Relative = 0.0, 0.0
         if self.is_relative:
             negative_mask = torch.zeros_like(similarities, dtype=torch.bool)

@@ -84,7 +84,9 @@ class UnifiedLoss(PairLoss):
     def has_independent_pairs(self) -> bool:
         return isinstance(self.margin, float) and super().has_independent_pairs
 
-    def matrix_losses(self, similarities, negative_mask, anchors, positives, pairs) -> Tensor:
+    def matrix_losses(
+        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+    ) -> Tensor:
         positive, negatives = similarities[anchors, positives], similarities
         if self.weights is not None:
             positive, negatives = self.weights[0](positive) * positive, self.weights[1](negatives) * negatives

@@ -18,7 +18,7 @@ class TowerFeatures(NamedTuple):
 
     Attributes:
         local: (B, N, W), of the last block: patches, places of a feature map, regions, or tokens.
-        pooled: (B, D), the tower's own embedding, not normalized.
+        pooled: (B, D), the tower's own embedding, not normalized; None if it has none.
         padding_mask: (B, N) bool, True for tokens after the end of the text and for missing regions; None if no feature
             is padding.
         grid: (height, width) of the N places of an image; None for texts, and if patches are dropped.
@@ -26,7 +26,7 @@ class TowerFeatures(NamedTuple):
     """
 
     local: Tensor
-    pooled: Tensor
+    pooled: Tensor | None
     padding_mask: Tensor | None
     grid: tuple[int, int] | None
     has_positions: bool
