@@ -1,27 +1,20 @@
 import pytest
 import torch
-from pytorch_metric_learning import distances, miners, reducers, regularizers
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
 import vl_plugins
-from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.distances.sets import SetDistance
+from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
-from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss
-from vl_plugins.losses.wrappers import CrossBatchMemory
-from vl_plugins.registry import (
-    REQUIRED,
-    construct,
-    constructor_options,
-    create_component,
-    create_loss,
-    format_options,
-    list_components,
-    list_losses,
-    load_loss,
-    loss_options,
-    resolve_components,
+from vl_plugins.losses import (
+    CrossBatchMemory,
+    GOALLoss,
+    SmoothChamferLoss,
+    TripletHNLoss,
+    TripletSHLoss,
+    UnifiedLoss,
+    VLCLoss,
 )
-from vl_plugins.regularizers.sets import SetRegularizer
+from vl_plugins.registry import create, create_loss, find, format_options, list_losses, names, options_of
 
 OURS = {
     "goal": GOALLoss,
@@ -34,29 +27,11 @@ OURS = {
 SHARED = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats")) | {"embedding_reg_weight": 1}
 
 
-# Losses by name
-
-
 def test_our_losses():
     assert list_losses() == tuple(sorted(OURS))
-    assert {name: load_loss(name) for name in OURS} == OURS
+    assert {name: find("loss", name) for name in OURS} == OURS
     assert {name: type(create_loss(name)) for name in OURS} == OURS
     assert (vl_plugins.list_losses, vl_plugins.create_loss) == (list_losses, create_loss)
-
-
-def test_options_of_a_loss():
-    own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "backend": None}
-    assert loss_options("unified") == own | SHARED
-
-
-def test_a_loss_that_holds_another_has_its_options_too():
-    own = ["base", "alpha", "set_size", "mmd_weight", "diversity_weight", "distance", "backend"]
-    for base in ("triplet_hn", "unified"):
-        options = loss_options("smooth_chamfer", base=base)
-        assert list(options)[: len(own)] == own
-        assert options == loss_options(base) | {name: options[name] for name in own}
-    assert loss_options("smooth_chamfer") == loss_options("smooth_chamfer", base="triplet_hn")
-    assert set(loss_options("smooth_chamfer", base=TripletHNLoss())) == {*own, *SHARED}
 
 
 def test_options_reach_the_loss():
@@ -115,7 +90,7 @@ def test_a_name_claimed_twice(install):
     ):
         create_loss("mine")
     with pytest.raises(UserError, match=r"'unified' is provided by impostor \(impostor:MyLoss\) and vl_plugins \("):
-        loss_options("unified")
+        find("loss", "unified")
     assert type(create_loss("vlc")) is VLCLoss
 
 
@@ -125,12 +100,12 @@ def test_a_name_claimed_twice(install):
         (1, "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         (2, "", "AttributeError: .* has no attribute 'MyLoss'"),
         (3, "def", "SyntaxError: "),
-        (4, "MyLoss = 3", "a int is not a class"),
+        (4, "MyLoss = 3", "int is not a class"),
     ],
 )
 def test_a_broken_entry_point(install, number, source, message):
     install(f"broken-{number}", "mine", source)
-    with pytest.raises(UserError, match=rf"^loss 'mine' of the installed distribution broken-{number} .*{message}"):
+    with pytest.raises(UserError, match=rf"^loss 'mine' of broken-{number} cannot be loaded .*{message}"):
         create_loss("mine")
     assert "mine" in list_losses()
 
@@ -146,66 +121,76 @@ def subclasses(cls):
 def test_all_components_are_listed(package):
     kind = package.__name__.rpartition(".")[2].removesuffix("s")
     base = getattr(package, f"Base{kind.capitalize()}")
-    names = list_components(kind)
-    modules = (package.__name__, f"vl_plugins.{kind}s")
     found = {
         cls.__name__
-        for cls in subclasses(base) - {base, SetDistance, SetRegularizer}
-        if cls.__module__.startswith(modules)
+        for cls in subclasses(base) - {base, SetDistance}
+        if cls.__module__.startswith((package.__name__, f"vl_plugins.{kind}s"))
     }
     assert len(found) > 3
-    assert names == tuple(sorted(found))
+    short = {"chamfer", "match_probability", "mil", "smooth_chamfer"} if kind == "distance" else set()
+    assert names(kind) == tuple(sorted(found | short))
 
 
 def test_losses_by_class_name():
-    names = list_components("loss")
-    assert {"MultipleLosses", "SelfSupervisedLoss", "TripletMarginLoss", "UnifiedLoss"} < set(names)
-    assert not {"BaseMetricLossFunction", "GenericPairLoss", "PairLoss", "EmbeddingRegularizerMixin"} & set(names)
-    memory = create_component("loss", "CrossBatchMemory", loss=VLCLoss(), embedding_size=4)
-    assert type(memory) is CrossBatchMemory, "ours, not the one of pytorch-metric-learning"
+    """Ours and those of pytorch-metric-learning; ours replace those of one name."""
+    assert {*OURS, "MultipleLosses", "ProxyAnchorLoss", "TripletMarginLoss", "UnifiedLoss"} < set(names("loss"))
+    assert not {"BaseMetricLossFunction", "GenericPairLoss", "PairLoss", "EmbeddingRegularizerMixin"} & set(
+        names("loss")
+    )
+    assert type(create_loss("ProxyAnchorLoss", num_classes=3, embedding_size=4)) is losses.ProxyAnchorLoss
+    assert type(create_loss("CrossBatchMemory", loss="vlc", embedding_size=4)) is CrossBatchMemory
 
 
 @pytest.mark.parametrize("name", ["smooth_chamfer", "SmoothChamferSimilarity"])
-def test_create_component(name):
-    distance = create_component("distance", name, alpha=8.0, set_size=4)
+def test_short_names(name):
+    distance = create("distance", name, alpha=8.0, set_size=4)
     assert type(distance) is SmoothChamferSimilarity
     assert (distance.alpha, distance.set_size) == (8, 4)
 
 
-@pytest.mark.parametrize("name", ["chamfer", "match_probability", "mil", "smooth_chamfer"])
-def test_short_names(name):
-    assert isinstance(resolve_components({"distance": name})["distance"], SetDistance)
-
-
-def test_class_names_among_options_are_created():
-    regularizer = regularizers.LpRegularizer()
-    given = {"distance": "SNRDistance", "reducer": "SumReducer", "embedding_regularizer": regularizer, "margin": "0.1"}
-    resolved = resolve_components(given)
-    assert list(resolved) == list(given)
-    assert (type(resolved["distance"]), type(resolved["reducer"])) == (distances.SNRDistance, reducers.SumReducer)
-    assert (resolved["embedding_regularizer"], resolved["margin"]) == (regularizer, "0.1")
+def test_specifications():
+    """Names, mappings and components, also in the options of components."""
+    specification = {
+        "name": "MultipleLosses",
+        "losses": {
+            "a": {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}},
+            "b": "NTXentLoss",
+        },
+        "miners": {"a": "MultiSimilarityMiner"},
+    }
+    loss = create("loss", specification, weights={"a": 0.5, "b": 2})
+    assert (type(loss.losses["a"]), loss.losses["a"].distance.p) == (UnifiedLoss, 1)
+    assert [type(loss.losses["b"]), type(loss.miners["a"])] == [losses.NTXentLoss, miners.MultiSimilarityMiner]
+    listed = create("loss", {"name": "MultipleLosses", "losses": ["vlc", {"name": "goal", "tau": 5}]})
+    assert [type(each) for each in listed.losses] == [VLCLoss, GOALLoss]
+    miner = miners.BatchHardMiner()
+    assert create("miner", miner) is miner
+    assert specification["name"] == "MultipleLosses", "what is given stays as it is"
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "options", "message"),
+    ("kind", "name", "options", "message"),
     [
-        ("loss", "unifed", {}, "unknown loss 'unifed' (did you mean 'unified'?); known: " + ", ".join(OURS)),
-        ("loss", "vlc", {"scael": 1}, "unknown option 'scael' of loss 'vlc' (did you mean 'scale'?); options: scale="),
+        ("loss", "unifed", {}, "unknown loss 'unifed' (did you mean 'unified'?); the nearest of "),
+        ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); options: scale=50."),
         ("loss", "smooth_chamfer", {"base": "unifed"}, "unknown loss 'unifed'"),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
+        ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
+        ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),
+        ("loss", {"name": "vlc", "scale": 3}, {"scale": 4}, "scale of loss 'vlc' is given twice"),
         ("miners", "BatchHardMiner", {}, "unknown kind of component 'miners' (did you mean 'miner'?); known: "),
         ("miner", "BatchHardMinr", {}, "unknown miner 'BatchHardMinr' (did you mean 'BatchHardMiner'?); known: Angul"),
         ("miner", "BaseMiner", {}, "unknown miner 'BaseMiner'"),
+        ("miner", miners.BatchHardMiner(), {"epsilon": 3}, "miner must be a name or a mapping"),
+        ("miner", "MultiSimilarityMiner", {"epsilon": "abc"}, "epsilon of miner 'MultiSimilarityMiner' must be a numb"),
         ("distance", "SetDistance", {}, "unknown distance 'SetDistance'"),
-        ("distance", "smooth_chamfr", {}, "unknown distance 'smooth_chamfr' (did you mean 'smooth_chamfer'?); known: "),
-        ("miner", "BatchHardMiner", {"distance": "Cosne"}, "unknown distance 'Cosne'"),
-        ("reducer", "ClassWeightedReducer", {}, "invalid arguments for reducer 'ClassWeightedReducer': "),
-        ("reducer", "ThresholdReducer", {}, "invalid arguments for reducer 'ThresholdReducer': At least one of low or"),
+        ("reducer", "ClassWeightedReducer", {}, "reducer 'ClassWeightedReducer': "),
+        ("reducer", "ThresholdReducer", {}, "reducer 'ThresholdReducer': At least one of low or high must be"),
     ],
 )
-def test_wrong_names_and_options(make, name, options, message):
+def test_wrong_names_and_options(kind, name, options, message):
     with pytest.raises(UserError) as raised:
-        create_loss(name, **options) if make == "loss" else create_component(make, name, **options)
+        create(kind, name, **options)
     assert str(raised.value).startswith(message)
 
 
@@ -229,8 +214,6 @@ class Mixin:
 class Loss(Mixin, Middle):
     def __init__(self, size, margin=0.2, weight=3, **kwargs):
         super().__init__(weight=weight, **kwargs)
-        if margin < 0:
-            raise ValueError("margin must be >= 0")
 
 
 class Closed(Loss):
@@ -238,76 +221,12 @@ class Closed(Loss):
         super().__init__(size=1, margin=margin)
 
 
-class Holder(Base):
-    """Passes some options to what it holds, and the others to its base class."""
-
-    def __init__(self, held="closed", **kwargs):
-        super().__init__(kwargs.pop("reducer", None))
-        self.held = {"closed": Closed, "middle": Middle}[held](**kwargs)
-
-    @classmethod
-    def forwarded_options(cls, given):
-        return constructor_options({"closed": Closed, "middle": Middle}[given.get("held", "closed")])
-
-
-class ClosedHolder(Holder):
-    def __init__(self, size=1):
-        super().__init__()
-
-
-class Assertive:
-    def __init__(self, size=None):
-        if size == 0:
-            raise AssertionError
-
-
-def test_constructor_options():
-    assert constructor_options(Loss) == {"size": REQUIRED, "margin": 0.2, "weight": 3, "power": 2, "reducer": None}
-    assert constructor_options(Middle) == {"reducer": None}
-    assert constructor_options(Closed) == {"margin": 0.2}
-    assert constructor_options(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
-    assert constructor_options(object) == {}
-
-
-def test_forwarded_options_depend_on_the_given_ones():
-    assert list(constructor_options(Holder).items()) == [("held", "closed"), ("margin", 0.2), ("reducer", None)]
-    assert constructor_options(Holder, {"held": "middle"}) == {"held": "closed", "reducer": None}
-    assert constructor_options(ClosedHolder) == {"size": 1}
-    derived = type("Derived", (Holder,), {"__init__": lambda self, size, **kwargs: None})
-    assert list(constructor_options(derived)) == ["size", "held", "margin", "reducer"]
-
-
-def test_construct():
-    assert construct("loss", "mine", Loss, {"size": 1, "reducer": "mean"}).reducer == "mean"
-    with pytest.raises(ValueError, match="margin must be >= 0") as raised:
-        construct("loss", "mine", Loss, {"size": 1, "margin": -1})
-    assert not isinstance(raised.value, UserError)
-
-
-@pytest.mark.parametrize(
-    ("factory", "options", "message"),
-    [
-        (Base, {"zzz": 1}, "unknown option 'zzz' of loss 'mine'; options: reducer=None"),
-        (
-            Loss,
-            {"margin": 0.1},
-            "invalid arguments for loss 'mine': Loss.__init__() missing 1 required positional argument: 'size'; "
-            "options: size, margin=0.2, weight=3, power=2, reducer=None",
-        ),
-        (Assertive, {"size": 0}, "invalid arguments for loss 'mine': AssertionError; options: size=None"),
-    ],
-)
-def test_wrong_options(factory, options, message):
-    with pytest.raises(UserError) as raised:
-        construct("loss", "mine", factory, options)
-    assert str(raised.value) == message
-
-
-def test_format_options():
-    assert format_options({"weights": REQUIRED, "name": "a"}) == "weights, name='a'"
-
-
-@pytest.mark.parametrize("option", [{"epsilon": "abc"}, {"epsilon": [0.1]}], ids=str)
-def test_options_of_components_that_are_no_numbers(option):
-    with pytest.raises(UserError, match=r"^epsilon of miner 'MultiSimilarityMiner' must be a number, got "):
-        create_component("miner", "MultiSimilarityMiner", **option)
+def test_options_of_constructors():
+    options = options_of(Loss)
+    assert list(options) == ["size", "margin", "weight", "power", "reducer"]
+    assert format_options(options) == "size, margin=0.2, weight=3, power=2, reducer=None"
+    assert options_of(Middle) == {"reducer": None}
+    assert options_of(Closed) == {"margin": 0.2}
+    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
+    own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "tiled": None}
+    assert options_of(UnifiedLoss) == own | SHARED

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pytorch_metric_learning import distances, reducers
+from pytorch_metric_learning import distances, reducers, regularizers
 
 from tests.helpers import components
 from tests.helpers.loops import (
@@ -295,6 +295,20 @@ def test_reducers_and_regularizers(name):
         term = 0.25 * regularizer(call["embeddings"])
         loss = make(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25)
         torch.testing.assert_close(loss(**call), make(name)(**call) + term, msg=key)
+    for sets in (1, 2):
+        call = call_with(sets)
+        means = [leaf.mean() for leaf in leaves_of(call)]
+        found = make(name, embedding_regularizer=Pull(), embedding_reg_weight=0.5)(**call)
+        torch.testing.assert_close(found, make(name)(**call) + 0.5 * means[0] * means[-1])
+
+
+class Pull(regularizers.BaseRegularizer):
+    """The mean of the embeddings times that of the other modality, which no regularizer of the host sees."""
+
+    takes_ref_emb = True
+
+    def forward(self, embeddings, ref_emb=None):
+        return embeddings.mean() * (embeddings if ref_emb is None else ref_emb).mean()
 
 
 @SOME

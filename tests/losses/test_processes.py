@@ -4,7 +4,7 @@ import torch
 from torch import distributed
 
 from tests.helpers.processes import in_processes
-from vl_plugins.distributed.torchrun import start_processes, stop_processes
+from vl_plugins.distributed import start_processes, stop_processes
 
 WORLD_SIZE = 2
 
