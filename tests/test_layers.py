@@ -10,8 +10,8 @@ LAYERS += "| losses | data | retrieval plots encoders | integrations configs | c
 HEIGHTS = {part: height for height, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 
 # What any function may import: optional packages, what needs one, and what is slow and rarely needed.
-OPTIONAL = ("horovod", "open_clip", "torch.distributed.tensor", "torch.utils.tensorboard", "triton", "wandb")
-OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.kernels.triton_", "vl_plugins.utils.untraced")
+OPTIONAL = ("horovod", "open_clip", "torch.distributed.tensor", "torch.utils.tensorboard", "wandb")
+OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.utils.untraced")
 # Whose functions may import anything, so that `--help` and errors in a command line take no seconds.
 COMMAND_LINES = ("vl_plugins/commands/", "integrations/pytorch_metric_learning/__init__.py")
 COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")

@@ -204,16 +204,12 @@ def test_the_backend_is_chosen_by_size_and_logged_once(monkeypatch, caplog):
             assert comparison.choose_backend(None, embeddings, ref_emb, name="one") == "dense"
         assert comparison.choose_backend(None, embeddings.half(), ref_emb.half(), name="one") == "dense"
         assert comparison.choose_backend(None, embeddings.double(), ref_emb.double(), name="one") == "tiled"
-        monkeypatch.setattr(comparison, "triton_is_usable", lambda device: True)
-        assert comparison.choose_backend(None, embeddings, ref_emb, name="one") == "dense"
-        assert comparison.choose_backend("triton", embeddings, ref_emb, name="two") == "triton"
+        assert comparison.choose_backend("tiled", embeddings, ref_emb, name="two") == "tiled"
     assert [record.getMessage() for record in caplog.records] == [
         "one: backend dense on cpu",
         "one: backend tiled on cpu",
-        "two: backend triton on cpu",
+        "two: backend tiled on cpu",
     ]
-    with pytest.raises(ValueError, match=r"^backend 'triton' needs embeddings of float32, .*, got float64"):
-        comparison.choose_backend("triton", embeddings, ref_emb.double(), name="two")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +222,6 @@ def test_the_backend_is_chosen_by_size_and_logged_once(monkeypatch, caplog):
         ({2: torch.arange(4)}, r"labels must have the shape \(3,\) on cpu, got \(4,\) on cpu"),
         ({3: torch.arange(5, device="meta")}, r"ref_labels must have the shape \(5,\) on cpu, got .* on meta"),
         ({"backend": "fast"}, "unknown backend 'fast'"),
-        ({"backend": "triton"}, "backend 'triton' needs Triton and embeddings on a CUDA GPU .*, got cpu; 'tiled' runs"),
     ],
 )
 @pytest.mark.parametrize("kernel", [kernels.unified_losses_from_embeddings, kernels.mine_hardest_negatives])

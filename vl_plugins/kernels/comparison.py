@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,6 @@ __all__ = [
     "BACKENDS",
     "Block",
     "EmbeddingPair",
-    "LogSumExps",
     "PairLabels",
     "add_normalization_gradient",
     "check_embeddings",
@@ -26,15 +24,13 @@ __all__ = [
     "inverse_norms",
     "log_choice",
     "row_blocks",
-    "triton_is_usable",
 ]
 
-BACKENDS = ("dense", "tiled", "triton")
+BACKENDS = ("dense", "tiled")
 """How similarities (A, C) are computed:
 
-- ``dense``: in plain torch, as one matrix, which becomes its own gradient.
-- ``tiled``: in plain torch, block by block, and again for the gradients: memory for the gradients and two blocks.
-- ``triton``: fused on a CUDA GPU of compute capability 8.0 or later, only if asked for.
+- ``dense``: as one matrix, which becomes its own gradient.
+- ``tiled``: block by block, and again for the gradients: memory for the gradients and two blocks.
 """
 
 DENSE_BYTES = 2**30  # a larger matrix is not worth the product that it saves
@@ -59,21 +55,13 @@ def choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor, *, 
         name: of what is computed, for the log, where each choice is written once.
 
     Raises:
-        ValueError: an unknown backend, or ``triton`` where it cannot run.
+        ValueError: an unknown backend.
     """
     if backend is None:
         itemsize = torch.promote_types(embeddings.dtype, torch.float32).itemsize
         backend = "dense" if len(embeddings) * len(ref_emb) * itemsize <= DENSE_BYTES else "tiled"
     elif backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
-    if backend == "triton":
-        if not triton_is_usable(embeddings.device):
-            raise ValueError(
-                "backend 'triton' needs Triton and embeddings on a CUDA GPU of compute capability 8.0 or later, got "
-                f"{embeddings.device}; 'tiled' runs everywhere"
-            )
-        if torch.float64 in (embeddings.dtype, ref_emb.dtype):
-            raise ValueError("backend 'triton' needs embeddings of float32, float16 or bfloat16, got float64")
     log_choice(name, backend, embeddings.device.type)
     return backend
 
@@ -82,20 +70,6 @@ def choose_backend(backend: str | None, embeddings: Tensor, ref_emb: Tensor, *, 
 def log_choice(name: str, backend: str, device: str) -> None:
     """Log which backend computes what, once for each choice."""
     logger.info("%s: backend %s on %s", name, backend, device)
-
-
-def triton_is_usable(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on the device: Ampere or later, or Triton's interpreter."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    if int(triton.__version__.partition(".")[0]) < 3:
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    # ROCm's capabilities mean something else.
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> list[slice]:
@@ -147,27 +121,21 @@ class EmbeddingPair:
     inverse_norms: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def prepare(
-        cls, embeddings: Tensor, ref_emb: Tensor, *, normalize: bool, keep_half: bool = False
-    ) -> "EmbeddingPair":
-        """Compare by cosine with ``normalize``, otherwise by dot product.
-
-        Half precision becomes float32, unless ``keep_half`` leaves it to what multiplies it in float32.
-        """
-        dtype = torch.promote_types(embeddings.dtype, ref_emb.dtype)
-        dtype = dtype if keep_half else torch.promote_types(dtype, torch.float32)
+    def prepare(cls, embeddings: Tensor, ref_emb: Tensor, *, normalize: bool) -> "EmbeddingPair":
+        """Compare by cosine with ``normalize``, otherwise by dot product; half precision becomes float32."""
+        dtype = torch.promote_types(torch.promote_types(embeddings.dtype, ref_emb.dtype), torch.float32)
         left, right = (side.detach().to(dtype).contiguous() for side in (embeddings, ref_emb))
         return cls(left, right, (inverse_norms(left), inverse_norms(right)) if normalize else None)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of similarities and gradients, float32 or float64."""
-        return torch.promote_types(self.embeddings.dtype, torch.float32)
+        return self.embeddings.dtype
 
     @property
     def zero_or_nan(self) -> Tensor:
         """0, or NaN if any embedding has NaN or infinity."""
-        return (self.embeddings.sum(dtype=self.dtype) + self.ref_emb.sum(dtype=self.dtype)) * 0
+        return (self.embeddings.sum() + self.ref_emb.sum()) * 0
 
     def swapped(self) -> "EmbeddingPair":
         """Return the same with the sides exchanged."""
@@ -185,8 +153,7 @@ class EmbeddingPair:
         """Return the similarities of pairs of indices, (M,)."""
         values = torch.empty(len(rows), dtype=self.dtype, device=rows.device)
         for part in row_blocks(len(rows), self.embeddings.shape[1], rows.device):
-            left, right = self.embeddings[rows[part]].to(self.dtype), self.ref_emb[columns[part]].to(self.dtype)
-            torch.sum(left * right, dim=1, out=values[part])
+            torch.sum(self.embeddings[rows[part]] * self.ref_emb[columns[part]], dim=1, out=values[part])
         if self.inverse_norms is not None:
             values *= self.inverse_norms[0][rows] * self.inverse_norms[1][columns]
         return values
@@ -200,9 +167,9 @@ class EmbeddingPair:
         shape = len(self.embeddings), len(self.ref_emb)
         weights = torch.sparse_coo_tensor(torch.stack([rows, columns]), upstream, shape, check_invariants=False)
         if grad is not None:
-            torch.addmm(grad, weights, self.ref_emb.to(grad.dtype), out=grad)
+            torch.addmm(grad, weights, self.ref_emb, out=grad)
         if ref_grad is not None:
-            torch.addmm(ref_grad, weights.t(), self.embeddings.to(ref_grad.dtype), out=ref_grad)
+            torch.addmm(ref_grad, weights.t(), self.embeddings, out=ref_grad)
 
     def finish_gradients(self, grad: Tensor | None, ref_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Turn gradients for constant norms into those of the normalized embeddings, in place."""
@@ -217,7 +184,7 @@ def add_normalization_gradient(gradient: Tensor, vectors: Tensor, factors: Tenso
     """Turn the gradient by vectors of constant norm, (N, D), in place into that by vectors with these inverse norms."""
     # The part along a vector itself only changes its norm; computed for some vectors at a time, for little memory.
     for part in row_blocks(len(vectors), 4 * vectors.shape[1], vectors.device):
-        some, some_vectors = gradient[part], vectors[part].to(gradient)
+        some, some_vectors = gradient[part], vectors[part]
         radial = (some * some_vectors).sum(1).mul_(factors[part]).mul_(factors[part])
         some.addcmul_(some_vectors, radial[:, None], value=-1)
 
@@ -258,25 +225,6 @@ def check_embeddings(embeddings: Tensor, ref_emb: Tensor, labels: Tensor, ref_la
                 f"{name} must have the shape {tuple(side.shape[:1])} on {side.device}, "
                 f"got {tuple(values.shape)} on {values.device}"
             )
-
-
-class LogSumExps(NamedTuple):
-    """The result of a forward pass, and what its backward pass needs.
-
-    Attributes:
-        positive_similarities: (M,).
-        row_lse: (A,), log-sum-exps of the scaled similarities of each row's negatives.
-        column_lse: (C,), of each column's; None unless columns are anchors.
-        blocks: of rows, each with the exponent that became 0 before :func:`torch.exp`, the same for rows and columns;
-            None where the exponents of a block are too far apart for that.
-        matrix: (A, C), the exponentials of each block, or its exponents where it has no shift; None to recompute them.
-    """
-
-    positive_similarities: Tensor
-    row_lse: Tensor
-    column_lse: Tensor | None
-    blocks: list[tuple["Block", float | None]]
-    matrix: Tensor | None = None
 
 
 class PairLabels(NamedTuple):

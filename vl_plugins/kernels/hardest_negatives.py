@@ -68,12 +68,12 @@ def mine_hardest_negatives(
         embeddings of each pair, (M, D).
 
     Raises:
-        ValueError: wrong shape, type or device, or a backend that cannot run.
+        ValueError: wrong shape, type or device, or an unknown backend.
     """
     check_embeddings(embeddings, ref_emb, labels, ref_labels)
-    backend = choose_backend(backend, embeddings, ref_emb, name="hardest negatives")
+    choose_backend(backend, embeddings, ref_emb, name="hardest negatives")
     pair_labels = PairLabels(labels, ref_labels, *pairs, same_set)
-    return eager()(_mine, embeddings, ref_emb, pair_labels, objective, normalize, symmetric, backend)
+    return eager()(_mine, embeddings, ref_emb, pair_labels, objective, normalize, symmetric)
 
 
 def _mine(
@@ -83,18 +83,14 @@ def _mine(
     objective: Objective | None,
     normalize: bool,
     symmetric: bool,
-    backend: str,
 ) -> HardestNegatives:
-    pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize, keep_half=backend == "triton")
+    pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize)
     rows, columns, count = labels.rows, labels.columns, len(labels.rows)
     if count == 0:
         none = torch.zeros(2 if symmetric else 1, 0, dtype=pair.dtype, device=embeddings.device)
         return HardestNegatives(none[0], none, none.bool(), RelativeTerms(none, none), pair.zero_or_nan)
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-        search = _search
-        if backend == "triton":
-            from vl_plugins.kernels.triton_hardest_negatives import search  # here, because Triton is optional
-        positives, hardest, ref_hardest = search(pair, labels, symmetric=symmetric)
+        positives, hardest, ref_hardest = _search(pair, labels, symmetric=symmetric)
         # Of each positive pair, and of the hardest negatives of its row and its column.
         values, all_rows, all_columns = [positives, hardest[0][rows]], [rows, rows], [columns, hardest[1][rows]]
         if ref_hardest is not None:
@@ -108,7 +104,6 @@ def _mine(
     terms = None
     if objective is not None and objective.is_relative:
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize)  # no longer in half precision
             terms = _relative_terms(objective, pair, labels, hardest, ref_hardest, s_p, s_n)
     return HardestNegatives(s_p, s_n, exists, terms, zero)
 

@@ -1,8 +1,7 @@
 """Contrastive losses of embeddings, from the log-sum-exp over the negatives of each row and column."""
 
 from functools import partial
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from vl_plugins.functional.unified import unified_pair_losses
 from vl_plugins.kernels.comparison import (
     Block,
     EmbeddingPair,
-    LogSumExps,
     PairLabels,
     check_embeddings,
     choose_backend,
@@ -57,14 +55,14 @@ def unified_losses_from_embeddings(
         normalize: compare by cosine, otherwise by dot product. A zero vector has the cosine 0 to any other.
         same_set: ``ref_emb`` is ``embeddings``, and ``pairs`` are without those of an item and itself.
         symmetric: columns are anchors too.
-        backend: one of :data:`~vl_plugins.kernels.comparison.BACKENDS`; chosen by size and device by default.
+        backend: one of :data:`~vl_plugins.kernels.comparison.BACKENDS`; chosen by size by default.
 
     Returns:
         (M,), float32 or float64, also under autocast; all NaN if any embedding is not finite. Second derivatives take
         several matrices (A, C).
 
     Raises:
-        ValueError: wrong shape, type or device, or a backend that cannot run.
+        ValueError: wrong shape, type or device, or an unknown backend.
 
     Reference:
         Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval, Eq. 5.
@@ -79,20 +77,36 @@ def unified_losses_from_embeddings(
     return eager()(_UnifiedLosses.apply, embeddings, ref_emb, margin, scale, options)
 
 
+class LogSumExps(NamedTuple):
+    """The result of a forward pass, and what its backward pass needs.
+
+    Attributes:
+        positive_similarities: (M,).
+        row_lse: (A,), log-sum-exps of the scaled similarities of each row's negatives.
+        column_lse: (C,), of each column's; None unless columns are anchors.
+        blocks: of rows, each with the exponent that became 0 before :func:`torch.exp`, the same for rows and columns;
+            None where the exponents of a block are too far apart for that.
+        matrix: (A, C), the exponentials of each block, or its exponents where it has no shift; None to recompute them.
+    """
+
+    positive_similarities: Tensor
+    row_lse: Tensor
+    column_lse: Tensor | None
+    blocks: list[tuple[Block, float | None]]
+    matrix: Tensor | None = None
+
+
 class _UnifiedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, embeddings: Tensor, ref_emb: Tensor, margin: float | Tensor, scale: float | Tensor, options: Options
     ) -> Tensor:
         labels, normalize, symmetric, backend = options
-        pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize, keep_half=backend == "triton")
+        pair = EmbeddingPair.prepare(embeddings, ref_emb, normalize=normalize)
         numbers = [_number(value, pair) for value in (margin, scale)]
         with torch.autocast(embeddings.device.type, enabled=False):
-            if backend == "triton":
-                sums = _triton().log_sum_exps(pair, numbers[1], labels, symmetric=symmetric)
-            else:
-                keep_matrix = backend == "dense" and any(ctx.needs_input_grad)
-                sums = _log_sum_exps(pair, numbers[1], labels, symmetric=symmetric, keep_matrix=keep_matrix)
+            keep_matrix = backend == "dense" and any(ctx.needs_input_grad)
+            sums = _log_sum_exps(pair, numbers[1], labels, symmetric=symmetric, keep_matrix=keep_matrix)
         negative_lse = [sums.row_lse[labels.rows]]
         if sums.column_lse is not None:
             negative_lse.append(sums.column_lse[labels.columns])
@@ -105,7 +119,7 @@ class _UnifiedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        labels, _, _, backend = ctx.options
+        labels = ctx.options[0]
         if torch.is_grad_enabled():
             formula = partial(_plain_losses, ctx.options, ctx.numbers)
             return *differentiable_gradients(formula, ctx.saved_tensors, (upstream,)), None
@@ -123,9 +137,8 @@ class _UnifiedLosses(torch.autograd.Function):
         pair_weights = weights.sum(dim=0)
         margin_grad = scale_grad = None
         with torch.autocast(embeddings.device.type, enabled=False):
-            gradients = _triton().gradients if backend == "triton" else _gradients
             needed = needs_grad or needs_scale, needs_ref_grad
-            grad, ref_grad = gradients(
+            grad, ref_grad = _gradients(
                 pair, numbers[1], labels, sums, row_weights, column_weights, -pair_weights, needed
             )
             if needs_margin:
@@ -146,12 +159,6 @@ def _number(value: float | Tensor, pair: EmbeddingPair) -> float | Tensor:
     if value.numel() != 1:
         return value
     return value.item() if value.device.type == "cpu" else value.reshape(())
-
-
-def _triton() -> ModuleType:
-    from vl_plugins.kernels import triton_log_sum_exp  # here, because Triton is optional
-
-    return triton_log_sum_exp
 
 
 def _log_sum_exps(

@@ -34,15 +34,14 @@ def pairwise_smooth_chamfer(
     Args:
         embeddings, ref_emb, alpha, mask, ref_mask, normalize: see that function.
         backend: ``"dense"`` keeps one exponential for each pair of elements, which becomes its own gradient;
-            ``"tiled"`` computes them again, block by block; ``"triton"`` has fused tiles on a CUDA GPU for sets of at
-            most 16 elements. If left out, dense up to 1 GiB of exponentials and tiled beyond. The first two are fast
-            for cosines and alpha <= 40; otherwise both evaluate the formula block by block.
+            ``"tiled"`` computes them again, block by block. If left out, dense up to 1 GiB of exponentials and tiled
+            beyond. Both are fast for cosines and alpha <= 40; otherwise both evaluate the formula block by block.
 
     Returns:
         (A, C), float32 or float64, as that function.
 
     Raises:
-        ValueError: wrong shape, type or device, alpha out of its range, or a backend that cannot compute this.
+        ValueError: wrong shape, type or device, alpha out of its range, or an unknown backend.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-8.
@@ -55,8 +54,7 @@ def pairwise_smooth_chamfer(
     check_sets(embeddings, ref_emb, mask, ref_mask)
     elements = embeddings.flatten(0, 1), ref_emb.flatten(0, 1)
     backend = choose_backend(backend, *elements, name="smooth-Chamfer similarity")
-    dtype = torch.promote_types(embeddings.dtype, ref_emb.dtype)
-    dtype = dtype if backend == "triton" else torch.promote_types(dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(embeddings.dtype, ref_emb.dtype), torch.float32)
     embeddings, ref_emb = embeddings.to(dtype), ref_emb.to(dtype)
     if mask is not None:
         embeddings = embeddings.masked_fill(~mask[..., None], 0)
@@ -65,11 +63,11 @@ def pairwise_smooth_chamfer(
     options: dict[str, Any] = {"mask": mask, "ref_mask": ref_mask, "alpha": alpha, "normalize": normalize}
     if 0 in (*embeddings.shape, *ref_emb.shape):
         return smooth_chamfer_similarity(embeddings, ref_emb, **options)
-    if backend != "triton" and (alpha > LARGEST_EXPONENT or not normalize):
+    if alpha > LARGEST_EXPONENT or not normalize:
         return eager()(_formula_in_blocks, embeddings, ref_emb, **options)
     if not torch.is_grad_enabled():
         embeddings, ref_emb = embeddings.detach(), ref_emb.detach()
-    return eager()(_PairwiseSmoothChamfer.apply, embeddings, ref_emb, mask, ref_mask, alpha, normalize, backend)
+    return eager()(_PairwiseSmoothChamfer.apply, embeddings, ref_emb, mask, ref_mask, alpha, backend)
 
 
 def _formula_in_blocks(
@@ -92,17 +90,17 @@ def _blocks_of_sets(embeddings: Tensor, ref_emb: Tensor) -> list[slice]:
 class _PairwiseSmoothChamfer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, embeddings: Tensor, ref_emb: Tensor, mask: Tensor | None, ref_mask: Tensor | None, *options: Any
+        ctx: Any,
+        embeddings: Tensor,
+        ref_emb: Tensor,
+        mask: Tensor | None,
+        ref_mask: Tensor | None,
+        alpha: float,
+        backend: str,
     ) -> Tensor:
-        ctx.alpha, ctx.normalize, ctx.backend = alpha, normalize, backend = options
-        derivatives = None
-        if backend == "triton":
-            from vl_plugins.kernels import triton_sets  # Triton is optional
-
-            similarities = triton_sets.similarities(embeddings, ref_emb, mask, ref_mask, alpha, normalize)
-        else:
-            keep = backend == "dense" and any(ctx.needs_input_grad)
-            similarities, derivatives = _Exponentials(embeddings, ref_emb, mask, ref_mask, alpha).similarities(keep)
+        ctx.alpha = alpha
+        keep = backend == "dense" and any(ctx.needs_input_grad)
+        similarities, derivatives = _Exponentials(embeddings, ref_emb, mask, ref_mask, alpha).similarities(keep)
         ctx.save_for_backward(embeddings, ref_emb, mask, ref_mask, derivatives)
         return similarities
 
@@ -112,17 +110,13 @@ class _PairwiseSmoothChamfer(torch.autograd.Function):
         sets, needed = (embeddings, ref_emb, mask, ref_mask), ctx.needs_input_grad[:2]
         with torch.autocast(upstream.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph=True
-                options = {"mask": mask, "ref_mask": ref_mask, "alpha": ctx.alpha, "normalize": ctx.normalize}
+                options = {"mask": mask, "ref_mask": ref_mask, "alpha": ctx.alpha}
                 gradients = differentiable_gradients(
                     lambda *leaves: (smooth_chamfer_similarity(*leaves, **options),), sets[:2], (upstream,)
                 )
-            elif ctx.backend == "triton":
-                from vl_plugins.kernels import triton_sets
-
-                gradients = triton_sets.gradients(*sets, ctx.alpha, ctx.normalize, upstream, needed)
             else:
                 gradients = _Exponentials(*sets, ctx.alpha).gradients(upstream, derivatives, needed)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 class _Exponentials:

@@ -34,8 +34,8 @@ class PairLoss(BaseMetricLossFunction):
 
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
-        backend: one of :data:`vl_plugins.kernels.BACKENDS`, where :meth:`kernel_problem` is None; chosen by size and
-            device by default.
+        backend: one of :data:`vl_plugins.kernels.BACKENDS`, where :meth:`kernel_problem` is None; chosen by size by
+            default.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
@@ -119,11 +119,10 @@ class PairLoss(BaseMetricLossFunction):
             problem = "pairs are given as an indices_tuple"
         if problem is not None and self.backend is not None:
             raise ValueError(f"backend {self.backend!r} cannot be used, because {problem}: leave it out")
-        if self.backend != "triton":  # which multiplies half precision in float32
-            if ref_emb is None:
-                (embeddings,) = full_precision(embeddings)
-            else:
-                embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        if ref_emb is None:
+            (embeddings,) = full_precision(embeddings)
+        else:
+            embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = PairBatch.make(
                 embeddings,
