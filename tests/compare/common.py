@@ -1,0 +1,118 @@
+"""What the case modules share: names of both versions, and the file of arrays.
+
+A case module is a script, ``PYTHON tests/compare/AREA.py OUT.npz``::
+
+    from common import Cases, get, run
+
+    def cases(found: Cases, arguments):
+        found.record("unified labels/margin=0.2", lambda: {"value": get("create_loss")("unified")(...)})
+
+    if __name__ == "__main__":
+        run(cases)
+
+A key of the file is ``group/case/quantity``. Quantities named ``grad...`` are gradients, all others values. A group
+named ``gone ...`` has features that the next version drops: its cases are compared where both versions have them.
+"""
+
+import argparse
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Last, because modules here have names of installed packages, such as open_clip.
+HERE = str(Path(__file__).parent)
+sys.path[:] = [folder for folder in sys.path if folder != HERE] + [HERE]
+
+# Where to find a thing, in the order of preference: the first name that exists.
+NAMES = {
+    "DistributedLoss": ("vl_plugins.distributed:DistributedLoss", "vl_plugins.losses.wrappers:DistributedLossWrapper"),
+    "EmbeddingSimilarities": ("vl_plugins.retrieval:EmbeddingSimilarities",),
+    "GroundTruth": ("vl_plugins.retrieval:GroundTruth",),
+    "MatrixSimilarities": ("vl_plugins.retrieval:MatrixSimilarities",),
+    "MeanSimilarities": ("vl_plugins.retrieval:MeanSimilarities",),
+    "Polynomial": ("vl_plugins.losses:Polynomial", "vl_plugins.functional:Polynomial"),
+    "TowerFeatures": ("vl_plugins.modules:TowerFeatures",),
+    "all_gather_rows": ("vl_plugins.distributed:all_gather_rows", "vl_plugins.distributed.gathering:all_gather_rows"),
+    "blocks": ("vl_plugins.negatives", "vl_plugins.kernels.comparison"),
+    "circular_variance": ("vl_plugins.regularizers:circular_variance", "vl_plugins.functional:circular_variance"),
+    "create_component": ("vl_plugins.registry:create", "vl_plugins.registry:create_component"),
+    "create_loss": ("vl_plugins:create_loss",),
+    "distances": ("vl_plugins.distances",),
+    "list_losses": ("vl_plugins:list_losses", "vl_plugins.registry:list_losses"),
+    "losses": ("vl_plugins.losses",),
+    "miners": ("vl_plugins.miners",),
+    "modules": ("vl_plugins.modules",),
+    "regularizers": ("vl_plugins.regularizers",),
+    "retrieval": ("vl_plugins.retrieval",),
+    "soft_margin": ("vl_plugins.losses:soft_margin", "vl_plugins.functional:soft_margin"),
+    "wrappers": ("vl_plugins.losses.wrappers",),
+}
+# Names of attributes, likewise.
+ATTRIBUTES = {
+    "right_answers": ("right_answers", "num_relevant"),
+    "negatives": ("negatives", "top_negatives"),
+}
+
+
+@cache
+def get(name: str) -> Any:
+    """Return what a name of ``NAMES`` stands for in this version; raise ``LookupError`` if it has no such thing."""
+    for target in NAMES[name]:
+        module, _, attribute = target.partition(":")
+        try:
+            return reduce(getattr, filter(None, [attribute]), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            pass
+    raise LookupError(f"this version has no {name}")
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """Return an attribute by any of its names."""
+    return next(getattr(owner, found) for found in ATTRIBUTES.get(name, (name,)) if hasattr(owner, found))
+
+
+class Cases(dict):
+    """The arrays of all cases."""
+
+    def add(self, case: str, **quantities: Any) -> None:
+        """Add the quantities of a case: numbers, arrays, tensors and text; bytes as their hash; None is left out."""
+        for name, value in quantities.items():
+            if value is None:
+                continue
+            if isinstance(value, bytes):
+                value = hashlib.sha256(value).hexdigest()
+            if isinstance(value, str):
+                value = np.frombuffer(value.encode(), dtype=np.uint8)
+            if hasattr(value, "detach"):
+                value = value.detach().cpu().numpy()
+            key = f"{case}/{name}"
+            if key in self:
+                raise ValueError(f"two cases {key}")
+            self[key] = np.array(value)
+
+    def record(self, case: str, compute: Callable[[], dict[str, Any]]) -> None:
+        """Add what ``compute`` returns, or the type of the error that it raises."""
+        try:
+            quantities = compute()
+        except Exception as error:
+            if case.startswith("gone"):
+                return
+            quantities = {"error": type(error).__name__}
+        self.add(case, **quantities)
+
+
+def run(cases: Callable[[Cases, argparse.Namespace], None]) -> None:
+    """Write the arrays of a case module's cases to the file that its command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--batches", help="file of real batches")
+    arguments = parser.parse_args()
+    found = Cases()
+    cases(found, arguments)
+    np.savez(arguments.out, **found)
