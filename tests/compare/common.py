@@ -5,7 +5,9 @@ A case module is a script, ``PYTHON tests/compare/AREA.py OUT.npz``::
     from common import Cases, get, run
 
     def cases(found: Cases, arguments):
-        found.record("unified labels/margin=0.2", lambda: {"value": get("create_loss")("unified")(...)})
+        @found.case("unified labels/defaults")
+        def compute():
+            return {"value": get("create_loss")("unified")(...)}
 
     if __name__ == "__main__":
         run(cases)
@@ -96,15 +98,17 @@ class Cases(dict):
                 raise ValueError(f"two cases {key}")
             self[key] = np.array(value)
 
-    def record(self, case: str, compute: Callable[[], dict[str, Any]]) -> None:
-        """Add what ``compute`` returns, or the type of the error that it raises."""
-        try:
-            quantities = compute()
-        except Exception as error:
-            if case.startswith("gone"):
-                return
-            quantities = {"error": type(error).__name__}
-        self.add(case, **quantities)
+    def case(self, name: str) -> Callable[[Callable[[], dict[str, Any]]], None]:
+        """Return a decorator that calls a function at once and adds what it returns, or the type of its error."""
+
+        def add(compute: Callable[[], dict[str, Any]]) -> None:
+            try:
+                quantities = compute()
+            except Exception as error:
+                quantities = {} if name.startswith("gone") else {"error": type(error).__name__}
+            self.add(name, **quantities)
+
+        return add
 
 
 def run(cases: Callable[[Cases, argparse.Namespace], None]) -> None:
