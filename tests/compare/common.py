@@ -19,9 +19,12 @@ named ``gone ...`` has features that the next version drops: its cases are compa
 import argparse
 import hashlib
 import importlib
+import io
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, reduce
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +60,7 @@ NAMES = {
 }
 # Names of attributes, likewise.
 ATTRIBUTES = {
-    "right_answers": ("right_answers", "num_relevant"),
-    "negatives": ("negatives", "top_negatives"),
+    "num_relevant": ("num_relevant", "right_answers"),
 }
 
 
@@ -109,6 +111,25 @@ class Cases(dict):
             self.add(name, **quantities)
 
         return add
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the numbers and texts of a JSON value by their paths, such as ``results.0.name``."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, part in items for name, leaf in flatten(part, f"{prefix}{key}.").items()}
+    return {} if value is None else {prefix.removesuffix(".").replace("/", ":"): value}
+
+
+def vl_plugins(*arguments: Any) -> tuple[int, str]:
+    """Run the command ``vl-plugins``; return its exit status and standard output."""
+    command = next(iter(entry_points(group="console_scripts", name="vl-plugins")))
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
+        try:
+            status = command.load()([str(argument) for argument in arguments])
+        except SystemExit as stop:  # of argparse
+            status = stop.code
+    return int(status or 0), output.getvalue()
 
 
 def run(cases: Callable[[Cases, argparse.Namespace], None]) -> None:
