@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.seeds import seed_torch
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.shards import write_shards
 from vl_plugins.data.toy import write_toy_scenes
 
 # Several threads beside a busy process make small tensors slower, not faster.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("VL_PLUGINS_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items):
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
+    seed_torch(0)
     with _logging_as_before():  # its fixtures too
         return (yield)
 

@@ -7,6 +7,7 @@ import torch
 from open_clip.loss import gather_features
 
 from tests.helpers.processes import in_processes
+from tests.helpers.seeds import seeded
 from vl_plugins.distributed.gathering import BatchGatherer, all_gather_rows
 
 EVEN, UNEVEN = (2, 2), (3, 0)
@@ -15,7 +16,7 @@ FLAGS = pytest.mark.parametrize("with_grad", [False, True])
 
 def rows_of(counts, dtype=torch.float64):
     """The rows of each process."""
-    rows = torch.randn(sum(counts), 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = torch.randn(sum(counts), 5, generator=seeded(1), dtype=torch.float64)
     return rows.to(dtype).split(counts)
 
 

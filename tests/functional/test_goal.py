@@ -7,6 +7,7 @@ from pytorch_metric_learning.losses import CircleLoss
 from pytorch_metric_learning.reducers import SumReducer
 
 from tests.helpers.pairs import diagonal_masks, index_pairs, label_masks, loops, similarities_like, value_and_gradients
+from tests.helpers.seeds import seed_torch, seeded
 from tests.reference import goal as reference
 from vl_plugins.functional import goal_loss, goal_triplet_loss, triplet_hn_loss, vlc_loss
 from vl_plugins.functional.goal import (
@@ -63,7 +64,7 @@ def test_relative_terms_with_ties_and_steep_weights(pair, mining, steepness):
     options = {"triplet_weight": "nca", "pair_weight": pair, "eps": 0.5, "alpha": steepness, "beta": steepness}
     for seed in range(8):
         masks = label_masks(5, 9) if seed % 2 else label_masks(9, 5)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         similarities = torch.randint(-4, 5, masks[0].shape, generator=generator).float().div(4).requires_grad_()
         assert_equal_to_loops(similarities, masks, mining, 1e-5, **options)
 
@@ -72,7 +73,7 @@ def test_relative_terms_with_ties_and_steep_weights(pair, mining, steepness):
 def test_given_triplets_equal_the_loops(triplet, pair):
     masks = label_masks(12, 20)
     every = sorted((a, p, n) for a, p in index_pairs(masks[0]) for b, n in index_pairs(masks[1]) if a == b)
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(5))[:40]
+    order = torch.randperm(len(every), generator=seeded(5))[:40]
     triplets = [every[k] for k in order.tolist()]
     triplets.append(triplets[0])  # a triplet given twice counts twice, but its pairs are no others of their own
     for dtype, tolerance in TOLERANCE.items():
@@ -118,7 +119,7 @@ def test_nca_con_is_nt_xent_over_the_hardest_negative_divided_by_tau():
 
 
 def test_cir_lin_with_offset_1_is_the_circle_loss_of_pytorch_metric_learning():
-    torch.manual_seed(0)
+    seed_torch(0)
     # In one orthant: all similarities are positive.
     images, texts = (torch.rand(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     similarities = CosineSimilarity()(images, texts)

@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.memory import LargestTensor
 from tests.helpers.pairs import EMPTY, diagonal_masks, label_masks, loops, similarities_like, value_and_gradients
+from tests.helpers.seeds import seeded
 from tests.reference import losses as reference
 from vl_plugins.functional import Polynomial, goal_loss, triplet_hn_loss, triplet_sh_loss, unified_loss, vlc_loss
 from vl_plugins.functional.goal import Objective
@@ -75,7 +76,7 @@ def test_reductions_and_directions(loss):
 @pytest.mark.parametrize("seed", range(5))
 def test_order_of_rows_and_columns_does_not_matter(loss, seed):
     tensors = similarities_like(label_masks(5, 9)[0]), *label_masks(5, 9)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows, columns = torch.randperm(5, generator=generator), torch.randperm(9, generator=generator)
     torch.testing.assert_close(loss(*(tensor[rows][:, columns] for tensor in tensors)), loss(*tensors))
 

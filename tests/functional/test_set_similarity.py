@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 from torch.nn.functional import normalize as unit
 
+from tests.helpers.seeds import seeded
 from tests.helpers.sets import normal, random_mask, value_and_gradients
 from tests.reference import sets as reference
 from vl_plugins.functional import chamfer_similarity, match_probability, mil_similarity, smooth_chamfer_similarity
@@ -119,7 +120,7 @@ def test_large_alpha_is_chamfer():
 def test_only_directions_count_if_normalized(name):
     function, _ = SIMILARITIES[name]
     x, y = normal(4, 3, 6), normal(5, 2, 6, seed=1)
-    lengths = 10 ** (4 * torch.rand(4, 3, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 2)
+    lengths = 10 ** (4 * torch.rand(4, 3, 1, dtype=torch.float64, generator=seeded(0)) - 2)
     expected = value_and_gradients(function(x, y), (x, y))
     torch.testing.assert_close(function(lengths * x, y), expected[0], atol=1e-12, rtol=0)
     units = [unit(sets, dim=2) for sets in (x, y)]  # with torch's gradient

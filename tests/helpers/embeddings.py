@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.helpers.pairs import value_and_gradients
+from tests.helpers.seeds import seeded
 from vl_plugins.functional import goal_loss, unified_loss
 from vl_plugins.functional.goal import Objective, objective_losses
 from vl_plugins.functional.precision import unit_vectors
@@ -17,7 +18,7 @@ CON_CON, CIR_SIG_MS = Objective("con", "con"), Objective("cir", "sig_ms")
 
 def random_embeddings(rows, columns, dimension, seed=0, *, labels=12):
     """Return embeddings, reference embeddings, float64, and the labels of both."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     sides = [torch.randn(count, dimension, dtype=torch.float64, generator=generator) + 0.3 for count in (rows, columns)]
     return *sides, *(torch.randint(labels, (count,), generator=generator) for count in (rows, columns))
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.helpers.seeds import seed_torch
 from tests.reference import losses as reference
 
 __all__ = [
@@ -25,7 +26,7 @@ def diagonal_masks(size):
 
 def label_masks(rows, columns):
     """Several positives for most anchors; row 0 has no negatives, row 1 no positives, column 0 neither."""
-    torch.manual_seed(rows * columns)
+    seed_torch(rows * columns)
     positive_mask = torch.randint(3, (rows, 1)) == torch.randint(3, (1, columns))
     negative_mask = ~positive_mask
     negative_mask[0] = False
@@ -49,7 +50,7 @@ EMPTY = {
 
 def similarities_like(mask, dtype=torch.float64):
     """Return a leaf of numbers in [-1, 1]."""
-    torch.manual_seed(7)
+    seed_torch(7)
     return (2 * torch.rand(mask.shape, dtype=torch.float64) - 1).to(dtype).requires_grad_()
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.helpers.seeds import seeded
 from tests.reference import losses as reference
 from vl_plugins.functional import Polynomial
 
@@ -12,7 +13,7 @@ RSP = [0.1, 0.8, 0.5, -0.2]
 
 
 def leaf(shape, dtype, low, high, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     values = low + (high - low) * torch.rand(shape, dtype=torch.float64, generator=generator)
     return values.to(dtype).requires_grad_()
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.embeddings import KERNELS, formula_and_gradients, kernel_and_gradients, random_embeddings
 from tests.helpers.pairs import assert_near, loops
+from tests.helpers.seeds import seeded
 from tests.reference import goal as reference
 from vl_plugins.functional import goal_loss
 from vl_plugins.functional.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS, Objective
@@ -23,7 +24,7 @@ def small_blocks(monkeypatch):
 
 def whole_numbers(rows, columns, dimension, labels, seed):
     """Embeddings whose dot products are exact and often equal, and labels."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     sides = [torch.randint(-2, 3, (count, dimension), generator=generator).double() / 4 for count in (rows, columns)]
     return *sides, *(torch.randint(labels, (count,), generator=generator) for count in (rows, columns))
 

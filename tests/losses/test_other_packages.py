@@ -6,10 +6,11 @@ from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.reducers import MeanReducer, SumReducer
 
+from tests.helpers.seeds import seeded
 from vl_plugins.losses import GOALLoss, TripletHNLoss, TripletSHLoss, VLCLoss
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
-EMBEDDINGS = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+EMBEDDINGS = torch.randn(6, 5, dtype=torch.float64, generator=seeded(0)).requires_grad_()
 
 
 def check(ours, theirs, leaves=(EMBEDDINGS,)):

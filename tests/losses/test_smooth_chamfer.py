@@ -6,6 +6,7 @@ import torch
 from pytorch_metric_learning import distances, losses, reducers, regularizers
 
 from tests.helpers.loops import TOLERANCE, check
+from tests.helpers.seeds import seeded
 from tests.reference import regularizers as reference
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
@@ -20,7 +21,7 @@ WEIGHTS = {"mmd_weight": MMD, "diversity_weight": DIVERSITY}
 
 
 def sets_of(labels, dtype=torch.float64, seed=0, elements=K):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(len(labels), elements, D, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
 
 

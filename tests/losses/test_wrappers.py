@@ -9,6 +9,7 @@ from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils import common_functions, distributed
 
 from tests.helpers.loops import check, embeddings_of, expected, make_loss
+from tests.helpers.seeds import seeded
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.wrappers import (
     CrossBatchMemory,
@@ -61,11 +62,13 @@ def all_pairs(labels, ref_labels):
     pairs = [(a, c) for a in range(len(labels)) for c in range(len(ref_labels))]
     positives = [(a, c) for a, c in pairs if labels[a] == ref_labels[c]]
     negatives = [(a, c) for a, c in pairs if labels[a] != ref_labels[c]]
-    return tuple(torch.tensor(column) for side in (positives, negatives) for column in zip(*side, strict=True))
+    return tuple(
+        torch.tensor(side, dtype=torch.long).view(-1, 2)[:, k] for side in (positives, negatives) for k in (0, 1)
+    )
 
 
 def batch(step, size=4, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     labels = torch.randint(0, 3, (size,), generator=generator)
     return embeddings_of(labels, dtype, seed=100 + step), labels
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.helpers.seeds import seed_torch, seeded
 from vl_plugins.modules import POOLINGS, GeneralizedPooling, average_pooling, max_pooling, sinusoidal_positions
 
 DIM, LENGTH = 3, 5
@@ -9,13 +10,13 @@ EACH_POOLING = pytest.mark.parametrize("name", POOLINGS)
 
 
 def make(name, dtype=torch.float64):
-    torch.manual_seed(0)
+    seed_torch(0)
     pool = POOLINGS[name]
     return pool(position_dim=6, hidden_dim=4).to(dtype) if name == "gpo" else pool
 
 
 def features_of(dtype=torch.float64):
-    return torch.randn(len(PADDING), LENGTH, DIM, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    return torch.randn(len(PADDING), LENGTH, DIM, dtype=dtype, generator=seeded(1))
 
 
 def gru_states(cell, inputs):

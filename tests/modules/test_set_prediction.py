@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.helpers.capabilities import needs_float16_on_cpu
+from tests.helpers.seeds import seed_torch, seeded
 from tests.reference import set_prediction as reference
 from vl_plugins.modules import SetPrediction, SetPredictionOutput
 from vl_plugins.modules.set_prediction import slot_attention
@@ -24,7 +25,7 @@ EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 def build(variant="default", dtype=torch.float64, seed=0):
     """A module in which no parameter has a value that would hide it, such as the 1 of a layer norm."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     sizes = {"dim": DIM, "local_dim": LOCAL_DIM, "num_slots": SLOTS, "num_iters": ITERATIONS, "hidden_dim": HIDDEN_DIM}
     module = SetPrediction(**sizes, **VARIANTS[variant]).to(dtype)
     with torch.no_grad():
@@ -35,7 +36,7 @@ def build(variant="default", dtype=torch.float64, seed=0):
 
 def inputs_of(module, items=ITEMS):
     """Local features, and the global feature that the module takes or None."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     dtype = next(module.parameters()).dtype
     local = torch.randn(items, INPUTS, module.local_dim, dtype=dtype, generator=generator)
     pooled = torch.randn(items, module.dim, dtype=dtype, generator=generator) if module.global_feature else None
@@ -50,7 +51,7 @@ def weighted_sum(outputs):
     """A number with another weight for each element of the outputs."""
     total = 0
     for index, tensor in enumerate(outputs):
-        weights = torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(index))
+        weights = torch.randn(tensor.shape, dtype=tensor.dtype, generator=seeded(index))
         total = total + 3 * (weights * tensor).sum()
     return total
 
@@ -93,7 +94,7 @@ def test_padded_inputs_are_not_there_and_positions_are_of_keys(variant, per_item
     module = build(variant)
     local, pooled = inputs_of(module)
     shape = (ITEMS, INPUTS, LOCAL_DIM) if per_item else (INPUTS, LOCAL_DIM)
-    positions = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    positions = torch.randn(shape, dtype=torch.float64, generator=seeded(2)).requires_grad_()
     options = {"padding": PADDING.tolist(), "positions": positions.expand(ITEMS, -1, -1)}
     expected = expected_of(module, local.requires_grad_(), pooled, **options)
     parameters = list(module.parameters())
@@ -150,9 +151,9 @@ def test_order_of_inputs_and_other_items_do_not_matter(variant):
 def test_new_noise_for_each_item_in_training():
     module = build("random slots").train()
     local, pooled = inputs_of(module)
-    torch.manual_seed(5)
+    seed_torch(5)
     actual = module(local, pooled)
-    torch.manual_seed(5)
+    seed_torch(5)
     noise = torch.randn(ITEMS, SLOTS, DIM, dtype=torch.float64)
     expected = expected_of(module, local, pooled, noise)
     assert_same(actual, expected)
@@ -240,7 +241,7 @@ def test_autocast_on_cuda(variant):
 @pytest.mark.parametrize("variant", ["default", "random slots", "gru", "attention over inputs"])
 def test_slots_start_apart(variant):
     """Also after all iterations, and for inputs that have much in common."""
-    torch.manual_seed(0)
+    seed_torch(0)
     module = SetPrediction(128, hidden_dim=256, **VARIANTS[variant]).eval()
     local = torch.randn(8, 1, 128) + 0.5 * torch.randn(8, 30, 128)
     with torch.no_grad():

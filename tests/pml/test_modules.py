@@ -9,6 +9,7 @@ from pytorch_metric_learning import reducers, regularizers
 from pytorch_metric_learning.distances import CosineSimilarity
 
 from tests.helpers.loops import LOSSES, call_with, calls, check_call, expected, leaves_of, make_loss
+from tests.helpers.seeds import seeded
 
 
 @LOSSES
@@ -54,7 +55,7 @@ class PlainCosine(CosineSimilarity):
 def test_second_derivatives_are_those_of_all_similarities(name):
     for what, call in calls():
         leaves, found = leaves_of(call), []
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         directions = [torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator) for leaf in leaves]
         for distance in (None, PlainCosine()):
             value = make_loss(name, distance=distance)(**call)
