@@ -93,7 +93,6 @@ def imported(wheel, tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(wheel)},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)

@@ -49,7 +49,7 @@ def blocks(language, text=TEXT):
 
 def run(command, cwd):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    finished = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    finished = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
 
