@@ -31,17 +31,16 @@ def random_features(seed: int, images: int, image_of_caption: np.ndarray, kind: 
     g = np.random.default_rng(seed)
     shape = (3, 16) if sets else (16,)
     x = g.normal(size=(images, *shape))
-    y = (
-        0.6 * x[image_of_caption][:, : 2 if sets else None]
-        + g.normal(size=(len(image_of_caption), *shape))[:, : 2 if sets else None]
-    )
+    y = 1.2 * x[image_of_caption] + g.normal(size=(len(image_of_caption), *shape))
+    y = y[:, :2] if sets else y
     if kind == "ties":
         x, y = (np.where(side > 0, 0.25, -0.25) for side in (x, y))
     elif kind == "normal":
         x, y = (side / np.linalg.norm(side, axis=-1, keepdims=True) for side in (x, y))
     if sets:  # elements of zeros are absent
-        x[g.random(x.shape[:2]) < 0.2], x[:, 0] = 0, x[:, 0] + 0
-        x[:, 0] = np.where(np.any(x[:, 0], axis=-1, keepdims=True), x[:, 0], y[0, 0])
+        absent = g.random(x.shape[:2]) < 0.2
+        absent[:, 0] = False
+        x[absent] = 0
     return {"image_features": x.astype(np.float32), "caption_features": y.astype(np.float32)}
 
 
