@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from tests.helpers.pairs import (
     upstream_like,
     value_and_gradients,
 )
+from tests.helpers.seeds import first_that
 from tests.helpers.unified_variants import VARIANTS, gradient_of_loops, leaf, variant
 from tests.reference import losses as reference
 from vl_plugins.functional import triplet_hn_loss, unified_loss, vlc_loss
@@ -52,8 +54,17 @@ def test_vlc_is_the_sum_of_the_cross_entropies_and_scaled_unified_without_margin
         )
 
 
+def is_far_from_ties(similarities, margin=0.2, gap=1e-3):
+    """Whether the hardest negatives, and which pairs violate the margin, are clear."""
+    hardest = [side.masked_fill(MASKS[0], -2).topk(2, dim=1).values for side in (similarities, similarities.T)]
+    violations = [values[:, 0] - similarities.diagonal() + margin for values in hardest]
+    return all((values[:, 0] - values[:, 1] > gap).all() for values in hardest) and all(
+        (values.abs() > gap).all() for values in violations
+    )
+
+
 def test_unified_at_a_large_scale_is_triplet_hn():
-    similarities = random_similarities()
+    similarities = first_that(is_far_from_ties, (similarities_like(MASKS[0], seed=seed) for seed in itertools.count()))
     unified = unified_loss(similarities, *MASKS, margin=0.2, scale=1e5, reduction="none")
     triplet = triplet_hn_loss(similarities, *MASKS, margin=0.2, reduction="none")
     assert triplet.max() > 0.5

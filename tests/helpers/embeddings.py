@@ -11,7 +11,7 @@ from vl_plugins.functional.goal import Objective, objective_losses
 from vl_plugins.functional.precision import unit_vectors
 from vl_plugins.kernels import equal_label_pairs, mine_hardest_negatives, unified_losses_from_embeddings
 
-__all__ = ["KERNELS", "formula_and_gradients", "kernel_and_gradients", "random_embeddings"]
+__all__ = ["KERNELS", "formula_and_gradients", "is_clear", "kernel_and_gradients", "random_embeddings"]
 
 CON_CON, CIR_SIG_MS = Objective("con", "con"), Objective("cir", "sig_ms")
 
@@ -21,6 +21,19 @@ def random_embeddings(rows, columns, dimension, seed=0, *, labels=12):
     generator = seeded(seed)
     sides = [torch.randn(count, dimension, dtype=torch.float64, generator=generator) + 0.3 for count in (rows, columns)]
     return *sides, *(torch.randint(labels, (count,), generator=generator) for count in (rows, columns))
+
+
+def is_clear(embeddings, ref_emb, labels, ref_labels, *, gap=4e-6):
+    """Whether float32 finds the same hardest negatives, and the same similarities beyond the thresholds of KERNELS."""
+    similarities = unit_vectors(embeddings.double()) @ unit_vectors(ref_emb.double()).T
+    equal = labels[:, None] == ref_labels
+    sides = (similarities, equal), (similarities.T, equal.T)
+    largest = torch.cat([side.masked_fill(mask, -2).topk(2, dim=1).values for side, mask in sides])
+    positives, hardest = similarities[equal], largest[:, 0]
+    differences = [hardest - largest[:, 1], similarities - (positives.min() - CIR_SIG_MS.eps)]
+    for slack in (CON_CON.margin, CIR_SIG_MS.eps):
+        differences.append(positives[:, None] - (hardest + slack))
+    return all(difference.abs().min() > gap for difference in differences)
 
 
 def unified_losses(*sides_and_labels, same_set=False, **options):

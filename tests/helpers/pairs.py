@@ -1,8 +1,10 @@
 """Similarity matrices with masks of positive and negative pairs, and what losses of them give."""
 
+import itertools
+
 import torch
 
-from tests.helpers.seeds import seed_torch
+from tests.helpers.seeds import first_that, seeded
 from tests.reference import losses as reference
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "index_pairs",
     "label_masks",
     "loops",
+    "rounding",
     "similarities_like",
     "upstream_like",
     "value_and_gradients",
@@ -26,8 +29,15 @@ def diagonal_masks(size):
 
 def label_masks(rows, columns):
     """Several positives for most anchors; row 0 has no negatives, row 1 no positives, column 0 neither."""
-    seed_torch(rows * columns)
-    positive_mask = torch.randint(3, (rows, 1)) == torch.randint(3, (1, columns))
+    draws = (draw_label_masks(rows, columns, 1000 * number + rows * columns) for number in itertools.count())
+    return first_that(lambda masks: min(mask.sum() for mask in masks) >= rows * columns // 7, draws)
+
+
+def draw_label_masks(rows, columns, seed):
+    generator = seeded(seed)
+    positive_mask = torch.randint(3, (rows, 1), generator=generator) == torch.randint(
+        3, (1, columns), generator=generator
+    )
     negative_mask = ~positive_mask
     negative_mask[0] = False
     positive_mask[0, 1] = True
@@ -48,10 +58,9 @@ EMPTY = {
 }
 
 
-def similarities_like(mask, dtype=torch.float64):
+def similarities_like(mask, dtype=torch.float64, seed=7):
     """Return a leaf of numbers in [-1, 1]."""
-    seed_torch(7)
-    return (2 * torch.rand(mask.shape, dtype=torch.float64) - 1).to(dtype).requires_grad_()
+    return (2 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded(seed)) - 1).to(dtype).requires_grad_()
 
 
 def index_pairs(mask):
@@ -78,6 +87,11 @@ def loops(pair_loss, similarities, masks, **options):
     upstream = dict(zip(values, upstream_like(expected).tolist(), strict=True))
     gradient = reference.weighted_gradient(derivatives, upstream, *similarities.shape)
     return expected, similarities.new_tensor(gradient).reshape(similarities.shape)
+
+
+def rounding(dtype, largest=1.0):
+    """Return a few units in the last place of numbers up to ``largest``, the relative error of their exponentials."""
+    return 4 * torch.finfo(dtype).eps * max(float(largest), 1.0)
 
 
 def assert_near(actual, expected, tolerance):

@@ -1,5 +1,6 @@
 """What all kernels have in common, and how their backend is chosen."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -8,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.reducers import AvgNonZeroReducer, MeanReducer
 
-from tests.helpers.embeddings import KERNELS, formula_and_gradients, kernel_and_gradients, random_embeddings
+from tests.helpers.embeddings import KERNELS, formula_and_gradients, is_clear, kernel_and_gradients, random_embeddings
 from tests.helpers.memory import extra_bytes
-from tests.helpers.pairs import assert_near, upstream_like, value_and_gradients
-from tests.helpers.seeds import seeded
+from tests.helpers.pairs import assert_near, rounding, upstream_like, value_and_gradients
+from tests.helpers.seeds import first_that, seeded
 from vl_plugins import kernels
 from vl_plugins.kernels import comparison, equal_label_pairs
 from vl_plugins.losses import GOALLoss, TripletHNLoss, UnifiedLoss, VLCLoss
@@ -55,16 +56,18 @@ def test_equal_to_the_formulas(kernel, formula, backend, rows, columns, labels, 
 @BACKENDS
 @ALL
 def test_single_and_half_precision(kernel, formula, backend):
-    # Not of any numbers: rounding may move another negative to the top.
-    sides_and_labels = random_embeddings(50, 70, 8, seed=4, labels=30)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 1e-2)):
-        sides = [side.to(dtype) for side in sides_and_labels[:2]]
-        expected = formula_and_gradients(formula, *sides, *sides_and_labels[2:])
+    # By exponents up to the scale, 50; in half precision gradients are rounded.
+    tolerances = {torch.float32: rounding(torch.float32, 50), torch.float16: 3e-3, torch.bfloat16: 1e-2}
+    for dtype, tolerance in tolerances.items():
+        draws = (random_embeddings(50, 70, 8, seed=seed, labels=30) for seed in itertools.count(4))
+        draws = ([*(side.to(dtype) for side in drawn[:2]), *drawn[2:]] for drawn in draws)
+        sides_and_labels = first_that(lambda drawn: is_clear(*drawn), draws)
+        expected = formula_and_gradients(formula, *sides_and_labels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            actual = kernel_and_gradients(kernel, *sides, *sides_and_labels[2:], dtype=dtype, backend=backend)
+            actual = kernel_and_gradients(kernel, *sides_and_labels, dtype=dtype, backend=backend)
         assert actual[0].dtype == torch.float32
         assert actual[1].dtype == actual[2].dtype == dtype
-        torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=rounding(torch.float32, 4))
         assert_near(actual[1:], expected[1:], tolerance)
 
 

@@ -88,7 +88,7 @@ def test_goal_is_equal_to_the_loops(triplet, pair):
         options = {"triplet_weight": triplet, "pair_weight": pair, **options}
         pair_loss = partial(reference.goal_hardest, batch_positives=batch_positives, **options)
         values, gradient = loops(pair_loss, similarities, (equal, ~equal), symmetric=symmetric)
-        assert len(values) > 30
+        assert len(values) > 15
         expected = values, *torch.autograd.grad(similarities, sides, gradient, retain_graph=True)
         run = partial(kernel_and_gradients, hardest_negative_losses, *sides, labels, ref_labels, backend="tiled")
         assert_near(run(objective=Objective(**options), symmetric=symmetric), expected, 1e-10)

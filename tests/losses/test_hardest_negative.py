@@ -36,7 +36,7 @@ def test_only_training_with_gradients_counts_and_is_warm(name):
         torch.testing.assert_close(loss(**call), mined)
     torch.testing.assert_close(loss.eval()(**call), mined)
     assert loss.training_calls == 0
-    assert loss.train()(**call) > mined + 0.1
+    assert loss.train()(**call) > mined + 0.01
     torch.testing.assert_close(loss(**call), mined)
 
 
@@ -50,7 +50,7 @@ def test_copies_and_checkpoints_go_on_where_the_loss_was(name, tmp_path):
     fresh.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
     for twin in (fresh, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert twin(**call_with(2)) == warm
-        assert twin(**call_with(2)) < warm - 0.1
+        assert twin(**call_with(2)) < warm - 0.01
         assert twin.training_calls.dtype == torch.int64
 
 

@@ -1,6 +1,7 @@
 """The wrappers against the loops of the losses; those of several processes are in tests/pml/test_distributed.py."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -9,7 +10,7 @@ from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils import common_functions, distributed
 
 from tests.helpers.loops import check, embeddings_of, expected, make_loss
-from tests.helpers.seeds import seeded
+from tests.helpers.seeds import first_that, seeded
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 from vl_plugins.losses.wrappers import (
     CrossBatchMemory,
@@ -68,9 +69,14 @@ def all_pairs(labels, ref_labels):
 
 
 def batch(step, size=4, dtype=torch.float64):
-    generator = seeded(step)
-    labels = torch.randint(0, 3, (size,), generator=generator)
-    return embeddings_of(labels, dtype, seed=100 + step), labels
+    """Embeddings and labels, with triplets to mine if there are four or more."""
+    draws = (draw_batch(1000 * number + step, size, dtype) for number in itertools.count())
+    return first_that(lambda drawn: size < 4 or len(MINERS["triplets"](drawn[0].double(), drawn[1])[0]) > 0, draws)
+
+
+def draw_batch(seed, size, dtype):
+    labels = torch.randint(0, 3, (size,), generator=seeded(seed))
+    return embeddings_of(labels, dtype, seed=100 + seed), labels
 
 
 def memory_of(loss, **options):
