@@ -3,9 +3,12 @@
 ``--record FILE`` writes the training batches that this version reads; each area adds its own to the file. ``--batches
 FILE`` trains on them instead, so that versions that order an epoch differently can be compared.
 
-Both versions read through a ``DataLoader`` of torch, so that is where batches are recorded and replaced. A later
-version needs an entry in ``VERSIONS`` and, if its batches are not tuples of images, texts, labels and keys, a branch in
+Both versions read through torch's ``DataLoader``, so that is where batches are recorded and replaced. A later version
+needs an entry in ``VERSIONS`` and, if its batches are not tuples of images, texts, labels and keys, a branch in
 ``to_record`` and ``from_record``.
+
+Losses that differ by rounding in float32 leave weights that differ by about 1e-6. Metrics can then jump by a rank where
+similarities nearly tie; with ``amp_bf16`` they do.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import runpy
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
@@ -63,7 +66,8 @@ INSTALLED = VERSIONS[".".join(version("vl_plugins").split(".")[:2])]
 def to_record(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str]]:
     """Return images, texts, labels and keys of a batch; each image has a label of its own if the reader gives none."""
     images, texts, *rest = batch
-    labels, keys = (*rest, torch.arange(len(images)), [])[:2] if len(rest) < 2 else rest
+    labels = rest[0] if rest else torch.arange(len(images))
+    keys = rest[1] if len(rest) > 1 else []
     return images, texts, labels, keys
 
 
@@ -103,9 +107,11 @@ class Batches:
 
         with mock.patch.object(DataLoader, "__iter__", iterate):
             yield
+        if not epochs or (self.replay and next(numbers) != len(epochs)):
+            raise RuntimeError(f"{training}: training did not read its batches through the expected loader")
 
 
-def seed_weights(model: torch.nn.Module, but: tuple[str, ...] = ()) -> None:
+def seed_weights(model: torch.nn.Module, but: Container[str] = ()) -> None:
     """Draw weights from seeds by their names, so that they do not depend on the order in which a version makes them."""
     for name, parameter in model.named_parameters():
         name = common_name(name)
