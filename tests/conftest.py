@@ -99,5 +99,5 @@ def wheel(tmp_path_factory):
     unwanted = shutil.ignore_patterns(".*", "build", "demo", "logs", "__pycache__", "*.egg-info")
     shutil.copytree(Path(__file__).parents[1], sources, ignore=unwanted)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(site), "."], cwd=sources, check=True, timeout=280)
+    subprocess.run([*pip, "--target", str(site), "."], cwd=sources, check=True)
     return site
