@@ -141,7 +141,8 @@ def main() -> int:
     unknown = sorted(set(arguments.areas) - set(AREAS))
     if unknown:
         parser.error(f"unknown area {unknown[0]}; areas: {', '.join(AREAS)}")
-    pythons = {"old": arguments.old_python, "new": arguments.new_python}
+    # Not resolved: a link leads out of its environment.
+    pythons = {"old": os.path.abspath(arguments.old_python), "new": os.path.abspath(arguments.new_python)}
     files = {version: installed(python) for version, python in pythons.items()}
     for version, file in files.items():
         print(f"{version}: {file}")
