@@ -177,8 +177,9 @@ def main(area: str, trainings: Callable[[Cases, Batches], None]) -> None:
     parser.add_argument("--batches", type=Path, metavar="FILE", help="train on these recorded batches")
     parser.add_argument("--record", type=Path, metavar="FILE", help="add the training batches to this file")
     arguments = parser.parse_args()
-    file = arguments.batches or arguments.record
-    recorded = torch.load(file, weights_only=True) if file and file.exists() else {}
+    file, recorded = arguments.batches or arguments.record, {}
+    if arguments.batches or (file and file.exists()):
+        recorded = torch.load(file, weights_only=True)
     found, batches = Cases(), Batches(recorded[area] if arguments.batches else None)
     write_data()
     trainings(found, batches)
