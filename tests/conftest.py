@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.seeds import seed_torch
 from vl_plugins.data.annotations import read_karpathy
@@ -17,6 +18,10 @@ from vl_plugins.data.toy import write_toy_scenes
 
 # Several threads beside a busy process make small tensors slower, not faster.
 torch.set_num_threads(int(os.environ.get("VL_PLUGINS_TEST_THREADS", "1")))
+
+# A busy machine is not an error.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items):

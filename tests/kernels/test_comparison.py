@@ -31,7 +31,7 @@ def small_blocks():
 
 @BACKENDS
 @ALL
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     rows=st.sampled_from([0, 1, 2, 17, 40]),
     columns=st.sampled_from([0, 1, 3, 33, 50]),
