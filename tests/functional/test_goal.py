@@ -127,7 +127,7 @@ def test_cir_lin_with_offset_1_is_the_circle_loss_of_pytorch_metric_learning():
     hardest = similarities.detach().masked_fill(positive_mask, -2).argmax(dim=1)
     triplets = torch.arange(6), torch.arange(6), hardest
     theirs = CircleLoss(m=0, gamma=9.0, reducer=SumReducer())(images, indices_tuple=triplets, ref_emb=texts) / 9
-    assert theirs > 0.5
+    assert theirs > 1e-3
     objective = Objective("cir", "lin", tau=9.0, offset=1.0)
     mined = goal_loss(similarities, positive_mask, negative_mask, objective, symmetric=False, reduction="sum")
     for ours in (mined, goal_triplet_loss(similarities, *triplets, objective).sum()):

@@ -158,7 +158,8 @@ def test_only_embeddings_of_the_mask_are_queued_and_the_others_compared():
 
 
 def test_miners_that_a_memory_cannot_use():
-    embeddings, labels = batch(1, 6)
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    embeddings = embeddings_of(labels)
     loss = memory_of(VLCLoss(), miner=miners.BatchEasyHardMiner())
     with pytest.raises(ValueError, match="BatchEasyHardMiner with pos_strategy='easy' would choose each embedding's"):
         loss(embeddings, labels)
@@ -196,7 +197,7 @@ def test_half_precision_under_autocast_of_any_device(make, monkeypatch):
         return sum(loss(embeddings.detach().to(dtype), labels) for embeddings, labels in batches)
 
     single = total(torch.float32)
-    assert single > 0.01
+    assert single > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(total(torch.bfloat16), single)
         # The host does so under autocast of an accelerator, and then finds two types.
