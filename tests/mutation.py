@@ -71,7 +71,6 @@ def draw(number, seed):
         found = [
             (file.relative_to(ROOT), index)
             for file in files
-            if not file.name.startswith("triton_")  # needs a GPU
             for index in range(len(places(ast.parse(file.read_text(encoding="utf-8")))))
         ]
         drawn += rng.sample(found, min(len(found), number // len(PARTS)))

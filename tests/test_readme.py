@@ -49,7 +49,7 @@ def blocks(language, text=TEXT):
 
 def run(command, cwd):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    finished = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    finished = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
 
@@ -168,15 +168,22 @@ def test_clip_retrieval_snippet(saved_features):
 
 
 def test_install_line(wheel):
-    """The folder can be installed; the extra has to be one of its own."""
-    lines = "".join(blocks("bash", README)).splitlines()
-    (line,) = [line for line in lines if line.startswith("pip install")]
-    command = shlex.split(line, comments=True)
-    assert command[:2] == ["pip", "install"]
+    """The folder can be installed; the extras have to be its own. They are enough for the start page as well."""
+    pages = (README, (ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    lines = [line for page in pages for line in "".join(blocks("bash", page)).splitlines()]
+    command, of_start = (shlex.split(line, comments=True) for line in lines if line.startswith("pip install"))
+    assert command == of_start
     (requirement,) = command[2:]
-    extra = re.fullmatch(r"\.\[(.+)\]", requirement)[1]
     (metadata,) = wheel.glob("vl_plugins-*.dist-info/METADATA")
-    assert f"Provides-Extra: {extra}\n" in metadata.read_text()
+    extras = re.fullmatch(r"\.\[(.+)\]", requirement)[1].split(",")
+    assert all(f"Provides-Extra: {extra}\n" in metadata.read_text() for extra in extras)
+
+
+def test_make_commands():
+    """What they run is tested by itself."""
+    targets = re.findall("^make (.*?) +#", "".join(blocks("bash", README)), flags=re.MULTILINE)
+    for target, command in zip(targets, ("/vl-plugins demo", "/python -m pytest "), strict=True):
+        assert command in run(["make", "--dry-run", target], ROOT)
 
 
 def changed_command(sign):

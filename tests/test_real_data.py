@@ -19,7 +19,6 @@ def run(cwd, *command):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=290,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
@@ -87,9 +86,7 @@ import os, signal
 Run._end_of_iteration = kill
 main({list(map(str, [*command[1:], "killed", *validation, "training.epochs=3"]))!r})
 """
-    killed = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=290
-    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows[:2]
     run(tmp_path, *command, "killed", *validation, "training.epochs=3", "--resume")

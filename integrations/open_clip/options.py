@@ -67,7 +67,10 @@ def _plugin_parser() -> Parser:
         help="your own model configurations for open_clip: a .json file or a folder of them",
     )
     group.add_argument(
-        "--loss", metavar="NAME", help="a loss of `vl-plugins losses` or of an installed package (default: open_clip's)"
+        "--loss",
+        metavar="NAME",
+        help="a loss of `vl-plugins losses`, or a class of pytorch-metric-learning, such as NTXentLoss (default: "
+        "open_clip's)",
     )
     group.add_argument(
         "--loss-kwargs",

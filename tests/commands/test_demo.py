@@ -8,13 +8,12 @@ from PIL import Image
 from vl_plugins.cli import main
 
 
-def demo(cwd, *flags, timeout=290):
+def demo(cwd, *flags):
     return subprocess.run(
         [sys.executable, "-m", "vl_plugins.cli", "demo", *flags],
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=timeout,
     )
 
 
@@ -58,10 +57,9 @@ def test_a_folder_of_others_is_left_alone(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a slow machine needs more than 5 minutes
 def test_several_captions_help(tmp_path):
     """By about 60, with a standard deviation of about 10 over seeds."""
-    finished = demo(tmp_path, timeout=1180)
+    finished = demo(tmp_path)
     assert finished.returncode == 0, finished.stderr
     unified, sets = re.search(r"^RSUM against clip: unified (.*), sets (.*)$", finished.stdout, re.MULTILINE).groups()
     assert float(unified) > 20

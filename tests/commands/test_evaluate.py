@@ -209,7 +209,6 @@ def test_processes_share_out_the_encoding(flags, tmp_path, processes, batch_size
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("24 images, 120 captions") == 1
@@ -223,7 +222,6 @@ def test_all_processes_end_when_the_first_finds_something_wrong(flags, tmp_path)
         [sys.executable, *launcher, "-m", "vl_plugins.cli", *flags, "--protocol", "flickr30k-1k"],
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert finished.returncode != 0
     assert finished.stderr.count("vl-plugins evaluate: error: ") == 1

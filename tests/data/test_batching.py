@@ -2,7 +2,7 @@ import random
 from itertools import islice, repeat
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vl_plugins.data.batching import DistinctBatches, Group, Sample, normalize_caption
@@ -158,7 +158,6 @@ def texts_of(sample):
 captions = st.lists(st.sampled_from(["x", "X", "y", " y", "z", *map(str, range(30))]), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(
     captions=st.lists(captions, min_size=1, max_size=40),
     batch_size=st.integers(1, 6),

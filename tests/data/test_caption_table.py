@@ -253,7 +253,7 @@ SIGNS = st.lists(st.sampled_from(['"', "'", "\n", "\r", "\r\n", "\t", ",", ";", 
 CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(str.strip)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(CAPTIONS, min_size=1, max_size=3), min_size=1, max_size=4))
 def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images):
     folder = tmp_path_factory.mktemp("tables")

@@ -200,7 +200,7 @@ WORDS = st.sampled_from(["a", "A", "cat", "CAT", " ", "\n", "İ"])
 CAPTIONS = st.lists(WORDS, min_size=1, max_size=4).map(" ".join).filter(str.strip)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(CAPTIONS, min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
 def test_annotation_ids_of_a_shuffled_file(tmp_path_factory, captions_of_images, random_order):
     folder = tmp_path_factory.mktemp("shuffled")

@@ -264,7 +264,7 @@ def test_wrong_columns_are_one_line(flickr30k, tmp_path, capsys, flags, message)
 def test_the_hub_without_a_network(tmp_path):
     command = [sys.executable, "-m", "vl_plugins.cli", "shards", "hugging-face", "someone/birds", "--out", "out"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == 2
     (line,) = finished.stderr.splitlines()
     assert line.startswith("vl-plugins shards: error: cannot load someone/birds: ")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import webdataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import PILToTensor
@@ -61,7 +61,7 @@ def data_sets(draw):
 
 
 @given(images=data_sets(), samples_per_shard=st.integers(1, 5), batch_size=st.integers(1, 4))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_any_data_set(images, samples_per_shard, batch_size):
     with tempfile.TemporaryDirectory() as folder:
         root, out = Path(folder, "root"), Path(folder, "out")

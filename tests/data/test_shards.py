@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.archives import read_archive, read_folder
+from tests.helpers.processes import start_as_terminal
 from vl_plugins.data import shards as shards_module
 from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.images import resize_image
@@ -410,7 +411,7 @@ class TestContinuing:
 
 @pytest.fixture(scope="module")
 def convert(tmp_path_factory):
-    """Return the command that writes 9 shards of 49 pictures, one of them missing, slowly enough to be interrupted."""
+    """Return the command that writes 9 shards of 49 pictures, one of them missing."""
     folder = tmp_path_factory.mktemp("large")
     data = encode_image("JPEG", size=(1600, 1200))
     items = []
@@ -430,6 +431,26 @@ def convert(tmp_path_factory):
     return command
 
 
+# The command, whose processes give no further shard its name while there is the file ``gate`` and so many have theirs.
+GATED = """
+import os, sys, time
+from pathlib import Path
+from vl_plugins.cli import main
+
+gate, complete = Path(sys.argv[1]), int(sys.argv[2])
+replace = os.replace
+
+def wait_and_replace(source, target):
+    while gate.exists() and len(list(Path(target).parent.glob("large-*.tar"))) >= complete:
+        time.sleep(0.01)
+    replace(source, target)
+
+os.replace = wait_and_replace
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[3:]))
+"""
+
+
 @pytest.mark.parametrize(
     ("number", "workers", "stops"),
     [
@@ -445,27 +466,21 @@ def test_a_stopped_run_continues_and_ends_as_if_it_had_not_been_stopped(tmp_path
     whole = read_folder(whole)
     assert len([name for name in whole if name.endswith(".tar")]) == 9
 
-    kept = {}
+    (script := tmp_path / "gated.py").write_text(GATED)
+    gate, kept = tmp_path / "gate", {}
     for complete in stops:
-        # A group of its own, as a terminal gives each command: Ctrl-C reaches the workers too.
-        process = subprocess.Popen(
-            convert(out, workers, "--resize", "150"),
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # A test run in the background of a script ignores Ctrl-C, and would hand that down.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        deadline = time.monotonic() + 60
+        gate.touch()
+        command = [sys.executable, script, gate, complete, *convert(out, workers, "--resize", "150")[3:]]
+        process = start_as_terminal(command, stderr=subprocess.PIPE, text=True)
         while len(list(out.glob("large-*.tar"))) < complete or not list(out.glob(".*.partial")):
-            assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.002)
         if number == signal.SIGKILL:
             process.kill()
             process.communicate()
         else:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, number)  # the workers get it too
+            gate.unlink()
             assert process.communicate()[1].splitlines()[-1:] == ["vl-plugins shards: interrupted"]
             assert process.returncode == 130
             assert not list(out.glob(".*.partial"))

@@ -5,7 +5,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
@@ -124,23 +123,27 @@ def test_unknown_file_systems(location, message, monkeypatch):
         Folder(location)
 
 
-WRITE_UNTIL_KILLED = """
-import sys
+WRITE_HALF = """
+import os, sys
 from pathlib import Path
-from vl_plugins.data.storage import write_file
-while True:
-    write_file(Path(sys.argv[1]), bytes(50_000_000))
+from vl_plugins.data import storage
+
+def wait(descriptor):
+    print("half written", flush=True)
+    sys.stdin.read()
+
+os.fsync = wait
+storage.write_file(Path(sys.argv[1]), b"half")
 """
 
 
 def test_what_a_killed_process_leaves_of_a_single_file_is_removed_by_the_next(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "features.npz")])
-    while not (left := list(tmp_path.glob(".features.npz.*"))):
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    assert left[0].exists()
+    command = [sys.executable, "-c", WRITE_HALF, str(tmp_path / "features.npz")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "half written\n"
+        process.kill()
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".features.npz.")
     (tmp_path / ".other.npz.0123abcd.partial").touch()
     write_file(tmp_path / "features.npz", b"whole")
     assert Folder(tmp_path).names() == [".other.npz.0123abcd.partial", "features.npz"]

@@ -13,7 +13,7 @@ ARGUMENTS = {
     "ClassWeightedReducer": lambda: {"weights": torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)},
     "MultipleReducers": lambda: {"reducers": {"loss": reducers.SumReducer()}},
     "SparseCentersRegularizer": lambda: {"num_classes": 3, "centers_per_class": 2},
-    "ThresholdReducer": lambda: {"low": 0.02, "high": 3.0},
+    "ThresholdReducer": lambda: {"low": 0.02},
     # Else it chooses all negatives and no positive of a small batch.
     "BatchEasyHardMiner": lambda: {"pos_strategy": "hard", "neg_strategy": "all"},
     "PairMarginMiner": lambda: {"pos_margin": 0.6, "neg_margin": 1.6},

@@ -1,6 +1,8 @@
 """What a loss should be for a call of pytorch-metric-learning, by the loops of the papers."""
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
 from pytorch_metric_learning.reducers import MeanReducer
 
+from tests.helpers.seeds import first_that, seeded
 from tests.reference import distances, goal, losses
 from vl_plugins import create_loss
 
@@ -17,6 +20,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 OTHER_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2, 3, 1])
 MINERS = {"labels": None, "pairs": MultiSimilarityMiner(epsilon=0.5), "triplets": TripletMarginMiner(margin=0.3)}
 UPSTREAM = 3.0
+LEAST = 1e-3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
@@ -63,19 +67,44 @@ def make_loss(name, **options):
 
 def embeddings_of(labels, dtype=torch.float64, seed=0, dimension=5):
     """Random embeddings that lie near others of the same label, but not always nearest."""
-    generator = torch.Generator().manual_seed(seed)
-    centers = torch.randn(100, dimension, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    generator = seeded(seed)
+    centers = torch.randn(100, dimension, dtype=torch.float64, generator=seeded(99))
     noise = torch.randn(len(labels), dimension, dtype=torch.float64, generator=generator)
     return (centers[labels] + 1.5 * noise).to(dtype).requires_grad_()
 
 
-def call_with(sets, dtype=torch.float64, candidates=9):
-    """The arguments of a loss or miner: one set of 6, or two."""
-    call = {"embeddings": embeddings_of(LABELS, dtype), "labels": LABELS}
+def draw_call(sets, dtype, candidates, number):
+    """The arguments of a loss or miner: one set of 6, or two; others for each number."""
+    call = {"embeddings": embeddings_of(LABELS, dtype, seed=2 * number), "labels": LABELS}
     if sets == 2:
         ref_labels = OTHER_LABELS[:candidates]
-        call |= {"ref_emb": embeddings_of(ref_labels, dtype, seed=1), "ref_labels": ref_labels}
+        call |= {"ref_emb": embeddings_of(ref_labels, dtype, seed=2 * number + 1), "ref_labels": ref_labels}
     return call
+
+
+def draw_calls(sets, dtype=torch.float64, candidates=9):
+    return (draw_call(sets, dtype, candidates, number) for number in itertools.count())
+
+
+def call_with(sets, dtype=torch.float64, candidates=9):
+    """The arguments of a loss or miner, in which negatives are nearer than positives, for the miners too."""
+    return draw_call(sets, dtype, candidates, _number_of_call(sets, candidates))
+
+
+@functools.cache
+def _number_of_call(sets, candidates):
+    def is_hard(number):
+        call = draw_call(sets, torch.float64, candidates, number)
+        for miner in MINERS.values():
+            indices = {} if miner is None else {"indices_tuple": miner(**call)}
+            if indices and len(indices["indices_tuple"][0]) < 3:
+                return False
+            # More than the margin of 0.3: there is a pair whose negative is nearer.
+            if expected("triplet_hn", call | indices)[0] < 0.35:
+                return False
+        return True
+
+    return first_that(is_hard, itertools.count())
 
 
 def calls(dtype=torch.float64, candidates=9):
@@ -150,6 +179,8 @@ def expected(reference, call, *, reducer=None, similarity=distances.cosine, **ho
         "divisor": len(items),
     }
     reduced = reducer({"loss": info}, twins[0].detach(), call.get("labels"))
+    if not reduced.requires_grad:  # of nothing
+        return 0.0, [torch.zeros_like(twin) for twin in twins]
     weights = torch.autograd.grad(reduced, values)[0].tolist()
     gradient = torch.zeros_like(similarities)
     for weight, (_, _, derivatives) in zip(weights, items, strict=True):
@@ -170,7 +201,13 @@ def similarities_of(similarity, embeddings):
 _KEPT = {}
 
 
-def check(actual, leaves, value, gradients, tolerance=None, what="", least=1e-3):
+def shows_something(reference, call, **how):
+    """Whether a loss and its gradients are large enough to be compared."""
+    value, gradients = expected(reference, call, **how)
+    return value > LEAST and max(gradient.abs().max() for gradient in gradients) > LEAST
+
+
+def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST):
     """Compare a loss and its gradients, with an upstream gradient that is not 1, with what is expected."""
     dtype = leaves[0].dtype
     tolerance = tolerance or TOLERANCE[dtype]

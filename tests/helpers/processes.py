@@ -6,8 +6,9 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,12 +16,10 @@ from torch import distributed
 
 from vl_plugins.distributed import stop_processes
 
-__all__ = ["in_processes", "kill_with_children", "start_process"]
+__all__ = ["in_processes", "kill_with_children", "start_as_terminal", "start_process"]
 
-# A process that waits for another one reports it after the first time, one that waits for something else after the
-# second: both before the test is ended, which would not show where the processes are.
-OTHERS_SECONDS = 120
-SECONDS = 60
+# After which a process that hangs shows where it is: before pytest ends the test, which would not show that.
+SECONDS = 1200
 
 # A server imports these once, and forks each process: importing them takes longer than most tests.
 multiprocessing.set_forkserver_preload(
@@ -28,36 +27,33 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def in_processes(
-    function: Callable, world_size: int, *arguments, joined: bool = True, seconds: float = SECONDS
-) -> list:
+def in_processes(function: Callable, world_size: int, *arguments, joined: bool = True) -> list:
     """Run ``function(rank, *arguments)`` in new processes with the environment of torchrun, and return their results.
 
     Args:
         function: of a module; it returns tensors, numbers and text, in lists, tuples and dicts.
         joined: whether the processes have joined by gloo when ``function`` starts.
-        seconds: after which a process shows where it is, and ends.
     """
     store = distributed.TCPStore("localhost", 0, world_size, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _process,
-            (world_size, store.port, joined, seconds, folder, function, arguments),
+            (world_size, store.port, joined, folder, function, arguments),
             nprocs=world_size,
             start_method="forkserver",
         )
         return [torch.load(_result(folder, rank), weights_only=True) for rank in range(world_size)]
 
 
-def _process(rank, world_size, port, joined, seconds, folder, function, arguments):
-    faulthandler.dump_traceback_later(seconds, exit=True)
+def _process(rank, world_size, port, joined, folder, function, arguments):
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     _as_started_by_itself()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     # The process of the test has the port already.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     if joined:
-        distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=OTHERS_SECONDS))
+        distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
     try:
         torch.save(function(rank, *arguments), _result(folder, rank))
         if joined:
@@ -73,6 +69,17 @@ def _as_started_by_itself():
 
 def _result(folder, rank):
     return Path(folder) / f"{rank}.pt"
+
+
+def start_as_terminal(command: Sequence, **options) -> subprocess.Popen:
+    """Start a command as a terminal does: Ctrl-C, SIGINT to the group that its process leads, ends it."""
+    return subprocess.Popen(
+        [*map(str, command)],
+        start_new_session=True,
+        # Tests that a script runs in the background ignore Ctrl-C, and what they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
 
 
 def start_process(function: Callable, *arguments) -> multiprocessing.Process:

@@ -7,6 +7,7 @@ from pytorch_metric_learning.reducers import DoNothingReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils
 
 from tests.helpers.loops import LABELS, OTHER_LABELS, call_with, embeddings_of
+from tests.helpers.seeds import seeded
 from tests.reference import distances as reference
 from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.losses import TripletHNLoss
@@ -62,7 +63,7 @@ def test_the_hosts_miner_of_pairs_finds_the_same_negatives(sets):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_triplet_hn_of_its_triplets_is_triplet_hn_by_labels(dtype):
     """Also the ties of half precision are resolved as the loss does."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     images, texts = (torch.randn(64, 8, generator=generator).to(dtype) for _ in range(2))
     labels = torch.arange(64)
     loss = TripletHNLoss(symmetric=False, reducer=DoNothingReducer())

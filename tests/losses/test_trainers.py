@@ -9,6 +9,7 @@ from pytorch_metric_learning import trainers
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
 from tests.helpers.loops import LOSSES, expected, make_loss
+from tests.helpers.seeds import seed_torch, seeded
 from vl_plugins.miners import HardestNegativeMiner
 
 BATCH, STEPS, FEATURES, CLASSES = 6, 2, 6, 3
@@ -17,7 +18,7 @@ TRAINERS = {"MetricLossOnly": 1, "TwoStreamMetricLoss": 2}  # the number of view
 
 def data(views):
     """Features of one view or two, and labels."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     labels = torch.arange(BATCH * STEPS) % CLASSES
     centers = torch.randn(CLASSES, FEATURES, generator=generator)[labels]
     return [centers + torch.randn(centers.shape, generator=generator) for _ in range(views)] + [labels]
@@ -39,7 +40,7 @@ class Watched(torch.nn.Module):
 
 
 def train(trainer, loss, miner):
-    torch.manual_seed(0)
+    seed_torch(0)
     models = {"trunk": torch.nn.Linear(FEATURES, 5), "embedder": torch.nn.Linear(5, 4)}
     parameters = [parameter for model in models.values() for parameter in model.parameters()]
     before = [parameter.detach().clone() for parameter in parameters]

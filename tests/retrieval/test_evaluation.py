@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vl_plugins.functional import circular_variance
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval import protocols, retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.evaluation import evaluate_features
 from vl_plugins.retrieval.features import Features

@@ -75,7 +75,6 @@ def nearest(queries, candidates, query_ids, candidate_ids, number):
     return found
 
 
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("number", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_equals_eccv_caption(benchmark, test_split, embeddings, number):
     """On COCO's ids. No metric looks at more than the first 200 answers, of which a fifth are of the same fold."""
@@ -320,7 +319,6 @@ def test_models_of_which_everybody_knows_the_numbers(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_of_the_guide_about_these_models(test_split, kind):
     results = {}

@@ -113,7 +113,7 @@ def scores_with_ties(draw):
 tile_shapes = st.tuples(st.integers(1, 7), st.integers(1, 15))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(scores=scores_with_ties(), tile_shape=tile_shapes, negatives=st.integers(0, 16), seed=st.integers(0, 2**32))
 def test_equals_plain_loops(scores, tile_shape, negatives, seed):
     """Ties, several images per caption, other pairs in each direction, and few queries."""

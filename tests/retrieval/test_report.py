@@ -416,7 +416,7 @@ def test_only_the_table_scrolls_sideways(write, tmp_path, width):
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
     command += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path}/profile"]
     command += ["--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri()]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, capture_output=True, text=True)
     scrolled, window, rsum, table = map(float, re.search(r"<title>([\d. ]+)</title>", finished.stdout)[1].split())
     assert scrolled <= window == width
     assert rsum <= 0.7 * width

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import open_clip_train.main
@@ -22,6 +21,7 @@ from tests.helpers.open_clip_training import (
     run,
     small_shard_flags,
 )
+from tests.helpers.processes import start_as_terminal
 from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -187,17 +187,15 @@ def test_weights_that_cannot_be_downloaded(tmp_path, data, monkeypatch, capfd):
 def test_ctrl_c_in_the_middle_of_training(tmp_path, data):
     flags = [*TINY, *data, "--loss", "unified", "--workers", "2", "--epochs", "1000"]
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [*LAUNCH, *flags], cwd=tmp_path, stderr=output, stdout=output, start_new_session=True
-        )
+        process = start_as_terminal([*LAUNCH, *flags], cwd=tmp_path, stderr=output, stdout=output)
     log = tmp_path / "logs/run/out.log"
     with contextlib.ExitStack() as stack:
         stack.callback(process.kill)
-        deadline = time.monotonic() + 200
-        while not (log.exists() and "Train Epoch: 1 " in log.read_text()) and time.monotonic() < deadline:
+        while not (log.exists() and "Train Epoch: 1 " in log.read_text()):
+            assert process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
-        assert process.wait(timeout=60) == 130
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 130
     output = (tmp_path / "output").read_text()
     assert output.count("vl_plugins: interrupted\n") == 1
     assert "Traceback" not in output

@@ -1,7 +1,7 @@
 """The launcher on open_clip 4.x, from the sources of its main branch: it trains what it trains on the installed 3.x.
 
-They are downloaded, or taken from the folder ``VL_PLUGINS_OPEN_CLIP_4``, which holds ``open_clip`` and
-``open_clip_train``; where there are none, these tests are skipped.
+``VL_PLUGINS_OPEN_CLIP_4`` names the folder with ``open_clip`` and ``open_clip_train``: ``src`` of a git checkout at
+``COMMIT``. Without it, the tests that need the sources are skipped.
 """
 
 import contextlib
@@ -9,9 +9,8 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
-import tarfile
-import urllib.request
 from argparse import Namespace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from vl_plugins.integrations.open_clip.host import OpenCLIP4, parser_help
 from vl_plugins.integrations.open_clip.launcher import main
 
 ROOT = Path(__file__).parents[3]
-ARCHIVE = "https://github.com/mlfoundations/open_clip/archive/refs/heads/main.tar.gz"
+COMMIT = "89fb801f1e6087880e951fc8354b8a2077b79c6d"  # version 4.2.0.dev0
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
 # Without weight decay, from which the versions exempt different parameters.
 FLAGS = [*TINY, "--wd", "0"]
@@ -73,21 +72,15 @@ def train_all(version, data):
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
+def sources():
     """The folder of the packages."""
     folder = os.environ.get("VL_PLUGINS_OPEN_CLIP_4")
-    if folder is not None:
-        return Path(folder)
-    try:
-        with urllib.request.urlopen(ARCHIVE, timeout=10) as response:
-            content = response.read()
-    except OSError as error:
-        pytest.skip(f"the sources of open_clip 4.x cannot be downloaded: {error}")
-    folder = tmp_path_factory.mktemp("open_clip_4")
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        archive.extractall(folder, filter="data")
-    (sources,) = folder.glob("*/src")
-    return sources
+    if folder is None:
+        pytest.skip("VL_PLUGINS_OPEN_CLIP_4 does not name the folder src of a checkout of open_clip's main branch")
+    git = ["git", "-C", folder, "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    assert commit == COMMIT, f"{folder} is at {commit}, these tests were written for {COMMIT}"
+    return Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """Interrupted trainings go on as if nothing had happened."""
 
 import errno
-import functools
 import itertools
 import logging
 import os
 import random
 import resource
 import sys
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -49,19 +49,20 @@ RANDOM = "--force-patch-dropout 0.3 --loss triplet_hn --loss-kwargs warmup_steps
 RANDOM += ["--captions-per-image", "2"]
 
 
-def kill_at_a_random_step(start, folder, least, most):
-    """Start a process, and kill it with all its own when it has logged ``least`` to ``most`` steps more."""
+def kill_at_a_random_step(folder, flags, least, most):
+    """Train in a process, and kill it with all its own when it has logged ``least`` to ``most`` steps more."""
     after = random.SystemRandom().randint(least, most)
     print(f"to be killed after step {after}")
     log = folder / "logs/run/out.log"
     logged = count_steps(log)
-    process = start()
-    deadline = time.monotonic() + 200
-    while count_steps(log) < logged + after and is_running(process) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert is_running(process), "it ended by itself"
-    kill_with_children(process.pid)
-    process.join()
+    process = start_process(train_until, folder, flags, after + 1)
+    try:
+        while count_steps(log) < logged + after:
+            assert is_running(process), "it ended by itself"
+            time.sleep(0.002)
+    finally:
+        kill_with_children(process.pid)
+        process.join()
 
 
 def is_running(process):
@@ -72,8 +73,11 @@ def count_steps(log):
     return log.read_text().count("Train Epoch") if log.exists() else 0
 
 
-def main_in(folder, flags):
+def train_until(folder, flags, last):
+    """Train, but wait to be killed in step ``last``."""
     os.chdir(folder)
+    steps = itertools.count(1)
+    register_optimizer_step_post_hook(lambda *_: next(steps) == last and threading.Event().wait())
     sys.exit(main(flags))
 
 
@@ -89,7 +93,7 @@ def test_a_killed_training_goes_on_to_the_same_end(folder, shards, monkeypatch, 
     flags = [*TINY, *RANDOM, *shards, "--epochs", "3", "--workers", "1"]
     for name in ("straight", "killed"):
         (folder / name).mkdir()
-    kill_at_a_random_step(lambda: start_process(main_in, folder / "killed", flags), folder / "killed", least=5, most=9)
+    kill_at_a_random_step(folder / "killed", flags, least=5, most=9)
     truncated = folder / "killed/logs/run/checkpoints/epoch_3.pt"
     truncated.write_bytes((truncated.parent / "epoch_1.pt").read_bytes()[:-100])
     for name, more in (("straight", []), ("killed", ["--resume", "latest"])):
@@ -128,20 +132,17 @@ def test_two_killed_processes_go_on_to_the_same_end(folder, shards):
     [["--save-most-recent", "--delete-previous-checkpoint"], "--accum-freq 2 --precision amp_bf16 --head set".split()],
     ids=["the last one only", "sets"],
 )
-@pytest.mark.timeout(900)
 def test_killed_again_and_again(folder, shards, more, monkeypatch):
-    flags = [*TINY, *RANDOM, *shards, "--epochs", "6", "--workers", "1", *more]
+    flags = [*TINY, *RANDOM, *shards, "--epochs", "7", "--workers", "1", *more]
     for name in ("straight", "killed"):
         (folder / name).mkdir()
-    for number in range(3):  # never to the end, which is 12 steps away, or 24
+    for number in range(3):  # never to the end, which is 14 steps away, or 28
         again = [*flags, *(["--resume", "latest"] if number else [])]
-        kill_at_a_random_step(
-            functools.partial(start_process, main_in, folder / "killed", again), folder / "killed", 1, 4
-        )
+        kill_at_a_random_step(folder / "killed", again, 1, 4)
     for name, again in (("straight", []), ("killed", ["--resume", "latest"])):
         monkeypatch.chdir(folder / name)
         assert main([*flags, *again]) == 0
-    check_same_end(folder, epochs=6)
+    check_same_end(folder, epochs=7)
 
 
 def save(folder, epoch, **more):
