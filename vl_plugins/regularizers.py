@@ -15,7 +15,15 @@ from vl_plugins.distances import SMALLEST_NORM, SetDistance, unit_elements
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
-__all__ = ["DiversityRegularizer", "MMDRegularizer", "circular_variance", "diversity_loss", "mmd_loss"]
+__all__ = [
+    "DiversityRegularizer",
+    "MMDRegularizer",
+    "UniformityRegularizer",
+    "circular_variance",
+    "diversity_loss",
+    "mmd_loss",
+    "uniformity_loss",
+]
 
 ROUNDING = 32  # times eps and the squared norms: the error of a squared distance from dot products
 
@@ -106,6 +114,36 @@ def _diversity(units: Tensor, present: Tensor, scale: float) -> tuple[Tensor, Te
         kernels = (2 * scale * (units @ units.mT - 1)).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
     # Not masked: 0 times NaN is NaN.
     return (kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1), count
+
+
+def uniformity_loss(embeddings: Tensor, t: float = 2.0) -> Tensor:
+    r"""How far embeddings are from being spread over the whole sphere: 0 where they coincide, else negative, >= -4 t.
+
+    .. math:: \log \frac{1}{|P|} \sum_{(x, x') \in P} e^{-t \lVert x - x' \rVert^2}
+
+    P are the pairs of embeddings of different items, L2-normalized here; of sets, the pairs of their elements.
+
+    Args:
+        embeddings: (B, D), or sets (B, K, D). With fewer than two items the value is 0.
+        t: of the kernel, > 0.
+
+    Reference:
+        Wang and Isola 2020, Understanding Contrastive Representation Learning through Alignment and Uniformity on the
+        Hypersphere, section 4.1.2.
+
+    >>> uniformity_loss(torch.eye(3))  # log(exp(-2 * 2))
+    tensor(-4.)
+    """
+    number("t", t, above=0)
+    units, present, _ = join_sets(embeddings[:, None] if embeddings.ndim == 2 else embeddings)
+    items = torch.arange(len(units), device=units.device)[:, None].expand(present.shape).flatten()
+    units, present = units.flatten(0, 1), present.flatten()
+    pairs = (items[:, None] != items) & present[:, None] & present
+    count = pairs.sum()
+    with torch.autocast(units.device.type, enabled=False):
+        exponents = 2 * t * (units @ units.T - 1)
+        total = exponents.masked_fill(~pairs, torch.finfo(units.dtype).min).flatten().logsumexp(dim=0)
+    return torch.where(count > 0, total - count.clamp(min=1).to(total).log(), 0) + 0 * units.sum()
 
 
 def circular_variance(sets: Tensor) -> Tensor:
@@ -228,3 +266,24 @@ class MMDRegularizer(BaseRegularizer):
         value = join_sets(*self.sets.unpack(embeddings, ref_emb)).mmd(self.gamma, self.squared)
         loss = {"losses": value, "indices": None}
         return self.reducer({"loss": loss | {"reduction_type": "already_reduced"}}, embeddings, None)
+
+
+class UniformityRegularizer(BaseRegularizer):
+    """How far the embeddings of different items are from being spread over the sphere, see :func:`uniformity_loss`.
+
+    Args:
+        t: of the squared distances in the exponent, > 0.
+        set_size, kwargs: see :class:`DiversityRegularizer`; by default embeddings (B, D) are sets of one.
+
+    >>> UniformityRegularizer()(torch.eye(3))  # log(exp(-2 * 2))
+    tensor(-4.)
+    """
+
+    def __init__(self, t: float = 2.0, set_size: int = 1, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.t = number("t", t, above=0)
+        self.sets = SetDistance(set_size)
+
+    def compute_loss(self, embeddings: Tensor) -> dict[str, dict[str, Any]]:
+        value = uniformity_loss(self.sets.unpack(embeddings, embeddings)[0], self.t)
+        return {"loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"}}

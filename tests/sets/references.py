@@ -115,6 +115,19 @@ def mean_diversity(sets, scale=2.0):
     return sum(counted) / len(counted)
 
 
+def uniformity(sets, t=2.0):
+    """Wang and Isola 2020, section 4.1.2, over the pairs of elements of different items that are not padding."""
+    kernels = [
+        torch.exp(-t * (unit(x) - unit(y)).square().sum())
+        for i, item in enumerate(sets)
+        for other in sets[:i]
+        for x in item
+        for y in other
+        if x.any() and y.any()
+    ]
+    return torch.log(sum(kernels) / len(kernels))
+
+
 def circular_variance(elements):
     directions = [unit(x) for x in elements if x.any()]
     if not directions:

@@ -11,9 +11,11 @@ from vl_plugins import create_loss
 from vl_plugins.regularizers import (
     DiversityRegularizer,
     MMDRegularizer,
+    UniformityRegularizer,
     circular_variance,
     diversity_loss,
     mmd_loss,
+    uniformity_loss,
 )
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -124,6 +126,23 @@ def test_diversity(scale, dtype):
     torch.testing.assert_close(weighted, (weights * values).sum() / 3)
 
 
+@DTYPES
+@pytest.mark.parametrize("t", [2.0, 0.5])
+def test_uniformity(t, dtype):
+    sets, vectors = padded(dtype), normal(5, 4, seed=2, dtype=dtype)
+    loops = partial(references.uniformity, t=t)
+    check(uniformity_loss(sets, t), [sets], loops)
+    check(UniformityRegularizer(t, set_size=3)(sets.flatten(1)), [sets], loops)
+    check(UniformityRegularizer(t)(vectors), [vectors], lambda vectors: loops(vectors[:, None]))
+    alone = uniformity_loss(vectors[:1])
+    assert alone == 0
+    assert not torch.autograd.grad(alone, vectors)[0].any()
+    bad = vectors.detach().clone()
+    bad[0, 0] = torch.nan
+    assert uniformity_loss(bad).isnan()
+    assert uniformity_loss(bad[:1]).isnan()
+
+
 def test_circular_variance():
     sets = padded()
     values = circular_variance(sets)
@@ -146,7 +165,7 @@ def test_identical_and_opposite_elements(dtype):
 
 
 @pytest.mark.parametrize("name", ["triplet_sh", "unified"])
-@pytest.mark.parametrize("make", [DiversityRegularizer, MMDRegularizer])
+@pytest.mark.parametrize("make", [DiversityRegularizer, MMDRegularizer, UniformityRegularizer])
 def test_regularizers_of_losses(make, name):
     x, y, labels = normal(5, 12), normal(6, 12, seed=1), torch.arange(6) % 2
     call = {"labels": labels[:5], "ref_emb": y, "ref_labels": labels}
@@ -154,7 +173,7 @@ def test_regularizers_of_losses(make, name):
     loss = create_loss(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25)
     term = regularizer(x, y) if make is MMDRegularizer else regularizer(x)
     wanted = value_and_gradients(create_loss(name)(x, **call) + 0.25 * term, (x, y))
-    assert term > 1e-3
+    assert abs(term) > 1e-3
     torch.testing.assert_close(value_and_gradients(loss(x, **call), (x, y)), wanted)
 
 
