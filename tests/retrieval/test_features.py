@@ -280,8 +280,8 @@ def test_similarities_of_vectors_and_sets():
     torch.testing.assert_close(vectors.similarities().tile(0, 0), vectors.images @ vectors.captions.T)
     described = {
         "similarity": "SmoothChamferSimilarity",
-        "similarity_kwargs": {"alpha": 3.0, "backend": None},
-    }  # as written by version 0.2
+        "similarity_kwargs": {"alpha": 3.0, "backend": None},  # which version 0.2 wrote
+    }
     sets = features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description=described)
     expected = smooth_chamfer_similarity(sets.images, sets.captions, 3.0)
     torch.testing.assert_close(sets.similarities().tile(0, 0), expected)
