@@ -140,6 +140,7 @@ def test_the_embeddings_as_references_are_one_modality():
 
 def test_padding_and_packed_sets_of_two_sizes():
     call = make_call()
+    call["embeddings"].data[1, 1:] = 0  # a set of one element has no diversity
     padded = {"embeddings": torch.zeros(5, 2, D), "ref_emb": torch.zeros(7, 3, D)}
     longer = call | {name: torch.cat([call[name], zeros], dim=1) for name, zeros in padded.items()}
     base = TripletHNLoss(distance=SmoothChamferSimilarity())
