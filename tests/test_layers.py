@@ -5,13 +5,13 @@ import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LAYERS = "errors tables untraced | numerics registry vl_plugins | negatives | distances miners regularizers modules"
-LAYERS += "| losses | distributed | data | retrieval plots encoders | integrations configs | commands cli"
+LAYERS = "errors tables untraced | numerics | negatives | distances miners regularizers modules distributed"
+LAYERS += "| registry vl_plugins | losses | data | retrieval plots encoders | integrations configs | commands cli"
 HEIGHTS = {part: height for height, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 
 # What any function may import: optional packages, what needs one, and what is slow and rarely needed.
 OPTIONAL = ("horovod", "open_clip", "torch.distributed.tensor", "torch.utils.tensorboard", "wandb")
-OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.untraced")
+OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.distributed", "vl_plugins.untraced")
 # Whose functions may import anything, so that `--help` and errors in a command line take no seconds.
 COMMAND_LINES = ("vl_plugins/commands/", "integrations/pytorch_metric_learning/__init__.py")
 COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")

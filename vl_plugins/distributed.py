@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from vl_plugins.losses import PairLoss
 from vl_plugins.negatives import label_pairs
 from vl_plugins.numerics import eager, full_precision
 
@@ -82,7 +81,7 @@ class DistributedLoss(nn.Module):
         rows = {name: value for name, value in options.items() if isinstance(value, Tensor) and value.ndim > 1}
         gathered = all_gather_rows(*own, *rows.values())
         joined, options = gathered[: len(own)], options | dict(zip(rows, gathered[len(own) :], strict=True))
-        has_rows = isinstance(self.loss, PairLoss) and self.loss.has_independent_pairs
+        has_rows = getattr(self.loss, "has_independent_pairs", False)
         if world_size() > 1 and has_rows and miner is None and ref_emb is not None:
             return self._loss_of_own_rows(own, joined, **options)
         indices = None if miner is None else miner(*joined)

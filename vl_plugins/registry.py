@@ -59,7 +59,7 @@ def create_loss(name: Any, /, gather_across_devices: bool = False, **options: An
     loss = create("loss", name, **options)
     if not gather_across_devices:
         return loss
-    from vl_plugins.distributed import DistributedLoss  # imports the losses, which takes seconds
+    from vl_plugins.distributed import DistributedLoss  # imports torch, which takes seconds
 
     return DistributedLoss(loss)
 

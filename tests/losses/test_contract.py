@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from tests.helpers import components
 from tests.helpers.loops import (
     LABELS,
     OTHER_LABELS,
-    REFERENCES,
-    Reference,
     call_with,
     calls,
     check_call,
@@ -22,59 +19,15 @@ from tests.helpers.loops import (
     leaves_of,
     values_and_derivatives,
 )
+from tests.helpers.losses import DIFFERENCES, EACH, LOSSES, SOME, PlainCosine, make, needs_matrix, ways
 from tests.helpers.memory import extra_bytes
 from tests.reference import distances as similarity
-from tests.reference import goal, losses
-from vl_plugins import create_loss, negatives
-from vl_plugins.losses.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
-
-
-class PlainCosine(distances.CosineSimilarity):
-    """For which all similarities are computed."""
-
-
-GOAL = REFERENCES["goal"]
-LOSSES = {name: (name, reference) for name, reference in REFERENCES.items() if name not in ("goal", "smooth_chamfer")}
-LOSSES |= {
-    f"goal {triplet} {pair}": (
-        "goal",
-        replace(GOAL, options=GOAL.options | {"triplet_weight": triplet, "pair_weight": pair}),
-    )
-    for triplet in TRIPLET_WEIGHTS
-    for pair in PAIR_WEIGHTS
-}
-LOSSES["triplet_hn warm"] = (
-    "triplet_hn",
-    Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}, {"warmup_steps": 10**6}),
-)
-LOSSES["goal warm"] = ("goal", replace(GOAL, pair=goal.goal_all, loss_options={"warmup_steps": 10**6}))
-ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
-WAYS = {"chosen": {}, "dense": {"tiled": False}, "tiled": {"tiled": True}, "matrix": {"distance": PlainCosine()}}
-NEEDS_MATRIX = ("triplet_sh", "warm", "_ms")
-DIFFERENCES = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal con con", "goal nca con")  # take real distances too
-EACH = pytest.mark.parametrize("name", LOSSES)
-SOME = pytest.mark.parametrize("name", ONE_OF_EACH)
+from vl_plugins import negatives
 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     monkeypatch.setattr(negatives, "block_rows", lambda *_: 2)
-
-
-def make(name, **options):
-    key, reference = LOSSES[name]
-    return create_loss(key, **(reference.options | reference.loss_options | options))
-
-
-def needs_matrix(name):
-    return any(word in name for word in NEEDS_MATRIX)
-
-
-def ways(name):
-    """Yield each way to compute a loss, and its options."""
-    for way, options in WAYS.items():
-        if way != "tiled" or not needs_matrix(name):
-            yield way, options
 
 
 def masks_of(call):

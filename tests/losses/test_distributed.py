@@ -6,8 +6,8 @@ from pytorch_metric_learning import losses as host
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
 from tests.helpers.loops import embeddings_of, make_loss
+from tests.helpers.losses import own_losses
 from tests.helpers.processes import in_processes
-from tests.losses.test_own_loss import own_losses
 from vl_plugins import create_loss
 from vl_plugins.distributed import DistributedLoss, all_gather_rows
 from vl_plugins.losses import CrossBatchMemory, PairLoss

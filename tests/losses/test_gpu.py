@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.loops import call_with, calls, check_call, leaves_of
-from tests.losses.test_contract import EACH, LOSSES, SOME, make, needs_matrix
+from tests.helpers.losses import EACH, LOSSES, SOME, make, needs_matrix
 from vl_plugins import create_loss, negatives
 
 pytestmark = pytest.mark.gpu

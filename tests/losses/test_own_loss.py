@@ -1,8 +1,6 @@
 """Two losses that are not in the package, those of docs/guides/own_loss.md, get all that the package's losses have."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.reducers import SumReducer
 
 from tests.helpers.loops import Reference, call_with, calls, check_call, embeddings_of
+from tests.helpers.losses import own_losses
 from tests.reference import distances
 from vl_plugins import negatives
 from vl_plugins.losses import PairLoss
@@ -42,15 +41,6 @@ LOOPS = {
     "SigmoidLoss": Reference(sigmoid, options={"scale": 4.0, "bias": -1.0}),
 }
 EACH = pytest.mark.parametrize("name", LOOPS)
-
-
-def own_losses():
-    """The classes of the documentation, whose code runs as it stands."""
-    guide = Path(__file__).parents[2] / "docs" / "guides" / "own_loss.md"
-    names = {}
-    for code in re.findall(r"^```python\n(.*?)^```", guide.read_text(), flags=re.MULTILINE | re.DOTALL):
-        exec(code, names)
-    return {name: names[name] for name in LOOPS}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pytorch_metric_learning import distances, losses, reducers, regularizers
 
-from tests.losses.test_operations import NEWEST, count
+from tests.helpers.operations import NEWEST, count
 from tests.sets import references
 from tests.sets.references import normal, units, value_and_gradients
 from vl_plugins import create_loss
