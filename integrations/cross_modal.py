@@ -34,7 +34,7 @@ def cross_modal_loss(
 ) -> Tensor:
     """Return the loss of images and texts: image to text plus text to image.
 
-    A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.base.PairLoss`, adds both directions and
+    A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
     is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
     ``warmup_steps``. With ``symmetric`` False it is image to text only.
 

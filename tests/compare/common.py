@@ -52,7 +52,7 @@ NAMES = {
     "regularizers": ("vl_plugins.regularizers",),
     "retrieval": ("vl_plugins.retrieval",),
     "soft_margin": ("vl_plugins.losses:soft_margin", "vl_plugins.functional:soft_margin"),
-    "wrappers": ("vl_plugins.losses.wrappers",),
+    "wrappers": ("vl_plugins.losses.wrappers", "vl_plugins.losses"),
 }
 # Names of attributes, likewise.
 ATTRIBUTES = {

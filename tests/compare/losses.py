@@ -107,6 +107,8 @@ def use_small_blocks() -> None:
     for name, value in {"CPU_BLOCK": 64, "LEAST_ROWS": 4}.items():
         if hasattr(get("blocks"), name):
             setattr(get("blocks"), name, value)
+    if hasattr(get("blocks"), "block_rows"):
+        get("blocks").block_rows = lambda *_, **__: 4
 
 
 def generator(case: str) -> torch.Generator:
@@ -328,7 +330,12 @@ def set_losses(found: Cases) -> None:
             if two_sets:
                 call |= {"ref_emb": sets(f"{case} ref", 11, ref_k), "ref_labels": labels_of(f"{case} ref", 11)}
                 call |= {"ref_slots": sets(f"{case} ref_slots", 11, 3, padding=False)} if slots else {}
-            return call_loss(get("create_loss")("smooth_chamfer", base=base, **changes[change]), call)
+            given = {"base": base} | changes[change]
+            if "tiled" in given:  # an option of the similarity
+                given["distance"] = get("distances").SmoothChamferSimilarity(tiled=given.pop("tiled"))
+            if base == "goal" and "alpha" in given and "backend" not in backend("tiled"):
+                given["base"] = {"name": "goal"}  # which has an alpha of its own
+            return call_loss(get("create_loss")("smooth_chamfer", **given), call)
 
     mining = (None, "MultiSimilarity", "TripletMargin", "HardestNegative")
     for base, miner, reducer, k in itertools.product(PAIR_LOSSES, mining, REDUCERS, (1, 2)):
@@ -490,13 +497,16 @@ def building_blocks(found: Cases) -> None:
     choices |= {"global_feature": (True, False), "padding": (True, False)}
     for values in itertools.product(*choices.values()):
         options = dict(zip(choices, values, strict=True))
-        case = f"SetPrediction/{describe(options)}"
+        is_plain = list(options.values())[:4] == ["learned", "residual", "slots", True]
+        case = f"{'' if is_plain else 'gone '}SetPrediction/{describe(options)}"
         padding = options.pop("padding")
 
         @found.case(case)
         def compute():
             torch.manual_seed(crc32(case.encode()))
-            module = get("modules").SetPrediction(6, local_dim=7, num_slots=3, num_iters=2, hidden_dim=10, **options)
+            has_choices = "update" in inspect.signature(get("modules").SetPrediction).parameters
+            chosen = options if has_choices or not is_plain else {}
+            module = get("modules").SetPrediction(6, local_dim=7, num_slots=3, num_iters=2, hidden_dim=10, **chosen)
             module = module.double().eval()
             local, pooled = sets(case, 4, 5, 7, padding=False), sets(case, 4, 1, 6).squeeze(1)
             call = {"padding_mask": torch.rand(4, 5, generator=generator(case)) < 0.3} if padding else {}
@@ -581,7 +591,9 @@ def joined_batches(rank: int, folder: str, file: str) -> None:
         for quantity, tensor in value_and_gradients(value, x=x, y=y).items():
             mean = tensor.detach().clone()
             torch.distributed.all_reduce(mean)
-            results[f"distributed {name}/{miner}/{quantity}"] = mean / 2
+            # The host's wrapper multiplies the loss of the whole batch by the number of processes.
+            copies = 4 if quantity == "value" and "miner" not in inspect.signature(loss.forward).parameters else 2
+            results[f"distributed {name}/{miner}/{quantity}"] = mean / copies
     if rank == 0:
         torch.save(results, file)
     torch.distributed.destroy_process_group()

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import yaml
 from pytorch_metric_learning.distances import LpDistance
 
+from tests.helpers.pml_settings import settings
 from vl_plugins.integrations.open_clip.launcher import main
+from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
+from vl_plugins.integrations.pytorch_metric_learning.runs import Run
 from vl_plugins.registry import create
 
 LOSS = """
@@ -26,14 +30,21 @@ FLAGS = "--model vl-tiny --device cpu --precision fp32 --dataset-type synthetic 
 FLAGS += " --batch-size 2 --workers 0 --epochs 1"
 
 
+def install(site, module, source, **losses):
+    """Leave a distribution as pip does."""
+    metadata = site / f"{module}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    names = "".join(f"{name} = {module}:{loss}\n" for name, loss in losses.items())
+    (metadata / "entry_points.txt").write_text(f"[vl_plugins.losses]\n{names}")
+    (site / f"{module}.py").write_text(source)
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The distribution as pip leaves it."""
-    metadata = tmp_path / "site" / "euclidean_pull-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: euclidean-pull\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vl_plugins.losses]\neuclidean_pull = euclidean_pull:EuclideanPull\n")
-    (tmp_path / "site" / "euclidean_pull.py").write_text(LOSS)
+    install(tmp_path / "site", "euclidean_pull", LOSS, euclidean_pull="EuclideanPull")
+    source = "from tests.helpers.losses import own_losses\nglobals().update(own_losses())\n"
+    install(tmp_path / "site", "own_losses", source, squared_hinge="SquaredHinge", sigmoid="SigmoidLoss")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
 
@@ -52,3 +63,21 @@ def test_a_loss_of_pytorch_metric_learning(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     assert main(f"{FLAGS} --loss NTXentLoss --loss-kwargs temperature=0.2 --miner BatchHardMiner".split()) == 0
     assert "NTXentLoss(temperature=0.2), BatchHardMiner()" in caplog.text
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("name", "option"), [("squared_hinge", "tiled=True"), ("sigmoid", "bias=-5")])
+def test_a_loss_of_ones_own_trains_in_both_hosts(name, option, toy_shards, tmp_path, caplog):
+    """Those of the guide: with several captions, a miner, a reducer, and the scale of the model."""
+    caplog.set_level("INFO")
+    data = f"--train-data {toy_shards}/toy-train-{{000000..000001}}.tar --captions-per-image 2"
+    flags = FLAGS.replace("--dataset-type synthetic --train-num-samples 2", data)
+    mined = "--miner MultiSimilarityMiner --reducer AvgNonZeroReducer"
+    for options in (f"--loss-kwargs {option} scale=learned", f"--loss-kwargs scale=10 {mined}"):
+        assert main(f"{flags} --loss {name} {options} --logs {tmp_path / options[-5:]}".split()) == 0
+    assert f"{name}(" in caplog.text
+    key, value = option.split("=")
+    loss = {"name": name, key: yaml.safe_load(value.lower())}
+    Run(parse_config(settings(toy_shards, loss=loss, training={"epochs": 1})), tmp_path / "run").train()
+    (row,) = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    assert "rsum_percent" in row

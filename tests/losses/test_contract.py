@@ -156,7 +156,9 @@ def test_what_is_not_finite_is_never_hidden(name):
             ):
                 call = call_with(2)
                 call[key].data[row, 2] = number
-                assert loss(**call).isnan()
+                value = loss(**call)
+                assert value.isnan()
+                assert torch.autograd.grad(value, call[key])[0].isnan().any()
                 assert loss(**(call | {"labels": call["labels"] + (call["labels"] == 0) * 50})).isnan()
                 if not options.get("tiled"):
                     assert loss(**call, indices_tuple=pairs).isnan()

@@ -310,15 +310,17 @@ class PairLoss(BaseMetricLossFunction):
     def _reduce(
         self, loss_dict: dict[str, Any], labels: Tensor | None, inputs: list[Tensor], scale: float | Tensor
     ) -> Any:
-        keeps_all = type(self.reducer) is MeanReducer and len(loss_dict["loss"]["losses"]) > 0
-        if len(loss_dict["loss"]["losses"]) == 0:
+        losses = loss_dict["loss"]["losses"]
+        keeps_all = type(self.reducer) is MeanReducer and len(losses) > 0
+        if len(losses) == 0:
             loss_dict["loss"] = self.zero_loss()
         loss = self.reducer(loss_dict, inputs[0], labels)
         if not isinstance(loss, Tensor):
             return loss  # DoNothingReducer returns the dict
-        # A formula or reducer may drop NaN, and an anchor without positives is in no pair. What is reduced to 0 still
-        # belongs to the graph of every input.
-        first, *others = (x.detach().sum() if keeps_all else x.sum() for x in (*inputs, scale) if isinstance(x, Tensor))
+        # An anchor without positives is in no pair, and a reducer may drop NaN: add 0, or NaN. What is reduced to 0
+        # still belongs to the graph of every input.
+        sources = [x.detach() for x in inputs] if keeps_all else [*inputs, losses, torch.as_tensor(scale)]
+        first, *others = (source.sum() for source in sources)
         return loss.add(sum(others, first), alpha=0)
 
     def _scale(self, scale: float | Tensor | None) -> float | Tensor:
