@@ -76,11 +76,13 @@ def memory_of(loss, **options):
     return CrossBatchMemory(loss, embedding_size=5, memory_size=MEMORY, **options)
 
 
-def check_step(name, actual, embeddings, labels, indices, queue, **how):
+def check_step(name, actual, embeddings, labels, indices, queue):
+    """Compare a step, of which not each has a loss, and return its value by the loops."""
     memory, memory_labels = queue.content()
     call = {"embeddings": embeddings, "labels": labels, "indices_tuple": indices}
     value, gradients = expected(name, call | {"ref_emb": memory, "ref_labels": memory_labels})
-    check(actual, [embeddings], value, gradients[:1], what=name, **how)
+    check(actual, [embeddings], value, gradients[:1], what=name, least=-1)
+    return value
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def check_step(name, actual, embeddings, labels, indices, queue, **how):
 )
 def test_memory_filling_and_wrapping_around(name, miner, dtype):
     miner = MINERS[miner]
-    loss, queue, compared = memory_of(make_loss(name), miner=miner), Queue(), 0
+    loss, queue, compared, values = memory_of(make_loss(name), miner=miner), Queue(), 0, []
     for step, size in enumerate([4, 3, 4, 4, 1, 5, 11, 4, 2]):
         embeddings, labels = batch(step, size, dtype)
         actual = loss(embeddings, labels)
@@ -104,7 +106,8 @@ def test_memory_filling_and_wrapping_around(name, miner, dtype):
         mined = miner(embeddings.detach(), labels, memory, memory_labels) if miner else all_pairs(labels, memory_labels)
         indices = without_own_copies(mined, places)
         compared += len(indices[0])
-        check_step(name, actual, embeddings, labels, indices, queue, least=-1)
+        values.append(check_step(name, actual, embeddings, labels, indices, queue))
+    assert max(values) > 0.01
     assert queue.next == 38 % MEMORY
     assert compared > 20
 
@@ -113,7 +116,7 @@ def test_memory_filling_and_wrapping_around(name, miner, dtype):
 @pytest.mark.parametrize("given", ["pairs", "triplets"])
 def test_indices_of_the_batch_are_added(given, miner):
     miner, given = MINERS[miner], MINERS[given]
-    loss, queue = memory_of(make_loss("goal"), miner=miner), Queue()
+    loss, queue, values = memory_of(make_loss("goal"), miner=miner), Queue(), []
     for step in range(5):
         embeddings, labels = batch(20 + step, 6)
         indices = given(embeddings, labels)
@@ -133,7 +136,8 @@ def test_indices_of_the_batch_are_added(given, miner):
             columns = zip(*((i, j, k) for i, j in positives for m, k in negatives if i == m), strict=True)
         columns = [torch.tensor(column) for column in columns]
         together = tuple(torch.cat(both) for both in zip(mined, columns, strict=True))
-        check_step("goal", actual, embeddings, labels, together, queue)
+        values.append(check_step("goal", actual, embeddings, labels, together, queue))
+    assert max(values) > 0.01
 
 
 def test_only_embeddings_of_the_mask_are_queued_and_the_others_compared():
