@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("functional", "losses", "kernels", "data", "retrieval")
+PARTS = ("losses", "data", "retrieval")
 IGNORED = ("__pycache__", ".git", ".venv*", "build", ".*_cache", ".hypothesis")
 SECONDS = 300
 

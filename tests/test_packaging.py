@@ -56,7 +56,7 @@ from vl_plugins import create_loss, list_losses
 from vl_plugins.cli import main
 for name in list_losses():
     create_loss(name)
-import vl_plugins.encoders, vl_plugins.functional, vl_plugins.losses, vl_plugins.retrieval
+import vl_plugins.encoders, vl_plugins.losses, vl_plugins.retrieval
 with contextlib.redirect_stdout(io.StringIO()) as stdout:
     assert main(["losses"]) == 0
 errors = []

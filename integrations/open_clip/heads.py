@@ -15,6 +15,7 @@ from torch.nn import functional
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
+from vl_plugins.registry import format_options
 from vl_plugins.retrieval.features import describe_similarity
 
 __all__ = ["ARCHITECTURE", "HEADS", "PREPROCESSING", "CLIPWithHeads", "LinearHead", "head_settings"]
@@ -189,9 +190,11 @@ class CLIPWithHeads(nn.Module):
         return {**self.description, "head": self.head, "head_kwargs": asdict(self.settings), **similarity}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        saved = head_settings(state["head"], state["head_kwargs"])
-        if saved != self.settings:
-            raise UserError(f"the checkpoint has the head {saved}, but the model was made with {self.settings}")
+        settings = head_settings(state["head"], state["head_kwargs"]), self.settings
+        if settings[0] != settings[1]:
+            names = (state["head"], self.head)
+            saved, own = (f"{name}({format_options(asdict(each))})" for name, each in zip(names, settings, strict=True))
+            raise UserError(f"the checkpoint has the head {saved}, but the model was made with {own}")
 
     def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:
         output = getattr(self, f"{tower}_head")(self._features(tower, inputs))

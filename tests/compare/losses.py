@@ -333,8 +333,6 @@ def set_losses(found: Cases) -> None:
             given = {"base": base} | changes[change]
             if "tiled" in given:  # an option of the similarity
                 given["distance"] = get("distances").SmoothChamferSimilarity(tiled=given.pop("tiled"))
-            if base == "goal" and "alpha" in given and "backend" not in backend("tiled"):
-                given["base"] = {"name": "goal"}  # which has an alpha of its own
             return call_loss(get("create_loss")("smooth_chamfer", **given), call)
 
     mining = (None, "MultiSimilarity", "TripletMargin", "HardestNegative")

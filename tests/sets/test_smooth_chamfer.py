@@ -13,7 +13,6 @@ from tests.sets import references
 from tests.sets.references import normal, units, value_and_gradients
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.errors import UserError
 from vl_plugins.losses import GOALLoss, SmoothChamferLoss, TripletHNLoss
 from vl_plugins.registry import options_of
 
@@ -168,9 +167,9 @@ def test_another_distance_and_checkpoints():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base": TripletHNLoss(), "set_size": 2, "margin": 1}, "TripletHNLoss as base has its own set_size, margin"),
-        ({"base": TripletHNLoss(), "distance": MILSimilarity()}, "TripletHNLoss as base has its own distance"),
-        ({"distance": MILSimilarity(), "alpha": 16}, "MILSimilarity as distance has its own alpha"),
+        ({"base": TripletHNLoss(), "set_size": 2, "margin": 1}, "TripletHNLoss as base has its own options and"),
+        ({"base": TripletHNLoss(), "distance": MILSimilarity()}, "TripletHNLoss as base has its own options and"),
+        ({"distance": MILSimilarity(), "alpha": 8}, "MILSimilarity as distance has its own alpha"),
         ({"base": "smooth_chamfer"}, "base must be another loss than smooth_chamfer"),
         ({"base": SmoothChamferLoss()}, "base must be another loss than smooth_chamfer"),
         ({"scale": 3}, "loss 'triplet_hn': .*scale"),
@@ -183,15 +182,12 @@ def test_wrong_options(options, message):
         SmoothChamferLoss(**options)
 
 
-def test_an_option_that_may_be_of_the_base_raises():
-    """GOAL has an alpha, too."""
-    with pytest.raises(UserError, match=r"alpha is an option of smooth_chamfer and of goal; .* base=\{'name': 'goal'"):
-        create_loss("smooth_chamfer", base="goal", alpha=16)
+def test_an_option_of_both():
+    """GOAL has an alpha too: that of the similarity stands alone, GOAL's in a mapping."""
+    assert create_loss("smooth_chamfer", base="goal", alpha=8).distance.alpha == 8
     for make in (lambda **options: create_loss("smooth_chamfer", **options), SmoothChamferLoss):
         loss = make(base={"name": "goal", "alpha": 3.0}, alpha=8)
         assert (loss.base.alpha, loss.distance.alpha) == (3.0, 8.0)
-    loss = SmoothChamferLoss("goal")
-    assert (loss.base.alpha, loss.distance.alpha) == (2.0, 16.0)
 
 
 def test_options_of_the_base():

@@ -11,10 +11,10 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
-from vl_plugins.errors import UserError, number
+from vl_plugins.errors import number
 from vl_plugins.losses.triplet import TripletHNLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, find, options_of
+from vl_plugins.registry import create, options_of
 from vl_plugins.regularizers import join_sets
 
 __all__ = ["SmoothChamferLoss"]
@@ -35,16 +35,16 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     Args:
         base: the name of a loss, or a mapping with its ``name`` and options, such as ``margin`` and ``reducer``; or a
             loss of pytorch-metric-learning, which keeps its own distance.
-        alpha: inverse temperature of the smooth-Chamfer similarity, > 0, by default 16. Where the base has an ``alpha``
-            too, as ``goal`` has, give the base as a mapping, with its own.
-        set_size: K of packed sets, >= 1, by default 1.
+        alpha: inverse temperature of the smooth-Chamfer similarity, > 0. A base that has an ``alpha`` too, as ``goal``,
+            gets its own in a mapping: ``base={"name": "goal", "alpha": 2.0}``.
+        set_size: K of packed sets, >= 1.
         mmd_weight, diversity_weight: >= 0, of :func:`~vl_plugins.regularizers.mmd_loss` and of
             :func:`~vl_plugins.regularizers.diversity_loss`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
         base_options: options of the loss that ``base`` names; the signature shows those of ``triplet_hn``.
 
     Raises:
-        UserError: an unknown name or option, or an option that may be of the base or of this loss.
+        UserError: an unknown name or option.
         ValueError: a hyper-parameter out of its range.
 
     Reference:
@@ -62,28 +62,21 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     def __init__(
         self,
         base: str | Mapping[str, Any] | BaseMetricLossFunction = "triplet_hn",
-        alpha: float | None = None,
-        set_size: int | None = None,
+        alpha: float = 16.0,
+        set_size: int = 1,
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
         **base_options: Any,
     ):
-        given = {name: value for name, value in (("alpha", alpha), ("set_size", set_size)) if value is not None}
         if isinstance(base, BaseMetricLossFunction):
-            given |= base_options | ({} if distance is None else {"distance": distance})
-            if given:
-                raise ValueError(f"{type(base).__name__} as base has its own {', '.join(given)}")
+            if base_options or distance is not None or (alpha, set_size) != (16.0, 1):
+                raise ValueError(f"{type(base).__name__} as base has its own options and distance: give none here")
         else:
-            if distance is not None and given:
-                raise ValueError(f"{type(distance).__name__} as distance has its own {', '.join(given)}")
-            both = given.keys() & options_of(find("loss", base)) if isinstance(base, str) else ()
-            if both:
-                raise UserError(
-                    f"{min(both)} is an option of smooth_chamfer and of {base}; give the one of {base} in "
-                    f"base={{'name': '{base}', '{min(both)}': ...}}, and the one of smooth_chamfer beside it"
-                )
-            base = create("loss", base, distance=distance or SmoothChamferSimilarity(**given), **base_options)
+            if distance is not None and (alpha, set_size) != (16.0, 1):
+                raise ValueError(f"{type(distance).__name__} as distance has its own alpha and set_size")
+            distance = distance or SmoothChamferSimilarity(alpha, set_size=set_size)
+            base = create("loss", base, distance=distance, **base_options)
         if isinstance(base, SmoothChamferLoss):
             raise ValueError("base must be another loss than smooth_chamfer")
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.

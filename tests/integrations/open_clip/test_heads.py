@@ -200,9 +200,7 @@ def test_options_of_version_0_2_at_what_is_left_of_them():
 def test_a_state_of_other_heads_is_an_error(tmp_path):
     model = with_heads(make_model(tmp_path))
     state = with_heads(make_model(tmp_path), num_slots=2).state_dict()
-    with pytest.raises(
-        UserError, match=r"has the head SetSettings\(num_slots=2, .*made with SetSettings\(num_slots=3, "
-    ):
+    with pytest.raises(UserError, match=r"has the head set\(num_slots=2, .*made with set\(num_slots=3, "):
         model.load_state_dict(state)
     other = with_heads(make_model(tmp_path, seed=5))
     other.load_state_dict(model.state_dict())
