@@ -61,7 +61,7 @@ class DistributedLoss(nn.Module):
                 B - 1 in each of several processes and would join strangers. Only the first calls are checked for this.
         """
         sides = embeddings, labels, ref_emb, ref_labels
-        return eager(self._forward, *sides, miner, options)
+        return eager()(self._forward, *sides, miner, options)
 
     def _forward(
         self,

@@ -24,10 +24,13 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``function(*args, **kwargs)``; ``torch.compile`` breaks its graph here, instead of unrolling loops."""
+def eager() -> Callable[..., Any]:
+    """Return ``call(function, *args, **kwargs)``, where ``torch.compile`` breaks its graph instead of unrolling loops.
+
+    A decorator would itself be traced, again for each function that it is given.
+    """
     if _is_compiling():
         from vl_plugins.untraced import call  # imports the compiler, which takes seconds
 
-        return call(function, *args, **kwargs)
-    return function(*args, **kwargs)
+        return call
+    return lambda function, *args, **kwargs: function(*args, **kwargs)

@@ -100,8 +100,8 @@ class TwoTowerLoss(nn.Module):
             NonFiniteLossError: the loss is NaN or infinite.
         """
         features = image_features, text_features
-        terms = eager(self._terms, *features, image_slots, text_slots, image_ids, logit_scale)
-        eager(check_finite, terms, *features, self.record)
+        terms = eager()(self._terms, *features, image_slots, text_slots, image_ids, logit_scale)
+        eager()(check_finite, terms, *features, self.record)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:

@@ -151,7 +151,7 @@ class PairLoss(BaseMetricLossFunction):
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
                 all similarities are needed.
         """
-        return eager(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
+        return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
 
     def from_similarities(
         self,

@@ -111,7 +111,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         """
         self.reset_stats()
         pairs = labels, indices_tuple, ref_labels
-        return eager(
+        return eager()(
             self._forward, embeddings, None if ref_emb is embeddings else ref_emb, pairs, slots, ref_slots, options
         )
 
