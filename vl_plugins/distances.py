@@ -145,12 +145,12 @@ def _compare(
     if paired and len(embeddings) != len(ref_emb):
         raise ValueError(f"paired sets must be equally many, got {len(embeddings)} and {len(ref_emb)}")
     x, y = full_precision(embeddings, ref_emb)
-    (x, *of_x), (y, *of_y) = _elements(x, normalize), _elements(y, normalize)
-    y_bias, y_weights, y_exists = (tensor.T for tensor in of_y)  # (K2, C), and (1, C)
+    (x, *x_parts), (y, *y_parts) = _elements(x, normalize), _elements(y, normalize)
+    y_bias, y_weights, y_exists = (tensor.T for tensor in y_parts)  # (K2, C), and (1, C)
     if paired:
         with torch.autocast(x.device.type, enabled=False):
             cosines = (x @ y.mT).permute(1, 2, 0)[None]
-        bias, weights, exists = (tensor.T[None] for tensor in of_x)  # (1, K1, C), and (1, 1, C)
+        bias, weights, exists = (tensor.T[None] for tensor in x_parts)  # (1, K1, C), and (1, 1, C)
         return _apply(formula, cosines, (bias, weights, exists[0]), (y_bias, y_weights, y_exists))[0]
     (k2, c), y = y_bias.shape, y.transpose(0, 1).flatten(0, 1)
 
@@ -164,14 +164,16 @@ def _compare(
         tiled = len(x) * size * x.element_size() > MATRIX_BYTES
     run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if tiled else block
     rows = block_rows(size, x.device, least=1)
-    return torch.cat([run(*parts) for parts in zip(*(tensor.split(rows) for tensor in (x, *of_x)), strict=True)])
+    return torch.cat([run(*parts) for parts in zip(*(tensor.split(rows) for tensor in (x, *x_parts)), strict=True)])
 
 
-def _apply(formula: Callable[..., Tensor], cosines: Tensor, of_x: Sequence[Tensor], of_y: Sequence[Tensor]) -> Tensor:
+def _apply(
+    formula: Callable[..., Tensor], cosines: Tensor, x_parts: Sequence[Tensor], y_parts: Sequence[Tensor]
+) -> Tensor:
     """Apply a formula, given the bias and weights of the elements of both sides, and which sets are not empty."""
-    cosines = cosines.add_(of_x[0][:, :, None]).add_(of_y[0])
+    cosines = cosines.add_(x_parts[0][:, :, None]).add_(y_parts[0])
     # Not masked: 0 times NaN is NaN.
-    return formula(cosines, of_x[1], of_y[1]) * of_x[2] * of_y[2]
+    return formula(cosines, x_parts[1], y_parts[1]) * x_parts[2] * y_parts[2]
 
 
 def _elements(sets: Tensor, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
