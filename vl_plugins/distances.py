@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.errors import number
-from vl_plugins.negatives import MATRIX_BYTES, block_rows
+from vl_plugins.negatives import LEAST_NORM, MATRIX_BYTES, block_rows
 from vl_plugins.numerics import full_precision
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
-SMALLEST_NORM = 1e-12  # of an element; a shorter one is padding
 
 
 def smooth_chamfer_similarity(embeddings: Tensor, ref_emb: Tensor, alpha: float = 16.0, **options: Any) -> Tensor:
@@ -181,7 +180,7 @@ def _elements(sets: Tensor, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Te
     if sets.shape[1] == 0:
         sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
     units, norms = unit_elements(sets)
-    absent = (norms < SMALLEST_NORM).to(sets.dtype).squeeze(2)
+    absent = (norms < LEAST_NORM).to(sets.dtype).squeeze(2)
     sizes = sets.shape[1] - absent.sum(1, keepdim=True)
     return units if normalize else sets, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1)
 
@@ -199,7 +198,7 @@ class _UnitElements(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
         norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-        units = vectors / norms.clamp(min=SMALLEST_NORM)
+        units = vectors / norms.clamp(min=LEAST_NORM)
         ctx.save_for_backward(vectors, units)
         ctx.mark_non_differentiable(norms)
         ctx.set_materialize_grads(False)
@@ -211,7 +210,7 @@ class _UnitElements(torch.autograd.Function):
             return None
         vectors, units = ctx.saved_tensors
         # Computed again, for second derivatives.
-        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=LEAST_NORM)
         return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
 
 

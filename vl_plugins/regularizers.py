@@ -11,8 +11,9 @@ from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vl_plugins.distances import SMALLEST_NORM, SetDistance, unit_elements
+from vl_plugins.distances import SetDistance, unit_elements
 from vl_plugins.errors import number
+from vl_plugins.negatives import LEAST_NORM
 from vl_plugins.numerics import full_precision
 
 __all__ = [
@@ -202,7 +203,7 @@ def join_sets(*sides: Tensor) -> JoinedSets:
     most = max(side.shape[1] for side in sides)
     sets = [side if side.shape[1] == most else pad(side, (0, 0, 0, most - side.shape[1])) for side in sets]
     units, norms = unit_elements(sets[0] if len(sets) == 1 else torch.cat(sets))
-    return JoinedSets(units, (norms >= SMALLEST_NORM).squeeze(2), [len(sets) for sets in sides])
+    return JoinedSets(units, (norms >= LEAST_NORM).squeeze(2), [len(sets) for sets in sides])
 
 
 class DiversityRegularizer(BaseRegularizer):
