@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.sources import CaptionedImage
 
 __all__ = ["make_pictures"]
 

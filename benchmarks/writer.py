@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.pictures import make_pictures
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 
 SAMPLES_PER_SHARD = 1000
 

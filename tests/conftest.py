@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.seeds import seed_torch
-from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
 
 # Several threads beside a busy process make small tensors slower, not faster.

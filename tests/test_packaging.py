@@ -20,7 +20,7 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
 EXTRAS += ("msgspec", "omegaconf", "datasets", "pyarrow", "safetensors", "clip_benchmark", "transformers")
-EXTRAS += ("accelerate", "tensorboard")
+EXTRAS += ("accelerate", "tensorboard", "duckdb")
 
 
 def modules():

@@ -11,8 +11,8 @@ from tests.helpers.archives import encode_archive, encode_picture
 from vl_plugins.cli import main
 from vl_plugins.commands.shards_info import format_statistics
 from vl_plugins.data import contact_sheet
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.statistics import Range, Repeats, SplitStatistics, shard_statistics
 
 

@@ -6,8 +6,8 @@ from PIL import Image
 from webdataset import TarWriter
 
 from tests.helpers.archives import encode_archive
-from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.collection import Collection, first_captions, read_collection
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.errors import UserError
 
 

@@ -6,8 +6,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vl_plugins.data import decoding
-from vl_plugins.data.annotations import read_karpathy
 from vl_plugins.data.evaluation_reader import EvaluationReader
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.errors import UserError
 
 

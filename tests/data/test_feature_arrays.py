@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.archives import encode_archive, read_archive
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.feature_arrays import decode_features, with_array_files
 from vl_plugins.data.shard_info import check_first_sample
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.statistics import Range, read_place, shard_statistics
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.training_batches import TrainingPipeline

@@ -3,7 +3,6 @@ import uuid
 
 import pytest
 
-from vl_plugins.data.annotations import RejectedImage
 from vl_plugins.data.manifest import (
     ForeignManifestError,
     is_shard_of,
@@ -13,6 +12,7 @@ from vl_plugins.data.manifest import (
     shard_name,
     update_index,
 )
+from vl_plugins.data.sources import RejectedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError
 

@@ -16,10 +16,10 @@ from PIL import Image
 from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.evaluation_reader import EvaluationReader
 from vl_plugins.data.manifest import read_manifest
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.training_batches import TrainingPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")

@@ -18,9 +18,9 @@ from PIL import Image
 from tests.helpers.archives import read_archive, read_folder
 from tests.helpers.processes import start_as_terminal
 from vl_plugins.data import shards as shards_module
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.images import resize_image
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage, RejectedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import MissingExtraError, UserError
 

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.batching import normalize_caption
 from vl_plugins.data.shard_files import input_of, read_texts
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.statistics import Range, Repeats, find_repeats, read_place, shard_statistics
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError

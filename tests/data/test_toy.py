@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import COLORS, write_toy_scenes
 from vl_plugins.errors import UserError
 

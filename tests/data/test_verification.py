@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.data.verification import verify_shards
 from vl_plugins.errors import UserError

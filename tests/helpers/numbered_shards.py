@@ -11,8 +11,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
-from vl_plugins.data.annotations import CaptionedImage
 from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import CaptionedImage
 
 transform = PILToTensor()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from vl_plugins.commands import shards_info, shards_verify
 from vl_plugins.commands.shards_sources import OPTIONS, SOURCES, Source, read_source
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.manifest import REJECTED_FILE
 from vl_plugins.data.parallel import usable_cores
 from vl_plugins.data.shards import TXT, write_shards
+from vl_plugins.data.sources import CaptionedImage, RejectedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError
 from vl_plugins.tables import align_columns

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage, read_karpathy
-from vl_plugins.data.caption_table import Columns, read_caption_table
-from vl_plugins.data.coco_captions import read_coco_captions, with_annotation_ids
 from vl_plugins.data.hugging_face import read_hugging_face
 from vl_plugins.data.images import FileFolder
+from vl_plugins.data.sources import (
+    CaptionedImage,
+    Columns,
+    RejectedImage,
+    read_coco_captions,
+    read_karpathy,
+    read_table,
+    with_annotation_ids,
+)
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError, one_of
 
@@ -28,14 +34,14 @@ class Source:
     Args:
         what: what it writes, for its help.
         examples: for its help.
-        read: reads what the arguments of the command line say.
+        read: reads the source, given the command line and the options that all readers have.
         options: names of :data:`OPTIONS` that it has.
         differences: what differs from these, by option.
     """
 
     what: str
     examples: Sequence[str]
-    read: Callable[[argparse.Namespace, Rejected], Read]
+    read: Callable[[argparse.Namespace, dict[str, Any]], Read]
     options: str
     differences: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -46,7 +52,8 @@ def read_source(arguments: argparse.Namespace, rejected: Rejected) -> Read:
     Raises:
         UserError: the source is wrong; there is no such split, or no image has a group.
     """
-    images, files, facts = SOURCES[arguments.action].read(arguments, rejected)
+    common = {"dataset_name": arguments.dataset_name, "rejected": rejected}
+    images, files, facts = SOURCES[arguments.action].read(arguments, common)
     splits = {image.split for image in (*images, *(rejected or ()))}
     for split in arguments.split or ():
         one_of("split", split, splits)
@@ -75,60 +82,41 @@ def _columns(arguments: argparse.Namespace) -> Columns:
     return Columns(arguments.image_column, captions, arguments.split_column, arguments.id_column, arguments.group_key)
 
 
-def _read_karpathy(arguments: argparse.Namespace, rejected: Rejected) -> Read:
-    images = read_karpathy(
-        arguments.annotations,
-        arguments.action,
-        dataset_name=arguments.dataset_name,
-        join_restval=not arguments.leave_restval,
-        group_key=arguments.group_key,
-        rejected=rejected,
-    )
+def _read_karpathy(arguments: argparse.Namespace, common: dict[str, Any]) -> Read:
     facts = {"format": f"karpathy-{arguments.action}", "annotations": _describe([arguments.annotations])}
+    common |= {"join_restval": not arguments.leave_restval, "group_key": arguments.group_key}
+    images = read_karpathy(arguments.annotations, arguments.action, **common)
     return images, arguments.images or arguments.features, {**facts, "caption_ids": "karpathy-sentence"}
 
 
-def _read_coco_captions(arguments: argparse.Namespace, rejected: Rejected) -> Read:
-    images = read_coco_captions(
-        arguments.annotations,
-        image_root=arguments.images,
-        dataset_name="coco" if arguments.dataset_name is None else arguments.dataset_name,
-        group_key=arguments.group_key,
-        rejected=rejected,
-    )
+def _read_coco_captions(arguments: argparse.Namespace, common: dict[str, Any]) -> Read:
+    common |= {
+        "dataset_name": "coco" if arguments.dataset_name is None else arguments.dataset_name,
+        "group_key": arguments.group_key,
+    }
+    images = read_coco_captions(arguments.annotations, image_root=arguments.images, **common)
     facts = {"format": "coco-captions", "annotations": _describe(arguments.annotations)}
     return images, arguments.images or arguments.features, {**facts, "caption_ids": "coco-annotation"}
 
 
-def _read_table(arguments: argparse.Namespace, rejected: Rejected) -> Read:
-    images = read_caption_table(
-        arguments.annotations,
-        _columns(arguments),
-        # Shells make it hard to give a tab itself.
-        delimiter="\t" if arguments.delimiter == r"\t" else arguments.delimiter,
-        dataset_name=arguments.dataset_name,
-        split_name=arguments.split_name,
-        rejected=rejected,
-    )
-    facts = {"format": "table", "annotations": _describe([arguments.annotations])}
-    return images, arguments.images or arguments.features, {**facts, "caption_ids": "running-number"}
+def _read_table(arguments: argparse.Namespace, common: dict[str, Any]) -> Read:
+    # Shells make it hard to give a tab itself.
+    common["delimiter"] = "\t" if arguments.delimiter == r"\t" else arguments.delimiter
+    common |= {key: getattr(arguments, key) for key in ("split_name", "val_fraction", "test_fraction")}
+    root = arguments.images or arguments.features
+    images = list(read_table(arguments.annotations, _columns(arguments), image_root=root, **common))
+    facts: dict[str, Any] = {"format": "table", "annotations": _describe([arguments.annotations])}
+    facts |= {key: value for key in ("val_fraction", "test_fraction") if (value := common[key])}
+    return images, root, {**facts, "caption_ids": "running-number"}
 
 
-def _read_hugging_face(arguments: argparse.Namespace, rejected: Rejected) -> Read:
-    images, files = read_hugging_face(
-        arguments.name,
-        _columns(arguments),
-        config=arguments.config,
-        revision=arguments.revision,
-        data_files=None if arguments.data_files is None else dict(arguments.data_files),
-        caption_lines=arguments.caption_lines,
-        join_restval=not arguments.leave_restval,
-        dataset_name=arguments.dataset_name,
-        rejected=rejected,
-    )
+def _read_hugging_face(arguments: argparse.Namespace, common: dict[str, Any]) -> Read:
+    common |= {"caption_lines": arguments.caption_lines, "join_restval": not arguments.leave_restval}
+    common |= {"data_files": None if arguments.data_files is None else dict(arguments.data_files)}
+    place = {"config": arguments.config, "revision": arguments.revision}
+    images, files = read_hugging_face(arguments.name, _columns(arguments), **place, **common)
     name = Path(arguments.name).name if Path(arguments.name).is_dir() else arguments.name
-    facts = {"format": "hugging-face", "name": name, "config": arguments.config, "revision": arguments.revision}
-    return images, files, {**facts, "caption_ids": "running-number"}
+    return images, files, {"format": "hugging-face", "name": name, **place, "caption_ids": "running-number"}
 
 
 def _split_pattern(text: str) -> tuple[str, str]:
@@ -173,7 +161,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "image ids; rows with the same id are one image (default: image_id, cocoid, ...)",
     },
     "--split-column": {"metavar": "COLUMN", "help": "splits (default: split, if present)"},
-    "--delimiter": {"metavar": "CHARACTER", "help": r"such as \t for a tab (default: comma in .csv, tab in .tsv)"},
+    "--delimiter": {
+        "metavar": "TEXT",
+        "help": r"such as \t for a tab (default: the first of tab, comma, '| ' and semicolon in the first line)",
+    },
+    "--val-fraction": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "X",
+        "help": "share of the images for val, if there is no split column; new rows move no image",
+    },
+    "--test-fraction": {"type": float, "default": 0.0, "metavar": "X", "help": "the same for test"},
     "--split-name": {
         "metavar": "NAME",
         "default": "train",
@@ -213,10 +211,10 @@ SOURCES = {
         "images and captions of a table (CSV, TSV, JSON Lines)",
         ["vl-plugins shards table --annotations birds.csv --images pictures --out shards"],
         _read_table,
-        "--annotations --image-column --caption-column --split-column --id-column --delimiter --split-name --split "
-        "--group-key",
+        "--annotations --image-column --caption-column --split-column --id-column --delimiter --split-name "
+        "--val-fraction --test-fraction --split --group-key",
         {
-            "--annotations": {"help": "the table: .csv or .tsv with a header, or .jsonl"},
+            "--annotations": {"help": "the table: text with a row of column names, or .jsonl"},
             "--image-column": {
                 "help": "image paths; rows with the same path are one image (default: image, filepath, ...)"
             },

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import PureWindowsPath
 from typing import Any
 
-from vl_plugins.data.annotations import CaptionedImage
+from vl_plugins.data.sources import CaptionedImage
 from vl_plugins.data.storage import error_text
 from vl_plugins.errors import UserError, require
 

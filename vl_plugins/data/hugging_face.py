@@ -1,14 +1,21 @@
 """Image-caption data sets of the Hugging Face hub, and local folders of Parquet files, images or WebDataset tars."""
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage, gather_images, place_of
-from vl_plugins.data.caption_table import Columns
 from vl_plugins.data.images import FileFolder
+from vl_plugins.data.sources import (
+    CaptionedImage,
+    Columns,
+    PlacedRow,
+    RejectedImage,
+    as_id,
+    group_rows,
+    is_integer,
+    join_rows,
+)
 from vl_plugins.data.storage import MAX_FILE_BYTES, read_file
 from vl_plugins.errors import UserError, first_line, require
 
@@ -46,11 +53,8 @@ class HuggingFaceFiles(FileFolder):
             raise UserError(f"the row names the file {path}, which is not of the data set")
         return read_file(path, "the file", MAX_FILE_BYTES)  # of a folder of images
 
-    def state(self, file: str) -> str | None:
-        try:
-            return hashlib.sha256(self.read(file)).hexdigest()  # a copy that is downloaded again is the same
-        except UserError:
-            return None
+    def state(self, file: str) -> str:
+        return self.splits[file.partition("/")[0]]._fingerprint  # of all rows, so that no image is read twice
 
     def place(self, file: str) -> str:
         return f"{self.name}: {file}"
@@ -71,7 +75,7 @@ def read_hugging_face(
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
     Rows of one split with the same id and an image of as many bytes are one image, see
-    :func:`~vl_plugins.data.annotations.gather_images`. Caption ids are running numbers.
+    :func:`~vl_plugins.data.sources.join_rows`. Caption ids are running numbers.
 
     Args:
         name: name on the hub, such as ``"jxie/coco_captions"``, or a local folder of Parquet files, of images with
@@ -86,7 +90,7 @@ def read_hugging_face(
         caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
         join_restval: whether ``restval`` counts as ``train``.
         dataset_name: by default the last part of ``name``.
-        rejected: a list for images that cannot be used, see :func:`~vl_plugins.data.annotations.gather_images`.
+        rejected: a list for images that cannot be used, see :func:`~vl_plugins.data.sources.join_rows`.
 
     Returns:
         The images in the order in which they first appear, and their files.
@@ -111,9 +115,11 @@ def read_hugging_face(
         raise UserError(f"{name}: column {columns.image!r} has no images; columns: {', '.join(features)}") from error
     if dataset_name is None:
         dataset_name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(name).resolve().name)
-    split_names = {"validation": "val", **({"restval": "train"} if join_restval else {})}
-    rows = _rows(name, splits, columns, dataset_name, caption_lines, split_names)
-    images = gather_images(rows, rejected)
+    rows = list(_rows(name, splits, columns, dataset_name, caption_lines, join_restval))
+    integers = all(is_integer(row["image_id"]) for _, row in rows)
+    for _, row in rows:
+        row["image_id"] = as_id(row["image_id"], integers)
+    images = list(join_rows(group_rows(rows), rejected))
     images_only = {split: rows.select_columns([columns.image]) for split, rows in splits.items()}
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     folders = [Path(name)] if Path(name).is_dir() else [Path(cache) for cache in caches]
@@ -134,14 +140,16 @@ def _rows(
     columns: Columns,
     dataset_name: str,
     caption_lines: bool,
-    split_names: Mapping[str, str],
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    join_restval: bool,
+) -> Iterator[PlacedRow]:
     """Yield all rows; those of one image have the same path."""
     compute = require("pyarrow.compute", extra="hub")
-    needed = {*columns.captions, columns.split, columns.id, columns.group} - {None}
+    wanted = [*columns.captions, columns.split, columns.id, columns.group]
     for split, dataset in splits.items():
         file_names = [column for column in FILE_NAME_COLUMNS if column in {*dataset.features} - {columns.image}]
-        batches = dataset.select_columns([columns.image, *(needed | {*file_names})]).with_format("arrow")
+        names = list(dict.fromkeys(column for column in (*wanted, *file_names) if column is not None))
+        batches = dataset.select_columns([columns.image, *names]).with_format("arrow")
+        pick = columns.picker(names, dataset_name, split, caption_lines)
         files: dict[Any, str] = {}
         number = 0
         for batch in batches.iter(ROWS_TOGETHER):
@@ -149,14 +157,13 @@ def _rows(
             image = batch[columns.image]
             paths = compute.struct_field(image, "path").to_pylist()
             sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
-            for row, path, size in zip(batch.drop_columns([columns.image]).to_pylist(), paths, sizes, strict=True):
-                picked = columns.pick(row, dataset_name, split, caption_lines)
-                file_name = next((row[column] for column in file_names if row[column]), path)
+            for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
+                row = pick(list(values.values()))
+                file_name = next((values[column] for column in file_names if values[column]), path)
                 file = f"{split}/{number}/{PurePosixPath(str(file_name or '')).name or number}"
-                place = place_of(name, "row", number, file)
                 if columns.id is not None:
-                    file = files.setdefault((str(picked["image_id"]), size), file)
-                if isinstance(picked["split"], str):
-                    picked["split"] = split_names.get(picked["split"], picked["split"])
-                yield place, {**picked, "file": file, "filename": PurePosixPath(file).name}
+                    file = files.setdefault((str(row["image_id"]), size), file)
+                if row["split"] == "restval" and join_restval:
+                    row["split"] = "train"
+                yield f"{name}: {split} row {number}", {**row, "file": file, "filename": PurePosixPath(file).name}
                 number += 1

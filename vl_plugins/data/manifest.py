@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any, TypedDict
 
 from vl_plugins import __version__
-from vl_plugins.data.annotations import RejectedImage
 from vl_plugins.data.json_text import check_type, parse_json, to_json
+from vl_plugins.data.sources import RejectedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError, unknown_name
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vl_plugins.data.annotations import CaptionedImage, RejectedImage
 from vl_plugins.data.feature_arrays import FEATURE_EXTENSION, decode_features, with_array_files
 from vl_plugins.data.images import FileFolder, inspect_image, resize_image
 from vl_plugins.data.json_text import check_type, parse_json, to_json
 from vl_plugins.data.manifest import ShardFacts, is_shard_of, read_manifest, shard_name, update_index
 from vl_plugins.data.parallel import map_in_processes
 from vl_plugins.data.shard_files import INPUTS
+from vl_plugins.data.sources import CaptionedImage, RejectedImage
 from vl_plugins.data.storage import Folder
 from vl_plugins.errors import UserError, one_of, require
 

@@ -22,7 +22,7 @@ from tests.helpers.open_clip_training import (
     small_shard_flags,
 )
 from tests.helpers.processes import start_as_terminal
-from vl_plugins.data.annotations import read_karpathy
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.integrations.open_clip.run_folder import check_is_free

@@ -1,0 +1,227 @@
+"""Data sets with the columns of the hub's mirrors, made by ``datasets`` itself, against shards of Karpathy's files."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import webdataset
+from torchvision.transforms import PILToTensor
+
+from vl_plugins.cli import main
+from vl_plugins.data.hugging_face import HuggingFaceFiles, read_hugging_face
+from vl_plugins.data.shards import write_shards
+from vl_plugins.data.sources import read_karpathy
+from vl_plugins.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def items(toy_scenes):
+    """Karpathy's entries of the toy scenes, in the order of train, val and test, each with its picture."""
+    items = json.loads((toy_scenes / "dataset_toy.json").read_text())["images"]
+    for item in items:
+        picture = toy_scenes / item["filepath"] / item["filename"]
+        item["image"] = {"bytes": picture.read_bytes(), "path": item["filename"]}
+        item["caption"] = [sentence["raw"] for sentence in item["sentences"]]
+    return items
+
+
+def write_parquet(folder, **splits):
+    """Write each split's rows as a Parquet file, images as bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        dataset = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+        dataset.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def columns(item, *names):
+    return {name: item[name] for name in ("image", *names)}
+
+
+@pytest.fixture(scope="module")
+def flickr30k(items, tmp_path_factory):
+    """Columns and only split of nlphuji/flickr30k."""
+    rows = [{**columns(item, "caption", "split", "filename"), "img_id": str(item["cocoid"])} for item in items]
+    return write_parquet(tmp_path_factory.mktemp("flickr30k") / "mirror", test=rows)
+
+
+def run_shards(source, out, *flags):
+    arguments = ["shards", "hugging-face", source, "--out", out, "--dataset-name", "toy", "--samples-per-shard", 8]
+    return main([str(argument) for argument in (*arguments, "--workers", 1, *flags)])
+
+
+@pytest.mark.parametrize(("workers", "splits"), [(1, ["train", "val", "test"]), (2, ["test"])])
+def test_flickr30k_gives_the_bytes_of_karpathys_files(flickr30k, toy_shards, tmp_path, workers, splits):
+    assert run_shards(flickr30k, tmp_path, "--workers", workers, "--split", *splits) == 0
+    expected = {path.name: path.read_bytes() for split in splits for path in toy_shards.glob(f"*-{split}-*.tar")}
+    assert len(expected) == (14 if workers == 1 else 3)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.tar")} == expected
+
+
+def test_coco_with_a_row_per_caption_is_read_once(items, toy_scenes, tmp_path, monkeypatch):
+    """Columns and splits of jxie/coco_captions; the rows of an image are not adjacent."""
+    splits = {"train": [], "validation": [], "test": []}
+    for number in range(5):
+        for item in items:
+            row = {**columns(item, "filename", "cocoid"), "caption": item["caption"][number]}
+            splits[item["split"].replace("val", "validation")].append(row)
+    folder = str(write_parquet(tmp_path / "coco", **splits))
+    assert {image.split for image in read_hugging_face(folder, data_files={"mine": "validation-*"})[0]} == {"mine"}
+    images, files = read_hugging_face(folder)
+    expected = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    assert len(expected) == 112
+    ours, theirs = (
+        [(image.image_id, image.filename, image.captions, image.split) for image in source]
+        for source in (images, expected)
+    )
+    assert ours == theirs
+    read, reads = HuggingFaceFiles.read, []
+    monkeypatch.setattr(HuggingFaceFiles, "read", lambda self, file: reads.append(file) or read(self, file))
+    write_shards(images, files, tmp_path / "out")
+    assert reads == [image.file for image in images]
+
+
+def test_captions_as_karpathys_sentences(items, tmp_path):
+    """As in HuggingFaceM4/COCO, an object in each row with the split of the row; also a list of objects."""
+    items = [item | {"split": "restval"} if item["imgid"] % 2 else item for item in items[:6]]
+    lists = [columns(item, "cocoid", "split", "sentences") for item in items]
+    rows = [row | {"sentences": sentence} for row in lists for sentence in row["sentences"]]
+    one_each, _ = read_hugging_face(str(write_parquet(tmp_path / "rows", train=rows)))
+    listed, _ = read_hugging_face(str(write_parquet(tmp_path / "lists", train=lists)), join_restval=False)
+    for images in (one_each, listed):
+        assert [image.image_id for image in images] == [item["cocoid"] for item in items]
+        assert [list(image.captions) for image in images] == [item["caption"] for item in items]
+    assert {image.split for image in one_each} == {"train"}
+    assert [image.split for image in listed] == ["train", "restval"] * 3
+
+
+def test_columns_and_configurations_that_are_named(items, tmp_path):
+    rows = [
+        columns(item, "cocoid")
+        | {"thumbnail": item["image"], "text": "no", "words": item["caption"][0], "more": [item["caption"][1]]}
+        | {"part": "restval", "scene": number % 2}
+        for number, item in enumerate(items[:4])
+    ]
+    write_parquet(tmp_path / "mirror" / "some", train=rows)
+    write_parquet(tmp_path / "mirror" / "other", train=rows[:1])
+    configs = "[{config_name: other, data_files: other/*}, {config_name: some, data_files: some/*}]"
+    (tmp_path / "mirror" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    flags = "--config some --image-column image --caption-column words more --id-column cocoid --split-column part"
+    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split(), "--group-key", "scene", "--dry-run") == 0
+    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split(), "--leave-restval", "--txt", "all") == 0
+    (shard,) = (tmp_path / "out").glob("toy-restval-*.tar")
+    samples = list(webdataset.WebDataset(str(shard), shardshuffle=False))
+    assert [sample["txt"].decode().split("\n") for sample in samples] == [item["caption"][:2] for item in items[:4]]
+    assert [json.loads(sample["json"])["image_id"] for sample in samples] == [item["cocoid"] for item in items[:4]]
+
+
+def test_a_folder_of_images(items, tmp_path):
+    names = ["1.png", "2.png", "3.png"]
+    for name, item in zip(names, items, strict=False):
+        (tmp_path / name).write_bytes(item["image"]["bytes"])
+    with open(tmp_path / "metadata.csv", "w", newline="") as stream:
+        csv.writer(stream).writerows([["file_name", "caption_0", "caption_1"], *([name, "a", "b"] for name in names)])
+    images, files = read_hugging_face(str(tmp_path))
+    expected = [(number, name, ("a", "b")) for number, name in enumerate(names)]
+    assert [(image.image_id, image.filename, image.captions) for image in images] == expected
+    assert [files.read(image.file) for image in images] == [item["image"]["bytes"] for item in items[:3]]
+    # Another picture is noticed by a run that goes on.
+    states = [files.state(image.file) for image in images]
+    assert states == [read_hugging_face(str(tmp_path))[1].state(image.file) for image in images]
+    (tmp_path / "2.png").write_bytes(items[3]["image"]["bytes"])
+    os.utime(tmp_path / "2.png", (1, 1))
+    images, files = read_hugging_face(str(tmp_path))
+    assert files.read(images[1].file) == items[3]["image"]["bytes"]
+    assert files.state(images[1].file) != states[1]
+
+
+def test_a_row_does_not_name_a_file_of_ones_own(items, tmp_path):
+    (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}], "caption": ["a"]}
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train.parquet")
+    (image,), files = read_hugging_face(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
+        files.read(image.file)
+
+
+def test_tars_of_clip_benchmark(items, tmp_path):
+    """Its own reader says which captions there are."""
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    (tmp_path / "test").mkdir()
+    for number, item in enumerate(items[:3]):
+        with webdataset.TarWriter(str(tmp_path / f"test/{number}.tar")) as writer:
+            text = "\n".join(item["caption"][: 1 + number])
+            writer.write({"__key__": f"s{number:07d}", "png": item["image"]["bytes"], "txt": text})
+    (tmp_path / "test/nshards.txt").write_text("3")
+    (tmp_path / "dataset_type.txt").write_text("retrieval")
+    dataset = builder.build_wds_dataset("toy", transform=PILToTensor(), data_dir=str(tmp_path))
+    images, files = read_hugging_face(str(tmp_path), caption_lines=True)
+    assert [(image.image_id, image.split) for image in images] == [(f"s{number:07d}", "test") for number in range(3)]
+    assert [list(image.captions) for image in images] == [captions for _, captions in dataset]
+    assert files.read(images[2].file) == items[2]["image"]["bytes"]
+
+
+def test_wrong_rows_are_named_and_complete_shards_kept(items, tmp_path, capsys):
+    rows = [columns(item) | {"caption": item["caption"], "id": str(item["cocoid"])} for item in items[:24]]
+    rows[20]["image"] = {"bytes": b"no image", "path": "20.png"}
+    folder = write_parquet(tmp_path / "mirror", train=rows)
+    kept = []
+    for _ in range(2):
+        assert run_shards(folder, tmp_path / "out") == 2
+        place = f"mirror: train/20/20.png (image id {rows[20]['id']})"
+        assert capsys.readouterr().err.splitlines()[-1].endswith(f"{place}: the file is not an image")
+        kept.append({path: path.stat().st_ino for path in (tmp_path / "out").glob("*.tar")})
+    assert len(kept[0]) == 2
+    assert kept[0] == kept[1]
+
+    rows[3]["caption"], rows[5]["id"], rows[7]["image"] = [], rows[4]["id"], None
+    folder = write_parquet(tmp_path / "more", train=rows)
+    assert run_shards(folder, tmp_path / "skipped", "--on-error", "skip") == 0
+    rejected = [json.loads(line) for line in (tmp_path / "skipped" / "rejected.jsonl").read_text().splitlines()]
+    assert [(item["image"].removeprefix(f"{folder}: "), item["reason"].partition(";")[0]) for item in rejected] == [
+        (f"train row 3 ({items[3]['filename']})", "it has no captions"),
+        (f"train row 5 ({items[5]['filename']})", f"image id {rows[4]['id']} occurs more than once"),
+        ("train/7/7", "the row has no image"),
+        ("train/20/20.png", "the file is not an image"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--caption-column captoin", "unknown column 'captoin' (did you mean 'caption'?); known: caption, filename,"),
+        (
+            "--image-column caption --caption-column filename",
+            "column 'caption' has no images; columns: image, caption, ",
+        ),
+        ("--id-column caption", "which column has the captions? name it with --caption-column; columns: 'image', "),
+        ("--split traim", "unknown split 'traim' (did you mean 'train'?); known: test, train, val"),
+    ],
+)
+def test_wrong_columns_are_one_line(flickr30k, tmp_path, capsys, flags, message):
+    assert run_shards(flickr30k, tmp_path / "out", *flags.split()) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_hub_without_a_network(tmp_path):
+    command = [sys.executable, "-m", "vl_plugins.cli", "shards", "hugging-face", "someone/birds", "--out", "out"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("vl-plugins shards: error: cannot load someone/birds: ")

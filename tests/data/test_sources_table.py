@@ -1,0 +1,253 @@
+import csv
+import json
+import re
+
+import pandas
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip_train.data import CsvDataset
+
+from vl_plugins.data.sources import CaptionedImage, Columns, read_table
+from vl_plugins.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_table(content, name="birds.csv"):
+        file = tmp_path / name
+        if isinstance(content, list):
+            content = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in content)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return file
+
+    return write_table
+
+
+def facts(images):
+    return [(image.image_id, image.file, image.captions, image.caption_ids, image.split) for image in images]
+
+
+def test_rows_of_one_image_are_joined_where_it_appears_first(write):
+    table = "image,caption,split,id,object\n./b.jpg,one,validation,7,f\na/a.jpg,two,train,5,\nb.jpg,x,validation,7,f\n"
+    assert list(read_table(write(table), Columns(group="object"))) == [
+        CaptionedImage(7, "b.jpg", ("one", "x"), (0, 1), "val", "birds", "./b.jpg", "f"),
+        CaptionedImage(5, "a/a.jpg", ("two",), (2,), "train", "birds", "a/a.jpg"),
+    ]
+
+
+@pytest.mark.parametrize("separator", ["\t", ","])
+def test_the_csv_of_open_clip_as_its_own_reader_reads_it(write, separator):
+    captions = ['a cat, a "dog"', "two\nlines", "a\ttab"]
+    table = pandas.DataFrame({"filepath": ["a/1.jpg", "a/1.jpg", "2.jpg"], "title": captions})
+    file = write(table.to_csv(index=False, sep=separator), "train.csv")
+    theirs = CsvDataset(file, None, "filepath", "title", sep=separator)
+    images = list(read_table(file))
+    assert [image.file for image in images] == ["a/1.jpg", "2.jpg"]
+    ours = [(image.file, caption) for image in images for caption in image.captions]
+    assert ours == list(zip(theirs.images, theirs.captions, strict=True))
+
+
+def test_the_tables_of_kaggles_flickr_data_sets(write):
+    file = write('image,caption\na.jpg,"one , two ."\na.jpg,three .\n', "captions.txt")
+    assert facts(read_table(file)) == [(0, "a.jpg", ("one , two .", "three ."), (0, 1), "train")]
+    table = 'image_name| comment_number| comment\na.jpg| 0| "One" , two .\na.jpg| 1| three .\nb.jpg| 4   four .\n'
+    file, rejected = write(table, "results.csv"), []
+    columns = Columns(image="image_name", captions=["comment"])
+    assert facts(read_table(file, columns, rejected=rejected))[0][2] == ('"One" , two .', "three .")
+    (item,) = rejected
+    assert (item.image, item.reason) == (f"{file}: line 4 (b.jpg)", "2 fields, but 3 column names")
+
+
+def test_absolute_paths_inside_the_root(write, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    root = tmp_path / "root"
+    file = write(f"image,caption\n{root}//a/1.jpg,one\na/1.jpg,two\n{root}/./2.jpg,three\n")
+    for given_root in (root, f"{root}/", tmp_path / "link"):
+        images = list(read_table(file, image_root=given_root))
+        assert [(image.file, image.filename, image.captions) for image in images] == [
+            ("a/1.jpg", "a/1.jpg", ("one", "two")),
+            ("2.jpg", "2.jpg", ("three",)),
+        ]
+    for path in (f"{root}2/1.jpg", f"{root}/../1.jpg", f"{root}/a/../../1.jpg"):
+        with pytest.raises(UserError, match="leads out of the image root"):
+            list(read_table(write(f"image,caption\n{path},one\n"), image_root=root))
+
+
+def test_fractions_of_images_whose_split_stays_when_rows_are_added(write):
+    def splits(numbers, val=0.2, **options):
+        rows = "".join(f"{number}.jpg,a cat,{number // 2}\n" for number in numbers)
+        images = read_table(write(f"image,caption,film\n{rows}"), val_fraction=val, test_fraction=0.1, **options)
+        return {image.file: image.split for image in images}
+
+    some, more = splits(range(0, 1000, 2)), splits(range(1000))
+    assert {file: more[file] for file in some} == some
+    counts = [list(more.values()).count(split) for split in ("train", "val", "test")]
+    # Four standard deviations, sqrt(1000 p (1 - p)).
+    assert all(
+        abs(count - mean) < 4 * (mean * (1 - mean / 1000)) ** 0.5
+        for count, mean in zip(counts, (700, 200, 100), strict=True)
+    )
+    assert [file for file, split in splits(range(1000), val=0).items() if split == "test"] == [
+        file for file, split in more.items() if split == "test"
+    ]
+    grouped = splits(range(100), split_name="mine", columns=Columns(group="film"))
+    assert all(grouped[f"{number}.jpg"] == grouped[f"{number + 1}.jpg"] for number in range(0, 100, 2))
+    assert set(grouped.values()) == {"mine", "val", "test"}
+    with pytest.raises(UserError, match=r"has splits in column 'split'; leave out val_fraction and test_fraction"):
+        list(read_table(write("image,caption,split\na.jpg,one,val\n"), val_fraction=0.1))
+    for fraction in (-0.1, 1, float("nan")):
+        with pytest.raises(UserError, match="must be at least 0, and below 1 together"):
+            splits([1], fraction)
+
+
+def test_columns_by_name_and_by_choice(write):
+    names = "text,caption 3,Caption,caption_12,caption1,title,image_path,filepath,image_id,id,split"
+    file = write(f"{names}\n0,1,2,3,4,5,a.jpg,b.jpg,7,8,val\n1,,2, ,9,5,c.jpg,d.jpg,8,9,val\n")
+    assert facts(read_table(file)) == [
+        (7, "b.jpg", ("0", "1", "3", "4"), (0, 1, 2, 3), "val"),
+        # An empty one of several columns means that there are fewer captions.
+        (8, "d.jpg", ("1", "9"), (4, 5), "val"),
+    ]
+    columns = Columns(image="image_path", captions=["title", "text"], split="caption1", id="id")
+    assert facts(read_table(file, columns))[0] == (8, "a.jpg", ("5", "0"), (0, 1), "4")
+
+
+def test_json_lines(write):
+    rows = [
+        {"image": "a.jpg", "caption": ["one", "two"], "id": 3},
+        "",
+        {"caption": None, "image": "b.jpg", "caption 1": "four", "id": "4"},
+        {"image": "c.jpg", "caption": [{"raw": "five"}], "caption 1": {"text": ["six"]}, "id": 5},
+    ]
+    images = list(read_table(write(rows, "käse brot.v2.JSONL")))
+    assert facts(images) == [
+        (3, "a.jpg", ("one", "two"), (0, 1), "train"),
+        (4, "b.jpg", ("four",), (2,), "train"),
+        (5, "c.jpg", ("five", "six"), (3, 4), "train"),
+    ]
+    assert images[0].dataset == "k_se_brot_v2"
+
+
+@pytest.mark.parametrize("text", ["02", "-0", " 2", "1_0", "١", "9" * 19])
+def test_ids_are_integers_when_all_are(write, text):
+    def ids(*values):
+        rows = "".join(f"{index}.jpg,a cat,{value}\n" for index, value in enumerate(values))
+        return [image.image_id for image in read_table(write(f"image,caption,id\n{rows}"))]
+
+    assert ids("0", "-3", "9" * 18) == [0, -3, 10**18 - 1]
+    assert ids("1", text) == ["1", text]
+
+
+CSV = "image,caption\na.jpg,one\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.csv", "", {}, "a.csv has no rows"),
+        ("a.txt", "image,caption\n", {}, "a.txt has no rows"),
+        ("a.jsonl", "\n", {}, "a.jsonl has no rows"),
+        ("a.csv", CSV, {"columns": Columns(id="capton")}, "unknown column 'capton' .*; known: caption, image"),
+        ("a.csv", CSV.replace("image", "file"), {}, "has the images.* --image-column; columns: 'file', 'caption'"),
+        (
+            "a.csv",
+            CSV.replace("caption", "words"),
+            {},
+            "has the captions.* --caption-column; columns: 'image', 'words'",
+        ),
+        ("a.csv", "image,caption,image\na.jpg,one,b.jpg\n", {}, "two columns have the same name: 'image', 'caption', "),
+        ("a.csv", CSV, {"delimiter": "::"}, "line 1: .*delimiter.* must be a .*character"),
+        ("a.csv", CSV, {"split_name": "a/b"}, "'a/b' cannot name a split"),
+        ("a.csv", f"{CSV}a.jpg,{'x' * 131073}\n", {}, "line 3: field larger than field limit"),
+        ("a.csv", f'{CSV}\na.jpg,"one\ntwo', {}, "line 4: unexpected end of data; is a quote missing"),
+        ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
+        ("a.csv", b'image,caption\n"a\n.jpg",x\nb.jpg,caf\xe9\n', {}, "line 4: it is not UTF-8"),
+        ("a.csv", "image,caption,split\na.jpg,one,a.b\n", {}, r"line 2 \(a.jpg\): 'a.b' cannot name a split"),
+        ("a.csv", "image,caption,split\na.jpg,one\n", {}, r"line 2 \(a.jpg\): 2 fields, but 3 column names"),
+        ("a.jsonl", f"\n{CSV}", {}, "line 2: it is not a JSON object: JSON is malformed"),
+        ("a.jsonl", '["a.jpg", "one"]', {}, "line 1: it is not a JSON object: Expected `object`, got `array`"),
+        ("a.jsonl", b'{"image": "a", "caption": "caf\xe9"}\n', {}, "line 1: it is not a JSON object: 'utf-8' codec"),
+        ("a.jsonl", '{"image": "\\ud800", "caption": "a"}\n', {}, "line 1: it is not a JSON object: "),
+    ],
+)
+def test_a_wrong_file_always_raises(write, name, content, options, message):
+    file, rejected = write(content, name), []
+    with pytest.raises(UserError, match=message) as raised:
+        list(read_table(file, **options, rejected=rejected))
+    assert "\n" not in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+# The object in line 3 of JSON Lines with good ones in lines 1 and 4.
+WRONG_OBJECTS = {
+    "no path": ({"image": None}, "line 3", r"Expected `str`, got `null`"),
+    "blank path": ({"image": " "}, "line 3 ( )", "its path is blank"),
+    "caption is null": ({"caption": None}, "line 3 (b.jpg)", "it has no captions"),
+    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", r"Expected `str`, got `int` - at `\$.captions\[0\]`"),
+    "blank in a list": ({"caption": ["a", " "]}, "line 3 (b.jpg)", "caption ' ' is blank"),
+    "id is null": ({"id": None}, "line 3 (b.jpg)", "its image id is blank"),
+    "id is true": ({"id": True}, "line 3 (b.jpg)", r"Expected `int \| str`, got `bool` - at `\$.image_id`"),
+    "same id as text": ({"id": "2"}, "line 3 (b.jpg)", "image id 2 occurs more than once"),
+    "path of two lines": ({"image": "../b\n.jpg"}, r"line 3 (../b\n.jpg)", "leads out of the image root"),
+    "nested": ({"caption": json.loads("[" * 900 + "]" * 900)}, "line 3 (b.jpg)", "Expected `str`, got `array`"),
+}
+
+
+def check_wrong_row(file, place, message, kept):
+    rejected = []
+    with pytest.raises(UserError, match=message) as raised:
+        list(read_table(file, split_name="val"))
+    assert str(raised.value).startswith(f"{file}: {place}: ")
+    assert [image.file for image in read_table(file, split_name="val", rejected=rejected)] == kept
+    assert [(item.image, item.split) for item in rejected] == [(f"{file}: {place}", "val")]
+    assert re.search(message, rejected[0].reason)
+
+
+@pytest.mark.parametrize("problem", WRONG_OBJECTS)
+def test_a_wrong_row_raises_or_is_rejected(write, problem):
+    changes, place, message = WRONG_OBJECTS[problem]
+    first, wrong, last = ({"image": f"{name}.jpg", "caption": "one", "id": ord(name) % 16 + 1} for name in "abc")
+    file = write([first, "", {**wrong, **changes}, last], "birds.jsonl")
+    check_wrong_row(file, place, message, ["a.jpg", "c.jpg"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "reason"),
+    [
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in .*: line 2"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in .*: line 2"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "caption '' is blank"),
+        ("a.jpg,a,val,\nb.jpg,x,val,2\na.jpg,b,val,1\n", 2, "its image id is blank"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
+    ],
+)
+def test_an_image_is_rejected_with_all_rows_and_the_first_that_is_wrong(write, rows, line, reason):
+    check_wrong_row(write(f"image,caption,split,id\n{rows}"), f"line {line} (a.jpg)", reason, ["b.jpg"])
+
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
+# What has a meaning in tables, more often than by chance.
+SIGNS = st.lists(st.sampled_from(['"', "'", "\n", "\r", "\r\n", "\t", ",", ";", "\\", "é", "\u2028", "\ufeff", "a"]))
+CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(str.strip)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(CAPTIONS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
+def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, random_order):
+    """Also when the rows of an image are apart."""
+    folder = tmp_path_factory.mktemp("tables")
+    rows = [(f"{index}.jpg", caption) for index, captions in enumerate(captions_of_images) for caption in captions]
+    random_order.shuffle(rows)
+    expected = {}
+    for name, caption in rows:
+        expected.setdefault(name, []).append(caption)
+    for name, options in (("a.csv", {}), ("a.tsv", {"delimiter": "\t"}), ("b.csv", {"delimiter": ";"})):
+        with (folder / name).open("w", encoding="utf-8-sig", newline="") as stream:
+            csv.writer(stream, **options).writerows([("image", "caption"), *rows])
+    for ascii_only in (True, False):
+        lines = [json.dumps({"image": name, "caption": caption}, ensure_ascii=ascii_only) for name, caption in rows]
+        (folder / f"{ascii_only}.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
+    for name in ("a.csv", "a.tsv", "b.csv", "True.jsonl", "False.jsonl"):
+        images = read_table(folder / name)
+        assert [(image.file, list(image.captions)) for image in images] == list(expected.items()), name
