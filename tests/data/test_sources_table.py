@@ -36,6 +36,16 @@ def test_rows_of_one_image_are_joined_where_it_appears_first(write):
     ]
 
 
+def test_a_table_that_is_inserted_and_fetched_in_parts(write):
+    rows = [(f"{number * 7919 % 4001}.jpg", f"caption {number}") for number in range(30_000)]
+    expected = {}
+    for name, caption in rows:
+        expected.setdefault(name, []).append(caption)
+    table = "image,caption\n" + "".join(f"{name},{caption}\n" for name, caption in rows)
+    images = read_table(write(table))
+    assert [(image.file, list(image.captions)) for image in images] == list(expected.items())
+
+
 @pytest.mark.parametrize("separator", ["\t", ","])
 def test_the_csv_of_open_clip_as_its_own_reader_reads_it(write, separator):
     captions = ['a cat, a "dog"', "two\nlines", "a\ttab"]
@@ -247,7 +257,8 @@ def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, r
             csv.writer(stream, **options).writerows([("image", "caption"), *rows])
     for ascii_only in (True, False):
         lines = [json.dumps({"image": name, "caption": caption}, ensure_ascii=ascii_only) for name, caption in rows]
-        (folder / f"{ascii_only}.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
+        encoding = "utf-8" if ascii_only else "utf-8-sig"
+        (folder / f"{ascii_only}.jsonl").write_text("\n".join(lines), encoding=encoding, newline="")
     for name in ("a.csv", "a.tsv", "b.csv", "True.jsonl", "False.jsonl"):
         images = read_table(folder / name)
         assert [(image.file, list(image.captions)) for image in images] == list(expected.items()), name
