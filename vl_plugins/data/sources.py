@@ -12,10 +12,10 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypedDict
 
-from vl_plugins.data.batching import normalize_caption
+from vl_plugins.data.captions import LABEL, CaptionedImage, RejectedImage, normalize_caption
 from vl_plugins.data.json_text import check_type, parse_json
 from vl_plugins.data.storage import open_regular, read_file
 from vl_plugins.errors import UserError, one_of, require, unknown_name, user_errors
@@ -35,72 +35,11 @@ __all__ = [
     "with_annotation_ids",
 ]
 
-LABEL = re.compile(r"[A-Za-z0-9_-]+")
-UNSAFE = re.compile(r"^/|[\\:]|\.\.")  # may lead out of a folder
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 
 Rejected = list["RejectedImage"] | None
 Row = dict[str, Any]
 PlacedRow = tuple[str, Row]
-
-
-@dataclass(frozen=True)
-class CaptionedImage:
-    """One image with its captions.
-
-    Args:
-        image_id: unique in the source.
-        file: POSIX path relative to the image root; never absolute and without ``..``.
-        captions: at least one, none blank, in source order.
-        caption_ids: one id per caption, unique in the source.
-        split, dataset: names such as ``"train"``; letters, digits, ``_`` and ``-`` only.
-        filename: name of the image file in the source.
-        group: id of images that belong together, such as frames of a video; None or blank text for no group.
-
-    Raises:
-        UserError: a value is not as above, or a text is not valid Unicode.
-    """
-
-    image_id: int | str
-    file: str
-    captions: tuple[str, ...]
-    caption_ids: tuple[int | str, ...]
-    split: str
-    dataset: str
-    filename: str
-    group: int | str | None = None
-
-    def __post_init__(self):
-        # Both become part of keys and shard names, where dots and slashes are separators.
-        for kind, name in (("split", self.split), ("data set", self.dataset)):
-            if not LABEL.fullmatch(name):
-                raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
-        # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
-        if UNSAFE.search(self.file) and ((path := PureWindowsPath(self.file)).anchor or ".." in path.parts):
-            raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
-        if isinstance(self.group, str) and not self.group.strip():
-            object.__setattr__(self, "group", None)
-        if not self.captions:
-            raise UserError("it has no captions; every image needs at least one")
-        if len(self.caption_ids) != len(self.captions):
-            raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
-        for caption in self.captions:
-            if not caption.strip():
-                raise UserError(f"caption {caption!r} is blank")
-        try:
-            "\n".join((self.file, self.filename, str(self.image_id), str(self.group), *self.captions)).encode()
-        except UnicodeEncodeError as error:
-            text = error.object[: error.end].splitlines()[-1]
-            raise UserError(f"{text[-60:]!r} is not valid Unicode: {error.reason}") from error
-
-
-@dataclass(frozen=True)
-class RejectedImage:
-    """An image that was left out: its file, or its row in the source; its split; and the reason."""
-
-    image: str
-    split: str
-    reason: str
 
 
 def group_rows(rows: Iterable[PlacedRow]) -> Iterable[list[PlacedRow]]:

@@ -1,0 +1,93 @@
+"""Images with their captions, as every source yields them, and the comparison of captions."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import PureWindowsPath
+
+from vl_plugins.errors import UserError
+
+__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "normalize_caption"]
+
+LABEL = re.compile(r"[A-Za-z0-9_-]+")
+UNSAFE = re.compile(r"^/|[\\:]|\.\.")  # may lead out of a folder
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """One image with its captions.
+
+    Args:
+        image_id: unique in the source.
+        file: POSIX path relative to the image root; never absolute and without ``..``.
+        captions: at least one, none blank, in source order.
+        caption_ids: one id per caption, unique in the source.
+        split, dataset: names such as ``"train"``; letters, digits, ``_`` and ``-`` only.
+        filename: name of the image file in the source.
+        group: id shared by images that belong together, such as frames of a video. Blank text means no group.
+
+    Raises:
+        UserError: a value is not as above, or a text is not valid Unicode.
+    """
+
+    image_id: int | str
+    file: str
+    captions: tuple[str, ...]
+    caption_ids: tuple[int | str, ...]
+    split: str
+    dataset: str
+    filename: str
+    group: int | str | None = None
+
+    def __post_init__(self) -> None:
+        # Both become part of keys and shard names, where dots and slashes are separators.
+        for kind, name in (("split", self.split), ("data set", self.dataset)):
+            if not LABEL.fullmatch(name):
+                raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
+        # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
+        if UNSAFE.search(self.file) and ((path := PureWindowsPath(self.file)).anchor or ".." in path.parts):
+            raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
+        if isinstance(self.group, str) and not self.group.strip():
+            object.__setattr__(self, "group", None)
+        if not self.captions:
+            raise UserError("it has no captions; every image needs at least one")
+        if len(self.caption_ids) != len(self.captions):
+            raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
+        for caption in self.captions:
+            if not caption.strip():
+                raise UserError(f"caption {caption!r} is blank")
+        try:
+            "\n".join((self.file, self.filename, str(self.image_id), str(self.group), *self.captions)).encode()
+        except UnicodeEncodeError as error:
+            text = error.object[: error.end].splitlines()[-1]
+            raise UserError(f"{text[-60:]!r} is not valid Unicode: {error.reason}") from error
+
+
+@dataclass(frozen=True)
+class RejectedImage:
+    """An image that was left out: its file, or its row in the source; its split; and the reason."""
+
+    image: str
+    split: str
+    reason: str
+
+
+def normalize_caption(text: str) -> str:
+    r"""Return a caption without differences of case and white space, which tokenizers such as CLIP's drop.
+
+    Captions that become equal have one embedding; as captions of different images they are false negatives.
+
+    >>> normalize_caption(" A Dog\n runs. ") == normalize_caption("a dog runs.")
+    True
+    """
+    return " ".join(text.split()).casefold()
+
+
+def caption_hash(text: str) -> int:
+    """Hash the normalized caption to a signed 64-bit integer, the same on every machine.
+
+    >>> caption_hash(" A dog") == caption_hash("a DOG")
+    True
+    """
+    digest = hashlib.blake2b(normalize_caption(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
