@@ -1,139 +1,211 @@
-"""The names and captions in shards, in the order in which they are evaluated."""
+"""The images of several shards as one collection: where they are, and, when asked for, their names and captions."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
+import fsspec
+import numpy as np
 import torch
+from braceexpand import braceexpand
 from torch import Tensor
 
-from vl_plugins.data.decoding import ShardSlice, is_id, raise_error, read_slices
-from vl_plugins.data.shard_files import ScannedSample, expand_shards, input_of, read_texts
+from vl_plugins.data.files import exists, file_errors, names
+from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
+from vl_plugins.data.samples import Record, input_of, parse_sample
 from vl_plugins.errors import UserError
 
-__all__ = ["Collection", "Id", "Record", "first_captions", "parse_record", "read_collection", "read_records"]
+__all__ = ["Collection", "expand_shards", "first_captions", "read_collection"]
 
-Id = int | str
-
-
-class Record(NamedTuple):
-    """The names and captions of one image."""
-
-    key: str
-    image_id: Id  # the key where the shard has none
-    captions: list[str]  # at least one, in source order
-    caption_ids: list[Id]  # "<image id>#<number>" where the shard has none
-    split: str | None  # "<dataset>-<split>"
+# Files that are looked for or read at a time, which behind URLs takes as long as one.
+AT_A_TIME = 16
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """Return the shards that a pattern stands for.
+
+    Args:
+        pattern: a path or URL of fsspec (``s3://``, ``https://``), with ranges such as
+            ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
+
+    Raises:
+        UserError: the pattern is malformed or names no shard; or a shard does not exist or is named twice.
+    """
+    try:
+        if isinstance(pattern, (str, os.PathLike)):
+            shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
+        else:
+            shards = list(map(os.fspath, pattern))
+    except ValueError as error:
+        raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
+    if not shards:
+        raise UserError(f"the shard pattern {pattern!r} names no shards")
+    paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
+    if missing:
+        folder = os.path.dirname(missing[0])
+        present = [] if folder.startswith("http") else names(folder or ".", "*.tar")
+        others = f"; {folder or '.'} holds {present[0]} ... {present[-1]} ({len(present)} files)" if present else ""
+        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}{others}")
+    return shards
+
+
+def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
+    """Read where the images of shards are, from the indexes beside the shards or else from the shards.
+
+    Args:
+        shards: as for :func:`expand_shards`.
+
+    Raises:
+        UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
+    """
+    shards = expand_shards(shards)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        collection = Collection(shards, pool.map(read_head, shards))
+    if not len(collection):
+        raise UserError(f"the shards hold no images: {shards[0]}{f' and {len(shards) - 1} more' * (len(shards) > 1)}")
+    return collection
+
+
 class Collection:
-    """I images and their C captions, in the order of the shards.
+    """The I images of shards and their C captions, in the order of the shards.
+
+    It holds about 70 bytes for an image with five captions. Names and captions are read when first asked for.
 
     Args:
         shards: paths or URLs.
-        sizes: number of samples of each shard.
-        keys: of the I samples.
-        image_ids: of the I images, see :class:`Record`.
-        captions: the C texts, those of an image adjacent and in source order.
-        caption_ids: of the C captions, see :class:`Record`.
-        image_of_caption: (C,) int64, index of each caption's image.
-        splits: the different ``<dataset>-<split>`` of the samples, in the order of their first appearance.
+        heads: first lines of their indexes; consumed one at a time.
+
+    Attributes:
+        shards: paths or URLs.
+        first_image: (S + 1,) index of each shard's first image, and I.
+        starts, sizes: (I,) first byte of each image's files in its shard, and their number of bytes, with headers.
+        first_caption: (I + 1,) index of each image's first caption, and C.
+        caption_hashes: (C,) int64, see :func:`~vl_plugins.data.captions.caption_hash`.
+        labels: (I,) int64: the index of each image, or that of the first image of its group.
+        has_groups: whether any image is in a group.
+        only_txt: number of images without a list of captions, whose only caption is ``txt``.
     """
 
-    shards: tuple[str, ...]
-    sizes: tuple[int, ...]
-    keys: tuple[str, ...]
-    image_ids: tuple[Id, ...]
-    captions: tuple[str, ...]
-    caption_ids: tuple[Id, ...]
-    image_of_caption: Tensor
-    splits: tuple[str, ...]
+    def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead]):
+        self.shards = tuple(shards)
+        self.only_txt = 0
+        images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
+        for head in heads:
+            images.append(images[-1] + len(head.starts))
+            starts.append(np.array(head.starts, dtype=np.int64))
+            sizes.append(np.array(head.sizes, dtype=np.int32))
+            counts.append(np.array(head.counts, dtype=np.int32))
+            captions.append(np.frombuffer(head.captions, dtype=HASHES))
+            groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
+            self.only_txt += head.only_txt
+        self.first_image = np.array(images)
+        self.starts, self.sizes, self.caption_hashes = map(np.concatenate, (starts, sizes, captions))
+        self.first_caption = np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
+        self.labels = np.arange(images[-1])
+        all_groups = np.concatenate(groups)
+        grouped = np.flatnonzero(all_groups)
+        self.has_groups = len(grouped) > 0
+        _, first, group = np.unique(all_groups[grouped], return_index=True, return_inverse=True)
+        self.labels[grouped] = grouped[first][group]
 
-    @classmethod
-    def from_records(cls, shards: Sequence[str], sizes: Sequence[int], records: Sequence[Record]) -> "Collection":
-        """Return the collection of all records, in the order of the shards."""
-        return cls(
-            shards=tuple(shards),
-            sizes=tuple(sizes),
-            keys=tuple(record.key for record in records),
-            image_ids=tuple(record.image_id for record in records),
-            captions=tuple(caption for record in records for caption in record.captions),
-            caption_ids=tuple(caption for record in records for caption in record.caption_ids),
-            image_of_caption=torch.tensor(
-                [index for index, record in enumerate(records) for _ in record.captions], dtype=torch.int64
-            ),
-            splits=tuple(dict.fromkeys(record.split for record in records if record.split)),
-        )
+    def __len__(self) -> int:
+        return len(self.starts)
 
-    def with_captions(self, kept: Tensor) -> "Collection":
-        """Return the same images with some of the captions, given by their indices."""
-        captions = tuple(self.captions[index] for index in kept.tolist())
-        caption_ids = tuple(self.caption_ids[index] for index in kept.tolist())
-        return replace(self, captions=captions, caption_ids=caption_ids, image_of_caption=self.image_of_caption[kept])
+    @property
+    def captions_per_image(self) -> np.ndarray:
+        """(I,) number of captions."""
+        return np.diff(self.first_caption)
 
-    def pictures(self, images: Iterable[int]) -> dict[int, bytes]:
-        """Read the files of some images, given by indices in [0, I), from the shards again.
+    def shard_of(self, images: Sequence[int]) -> list[str]:
+        """Return the shard of each image."""
+        return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
+
+    def read(self, images: Sequence[int]) -> list[bytes | Exception]:
+        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
+        if not len(images):
+            return []
+        files = fsspec.core.url_to_fs(self.shards[0])[0]  # that of this process
+        paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
+        starts = self.starts[images]
+        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """The names and captions of the I images.
 
         Raises:
-            UserError: a shard cannot be read, has changed since, or has features in place of pictures.
+            UserError: a shard or its index cannot be read or has changed.
         """
-        images, found = set(images), {}
-        slices = []
-        for shard, size, end in zip(self.shards, self.sizes, accumulate(self.sizes), strict=True):
-            first = end - size
-            if wanted := [index - first for index in images if first <= index < end]:
-                slices.append(ShardSlice(shard, min(wanted), max(wanted) + 1, first))
-        for index, shard, sample in read_slices(slices, "images", raise_error):
-            if index in images:
-                try:
-                    if sample.key != self.keys[index]:
-                        raise UserError(f"{self.keys[index]} was in its place before")
-                    found[index] = input_of(sample)
-                except UserError as error:
-                    raise_error(f"sample {sample.key} of {shard}", error)
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            records = [record for part in pool.map(read_records, self.shards) for record in part]
+        if [len(record.captions) for record in records] != self.captions_per_image.tolist():
+            raise UserError(f"the shards have changed since they were opened: {self.shards[0]}, ...")
+        return records
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The names of the I images in the shards."""
+        return [record.key for record in self.records]
+
+    @cached_property
+    def image_ids(self) -> list[int | str]:
+        """The ids of the I images."""
+        return [record.image_id for record in self.records]
+
+    @cached_property
+    def captions(self) -> list[str]:
+        """The C captions, those of an image adjacent and in source order."""
+        return [caption for record in self.records for caption in record.captions]
+
+    @cached_property
+    def caption_ids(self) -> list[int | str]:
+        """The ids of the C captions."""
+        return [caption_id for record in self.records for caption_id in record.caption_ids]
+
+    @cached_property
+    def image_of_caption(self) -> Tensor:
+        """(C,) int64, index of each caption's image."""
+        return torch.arange(len(self)).repeat_interleave(torch.from_numpy(self.captions_per_image))
+
+    @cached_property
+    def splits(self) -> list[str]:
+        """The different ``<dataset>-<split>`` of the images, in the order of their first appearance."""
+        splits = (f"{record.dataset}-{record.split}" for record in self.records if record.dataset and record.split)
+        return list(dict.fromkeys(splits))
+
+    def with_captions(self, kept: Tensor) -> "Collection":
+        """Return the names of the same images with some of the captions, given by their indices."""
+        found = copy.copy(self)
+        indices = kept.tolist()
+        found.captions = [self.captions[index] for index in indices]
+        found.caption_ids = [self.caption_ids[index] for index in indices]
+        found.image_of_caption = self.image_of_caption[kept]
         return found
 
+    def pictures(self, images: Iterable[int]) -> dict[int, bytes]:
+        """Return the picture files of some images.
 
-def read_collection(shards: str | Sequence[str], max_captions: int | None = None) -> Collection:
-    """Read the names and captions in shards, without their pictures.
-
-    Args:
-        shards: as for :func:`vl_plugins.data.shard_files.expand_shards`.
-        max_captions: only the first so many captions of each image; all by default.
-
-    Raises:
-        UserError: a shard does not exist or cannot be read, a sample has no captions, or ``max_captions`` is below 1.
-    """
-    if max_captions is not None and max_captions < 1:
-        raise UserError(f"max_captions must be at least 1, got {max_captions}")
-    shards = expand_shards(shards)
-    records = [list(read_records(shard, max_captions)) for shard in shards]
-    return Collection.from_records(shards, list(map(len, records)), list(chain.from_iterable(records)))
-
-
-def read_records(shard: str, max_captions: int | None = None) -> Iterator[Record]:
-    """Yield the names and captions of a shard's samples, see :func:`read_collection`."""
-    for _, _, sample in read_slices([ShardSlice(shard, 0, None, 0)], None, raise_error):
-        yield parse_record(sample, shard, max_captions)
-
-
-def parse_record(sample: ScannedSample, shard: str, max_captions: int | None = None) -> Record:
-    """Return the names and captions of a sample that was read with its texts; errors as :func:`read_collection`."""
-    try:
-        metadata, captions = read_texts(sample)
-    except ValueError as error:
-        raise_error(f"sample {sample.key} of {shard}", error)
-    image_id: Any = metadata.get("image_id")
-    caption_ids: Any = metadata.get("caption_ids")
-    if not is_id(image_id):
-        image_id = sample.key
-    if not isinstance(caption_ids, list) or len(caption_ids) != len(captions) or not all(map(is_id, caption_ids)):
-        caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
-    names = [name for name in (metadata.get("dataset"), metadata.get("split")) if isinstance(name, str)]
-    split = "-".join(names) if len(names) == 2 else None
-    return Record(sample.key, image_id, captions[:max_captions], caption_ids[:max_captions], split)
+        Raises:
+            UserError: a shard cannot be read, has changed, or has features in place of pictures.
+        """
+        images = sorted(set(images))
+        found = {}
+        for index, data, shard in zip(images, self.read(images), self.shard_of(images), strict=True):
+            with file_errors("read", shard):
+                if isinstance(data, Exception):
+                    raise data
+            sample = parse_sample(data)
+            if sample.key != self.keys[index]:
+                raise UserError(f"{shard} has changed: {self.keys[index]} was where {sample.key} is now")
+            found[index] = input_of(sample.members)
+        return found
 
 
 def first_captions(image_of_caption: Tensor, number: int) -> Tensor:

@@ -1,0 +1,237 @@
+"""Shards as a data set of torch: any image by its index, for training and evaluation with any ``DataLoader``."""
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from vl_plugins.data.captions import caption_hash
+from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.data.randomness import seeded
+from vl_plugins.data.samples import INPUTS, decode, parse_record, parse_sample
+from vl_plugins.errors import UserError, one_of
+
+__all__ = ["Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"]
+
+logger = logging.getLogger(__name__)
+
+
+class Draw(NamedTuple):
+    """What a sampler asks of a :class:`ShardDataset`.
+
+    Args:
+        image: index of the image.
+        captions: numbers of its captions, from 0, in the order in which they are wanted.
+        seed: of the random numbers that the transform draws; empty for those of the process.
+    """
+
+    image: int
+    captions: Sequence[int]
+    seed: tuple[int, ...] = ()
+
+
+class Item(NamedTuple):
+    """A decoded image with the captions that were asked for.
+
+    Attributes:
+        image: (3, H, W), or features (N, W).
+        captions: texts.
+        label: equal for images of one group; see :class:`ShardDataset`.
+        index: of the image.
+        key: name of the image in its shard.
+    """
+
+    image: Tensor
+    captions: list[str]
+    label: int
+    index: int
+    key: str
+
+
+class ShardDataset(Dataset):
+    """The images of shards with their captions.
+
+    ``dataset[i]`` is image i with all its captions, and ``dataset[draw]`` what a
+    :class:`~vl_plugins.data.sampler.CaptionSampler` asks for, both as an :class:`Item`. A ``DataLoader`` takes
+    ``collate_fn=dataset.collate`` for batches ``images (B, 3, H, W), texts (k * B, L), labels (B,)``;
+    ``texts[k * i : k * i + k]`` are the k captions of ``images[i]``. The label of an image is its index, or that of the
+    first image of its group; the labels of the texts are ``labels.repeat_interleave(k)``.
+
+    Args:
+        shards: as for :func:`~vl_plugins.data.collection.expand_shards`; or what ``read_collection`` returned.
+        transform: from an RGB ``PIL.Image``, or a float32 array (N, W) of features, to a tensor.
+        tokenizer: from n captions to a tensor (n, L); L may change from batch to batch.
+        inputs: ``"images"``, or ``"features"``: the ``.npy`` of each sample. Batches are then (B, N, W), with rows of
+            zeros where an image has fewer than N features.
+        captions: ``"flat"`` for texts (k * B, L); ``"nested"`` for texts (B, k, L), which loaders that cut or gather
+            every tensor along its first dimension need.
+        on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
+            of its batch in its place.
+        max_pixels: a picture with more counts as one that cannot be read.
+
+    Raises:
+        UserError: a shard does not exist or cannot be read, or an option is unknown. While reading: with ``"raise"``,
+            or for all images of a batch, an image is damaged, or its shard is not the one that the index was made of.
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike | Sequence[str | os.PathLike] | Collection,
+        transform: Callable[[Any], Tensor],
+        tokenizer: Callable[[list[str]], Tensor],
+        *,
+        inputs: str = "images",
+        captions: str = "flat",
+        on_error: str = "raise",
+        max_pixels: int | None = None,
+    ):
+        self.inputs = one_of("inputs", inputs, INPUTS)
+        self.captions = one_of("captions", captions, ("flat", "nested"))
+        self.on_error = one_of("on_error", on_error, ("raise", "skip"))
+        self.collection = shards if isinstance(shards, Collection) else read_collection(shards)
+        self.transform, self.tokenizer, self.max_pixels = transform, tokenizer, max_pixels
+        self._skipped: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.collection)
+
+    def __getitem__(self, index: int | Draw) -> Item:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int | Draw]) -> list[Item]:
+        """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
+        draws = [index if isinstance(index, Draw) else Draw(index, self._captions_of(index)) for index in indices]
+        items: list[Item | UserError] = []
+        for draw, data in zip(draws, self.collection.read([draw.image for draw in draws]), strict=True):
+            try:
+                items.append(self._item(draw, data))
+            except Exception as error:  # decoders of damaged files raise nearly anything
+                items.append(self._problem(draw.image, error))
+        good = [number for number, item in enumerate(items) if isinstance(item, Item)]
+        for number, item in enumerate(items):
+            if isinstance(item, Item):
+                continue
+            if self.on_error == "raise" or not good:
+                raise item
+            # Another image of the batch has its own captions and label, so it makes no wrong pairs.
+            stand_in = draws[good[number % len(good)]]
+            items[number] = self._item(
+                stand_in._replace(seed=draws[number].seed), self.collection.read([stand_in.image])[0]
+            )
+        return items
+
+    def _captions_of(self, image: int) -> range:
+        return range(int(self.collection.first_caption[image + 1] - self.collection.first_caption[image]))
+
+    def _item(self, draw: Draw, data: bytes | Exception) -> Item:
+        if isinstance(data, Exception):
+            raise data
+        sample = parse_sample(data)
+        captions = parse_record(sample.key, sample.members).captions
+        hashes = self.collection.caption_hashes[self.collection.first_caption[draw.image] + np.array(draw.captions)]
+        texts = [captions[number] for number in draw.captions]
+        if [caption_hash(text) for text in texts] != hashes.tolist():
+            raise UserError("its captions are not those of the index; write the index or the shards again")
+        image = decode(sample.members, self.inputs, self.max_pixels)
+        with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
+            image = self.transform(image)
+        return Item(image, texts, int(self.collection.labels[draw.image]), draw.image, sample.key)
+
+    def _problem(self, index: int, error: Exception) -> UserError:
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        problem = f"cannot read image {index}, in {self.collection.shard_of([index])[0]}: {reason}"
+        if self.on_error == "skip" and index not in self._skipped:
+            self._skipped.add(index)
+            logger.warning(problem)
+        return UserError(problem)
+
+    def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images, texts and labels of a batch.
+
+        Raises:
+            UserError: the images have different numbers of captions.
+        """
+        if len(counts := {len(item.captions) for item in items}) > 1:
+            raise UserError(f"images of a batch have {sorted(counts)} captions: use a CaptionSampler")
+        texts = self.tokenizer([caption for item in items for caption in item.captions])
+        if self.captions == "nested":
+            texts = texts.unflatten(0, (len(items), -1))
+        return stack_inputs([item.image for item in items]), texts, torch.tensor([item.label for item in items])
+
+
+def stack_inputs(images: Sequence[Tensor]) -> Tensor:
+    """Return pictures (B, 3, H, W), or features (B, N, W) with rows of zeros where an image has fewer than N."""
+    return torch.stack(list(images)) if images[0].ndim == 3 else pad_sequence(list(images), batch_first=True)
+
+
+class EvaluationBatch(NamedTuple):
+    """Consecutive images and their captions.
+
+    Attributes:
+        images: (B, 3, H, W), or features (B, N, W).
+        texts: (C, L), the tokens of all captions of all B images.
+        image_of_caption: (C,) int64, index in the batch of each caption's image.
+        start: index of the first image; batches sorted by it are in source order.
+    """
+
+    images: Tensor
+    texts: Tensor
+    image_of_caption: Tensor
+    start: int
+
+
+def evaluation_loader(
+    dataset: ShardDataset,
+    batch_size: int,
+    *,
+    max_captions: int | None = None,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> DataLoader:
+    """Return a loader of every image with all its captions once, shared out over processes.
+
+    The batches are the same for any number of workers and processes. An image that cannot be read is an error, because
+    results on the others could not be compared.
+
+    Args:
+        dataset: what to read.
+        batch_size: images in a batch; the last one may be smaller.
+        max_captions: only the first so many captions of each image.
+        workers: processes of the loader.
+        rank, world_size: number of this process among those that share the batches, and their number.
+
+    Returns:
+        A ``DataLoader`` of :class:`EvaluationBatch`.
+    """
+    dataset = copy.copy(dataset)
+    dataset.on_error = "raise"
+    counts = dataset.collection.captions_per_image.clip(max=max_captions).tolist()
+    starts = range(0, len(dataset), batch_size)[rank::world_size]
+    batches = [
+        [Draw(image, range(counts[image])) for image in range(start, min(start + batch_size, len(dataset)))]
+        for start in starts
+    ]
+
+    def collate(items: Sequence[Item]) -> EvaluationBatch:
+        texts = dataset.tokenizer([caption for item in items for caption in item.captions])
+        numbers = torch.tensor([len(item.captions) for item in items])
+        image_of_caption = torch.arange(len(items)).repeat_interleave(numbers)
+        return EvaluationBatch(stack_inputs([item.image for item in items]), texts, image_of_caption, items[0].index)
+
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),  # which leaves torch's random numbers alone
+    )

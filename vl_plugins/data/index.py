@@ -1,0 +1,174 @@
+"""The index of a shard: where each image is, hashes of its captions, its names, and what the shard was made of.
+
+Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has a line of facts and arrays
+(:class:`IndexHead`), which is all that training reads, and then a line for each image (:class:`Record`). A shard of
+:func:`~vl_plugins.data.writer.write_shards` that has its name is complete and has an index. Shards of other programs
+have none, unless ``vl-plugins shards index`` wrote one: they are scanned, headers first.
+"""
+
+import hashlib
+import posixpath
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import fsspec
+import msgspec
+import numpy as np
+
+from vl_plugins.data.captions import RejectedImage, caption_hash
+from vl_plugins.data.files import join, write_complete
+from vl_plugins.data.samples import Record, parse_record, scan
+from vl_plugins.errors import UserError
+
+__all__ = [
+    "INDEX_FOLDER",
+    "IndexHead",
+    "ShardIndex",
+    "index_file",
+    "make_index",
+    "read_head",
+    "read_records",
+    "scan_shard",
+    "write_index",
+]
+
+INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
+RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
+HASHES = np.dtype("<i8")
+# Enough for the first line of most indexes; file systems behind URLs would read more at once.
+BLOCK_BYTES = 1 << 18
+
+
+class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The first line of an index.
+
+    Args:
+        bytes, sha256: of the archive.
+        fingerprint: of the images and options that the shard was made of; empty if another program wrote it.
+        source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
+        options: of the conversion.
+        rejected: images that were left out.
+        starts, sizes: (I,) first byte of each image's files in the archive, and their number of bytes, with headers.
+        counts: (I,) number of captions.
+        captions: (C,) int64, :func:`~vl_plugins.data.captions.caption_hash` of each caption, image by image.
+        groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
+        only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
+    """
+
+    bytes: int
+    sha256: str = ""
+    fingerprint: str = ""
+    source: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    rejected: list[RejectedImage] = []
+    starts: list[int]
+    sizes: list[int]
+    counts: list[int]
+    captions: bytes
+    groups: bytes = b""
+    only_txt: int = 0
+
+
+class ShardIndex(NamedTuple):
+    """All of an index."""
+
+    head: IndexHead
+    records: list[Record]
+
+
+def index_file(shard: str) -> str:
+    """Return the location of a shard's index.
+
+    >>> index_file("s3://bucket/coco-train-000000.tar")
+    's3://bucket/__index__/coco-train-000000.tar.jsonl'
+    """
+    folder, name = posixpath.split(shard)
+    return join(folder, f"{INDEX_FOLDER}/{name}.jsonl")
+
+
+def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> ShardIndex:
+    """Return the index of images at these places; ``facts`` are other fields of :class:`IndexHead`."""
+    captions = (caption_hash(caption) for record in records for caption in record.captions)
+    groups = np.fromiter(map(_group_hash, records), HASHES)
+    head = IndexHead(
+        starts=starts,
+        sizes=sizes,
+        counts=[len(record.captions) for record in records],
+        captions=np.fromiter(captions, HASHES).tobytes(),
+        groups=groups.tobytes() if groups.any() else b"",
+        **facts,
+    )
+    return ShardIndex(head, list(records))
+
+
+def _group_hash(record: Record) -> int:
+    if record.group is None:
+        return 0
+    digest = hashlib.blake2b(msgspec.json.encode([record.dataset, record.group]), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def write_index(shard: str, index: ShardIndex) -> None:
+    """Write the index of a shard beside it."""
+    with write_complete(index_file(shard)) as stream:
+        stream.write(msgspec.json.encode(index.head) + b"\n")
+        stream.write(msgspec.json.Encoder().encode_lines(index.records))
+
+
+def read_head(shard: str) -> IndexHead:
+    """Return the first line of a shard's index; without an index it is made from the archive.
+
+    Raises:
+        UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
+    """
+    file = index_file(shard)
+    try:
+        with fsspec.open(file, "rb", block_size=BLOCK_BYTES) as stream:
+            head = msgspec.json.decode(stream.readline(), type=IndexHead)
+    except FileNotFoundError:
+        return scan_shard(shard).head
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
+    number, groups = len(head.starts), len(head.groups) // HASHES.itemsize
+    if not number == len(head.sizes) == len(head.counts) or sum(head.counts) * HASHES.itemsize != len(head.captions):
+        raise UserError(f"{file} is damaged: its arrays have different lengths; {RENEW}")
+    if groups not in (0, number) or (size := _size(shard)) != head.bytes:
+        raise UserError(f"{shard} has {size:,} bytes, but {head.bytes:,} in {file}, which is not its index; {RENEW}")
+    return head
+
+
+def read_records(shard: str) -> list[Record]:
+    """Return the names and captions in a shard; errors are those of :func:`read_head`."""
+    file = index_file(shard)
+    try:
+        with fsspec.open(file, "rb") as stream:
+            stream.readline()
+            return msgspec.json.Decoder(Record).decode_lines(stream.read())
+    except FileNotFoundError:
+        return scan_shard(shard).records
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
+
+
+def scan_shard(shard: str) -> ShardIndex:
+    """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
+    records, starts, sizes, only_txt = [], [], [], 0
+    with fsspec.open(shard, "rb") as stream:
+        try:
+            for sample in scan(stream):
+                try:
+                    records.append(parse_record(sample.key, sample.members))
+                except UserError as error:
+                    raise UserError(f"{sample.key}: {error}") from error
+                only_txt += b'"captions"' not in sample.members.get("json", b"")
+                starts.append(sample.start)
+                sizes.append(sample.end - sample.start)
+        except UserError as error:
+            raise UserError(f"cannot read {shard}: {error}") from error
+        size = stream.seek(0, 2)
+    return make_index(records, starts, sizes, bytes=size, only_txt=only_txt)
+
+
+def _size(url: str) -> int:
+    files, path = fsspec.core.url_to_fs(url)
+    return files.size(path)

@@ -1,0 +1,219 @@
+"""The files of one sample: found in an archive, taken out of its bytes, and decoded."""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from vl_plugins.data.files import MAX_FILE_BYTES
+from vl_plugins.errors import UserError, one_of
+
+__all__ = [
+    "FEATURES",
+    "INPUTS",
+    "TEXTS",
+    "Record",
+    "Sample",
+    "decode",
+    "decode_features",
+    "input_of",
+    "parse_record",
+    "parse_sample",
+    "scan",
+]
+
+TEXTS = ("json", "txt")
+FEATURES = "npy"
+# What a model takes of an image -> extensions of its file. Where a sample has several, the first counts.
+INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
+
+# As webdataset splits names: folders and name up to the first dot, and what follows it.
+NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+# Files of webdataset itself.
+META_NAME = re.compile(r"__[^/]*__($|/)")
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    """The names and captions of one image.
+
+    Args:
+        key: names its files in the archive, ``<key>.jpg``, ``<key>.json``, ``<key>.txt``.
+        captions: at least one, in source order.
+        image_id: the key where the shard has none.
+        caption_ids: ``<image id>#<number>`` where the shard has none.
+        dataset, split, group: as of :class:`~vl_plugins.data.captions.CaptionedImage`, where the shard has them.
+    """
+
+    key: str
+    captions: list[str]
+    image_id: int | str
+    caption_ids: list[int | str]
+    dataset: str | None = None
+    split: str | None = None
+    group: int | str | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """Consecutive files of one key in an archive.
+
+    Args:
+        key: name of the files without extensions.
+        start, end: the sample's bytes in the archive, with headers.
+        members: content of the files that were asked for, by extension in lower case; empty for others.
+    """
+
+    key: str
+    start: int
+    end: int
+    members: dict[str, bytes]
+
+
+def scan(stream: BinaryIO, extensions: Collection[str] = TEXTS) -> Iterator[Sample]:
+    """Yield the samples of an archive; of files with other extensions only the headers are read.
+
+    Files that belong to no sample are passed over.
+
+    Raises:
+        UserError: there is no archive, or it is compressed, cut off or damaged; or a sample has a file twice. Complete
+            samples before that place have been yielded.
+    """
+    try:
+        yield from _scan(stream, extensions)
+    # What tarfile raises for headers that lie about sizes and names.
+    except (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        hint = "; a compressed shard must be unpacked" if "header" in str(error) else ""
+        raise UserError(f"it is damaged: {error or type(error).__name__}{hint}") from error
+
+
+def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
+    sample = None
+    # Never `r:*`: a compressed archive of kilobytes may go on without end.
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
+        for member in archive:
+            archive.members.clear()  # type: ignore[attr-defined]  # the list of a large archive would fill the memory
+            if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
+                raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
+            name = NAME.fullmatch(member.name)
+            if not member.isreg() or not name or META_NAME.match(member.name):
+                continue
+            key, extension = name[1], name[2].lower()
+            if sample is None or key != sample.key:
+                if sample is not None:
+                    yield sample
+                sample = Sample(key, member.offset, 0, {})
+            if extension in sample.members:
+                raise UserError(f"{member.name} is in it twice")
+            sample.members[extension] = b""
+            if extension in extensions:
+                data = archive.extractfile(member).read()  # type: ignore[union-attr]
+                sample.members[extension] = data
+            sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        # tarfile takes a cut between two members, or garbage, for the end.
+        stream.seek(archive.offset)  # type: ignore[attr-defined]
+        if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise UserError("it is cut off or damaged: an archive ends with zeros")
+    if sample is not None:
+        yield sample
+
+
+def parse_sample(data: bytes) -> Sample:
+    """Return a sample with all its files, given its bytes in an archive.
+
+    Raises:
+        UserError: the bytes are not those of one sample.
+    """
+    samples = list(scan(io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), {*TEXTS, *sum(INPUTS.values(), ())}))
+    if len(samples) != 1:
+        raise UserError(f"expected the files of one image, found those of {len(samples)}")
+    return samples[0]
+
+
+def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
+    """Return the names and captions of a sample: the captions of ``json``, or else ``txt`` as the only one.
+
+    Raises:
+        UserError: there are no captions, or something else in their place.
+    """
+    found = {}
+    if "json" in members:
+        try:
+            found = json.loads(members["json"].decode("utf-8-sig"))
+        # Also for numbers of thousands of digits, and for brackets nested thousands of times.
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"its json is not valid: {error}") from error
+        found = found if isinstance(found, dict) else {}
+    captions = found.get("captions")
+    if captions is None and "txt" in members:
+        captions = [members["txt"].decode(errors="strict")]
+    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
+        raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
+    image_id = found["image_id"] if _is_id(found.get("image_id")) else key
+    caption_ids = found.get("caption_ids")
+    if not isinstance(caption_ids, list) or len(caption_ids) != len(captions) or not all(map(_is_id, caption_ids)):
+        caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
+    dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
+    group = found.get("group")
+    return Record(key, captions, image_id, caption_ids, dataset, split, group if _is_id(group) else None)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, str)) and not isinstance(value, bool)
+
+
+def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:
+    """Return the RGB image of a sample, or with ``"features"`` its array (N, W); damaged data raise any error."""
+    data = input_of(members, inputs)
+    if inputs == "features":
+        return decode_features(data)
+    image = Image.open(io.BytesIO(data))
+    if max_pixels is not None and image.width * image.height > max_pixels:
+        raise UserError(f"{image.width} x {image.height} pixels are more than {max_pixels}")
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def input_of(members: Mapping[str, bytes], inputs: str = "images") -> bytes:
+    """Return the content of a sample's picture, or of its array file; raise :class:`UserError` if there is none."""
+    for extension in INPUTS[one_of("inputs", inputs, INPUTS)]:
+        if extension in members:
+            return members[extension]
+    raise UserError(f"it has no {inputs}, expected {' or '.join(INPUTS[inputs])}; it has {', '.join(sorted(members))}")
+
+
+def decode_features(data: bytes) -> np.ndarray:
+    """Return the features of an image, (N, W) float32: a row for each region, or each cell of a grid.
+
+    A row of zeros is a region that is not there: batches are padded with such rows. A grid ``(W, rows, columns)`` is
+    stored as ``grid.reshape(len(grid), -1).T``.
+
+    Args:
+        data: content of an array file (``.npy``), of 16, 32 or 64 bit floats.
+
+    Raises:
+        UserError: the content is damaged, pickled or something else; the array is not two-dimensional or of another
+            type, or all zeros; a value is not finite, or too large for 32 bits.
+    """
+    try:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # headers of damaged files raise nearly anything
+        raise UserError(f"the array cannot be read: {error}") from error
+    if array.ndim != 2 or array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise UserError(
+            f"the array must be (N, W) of float16, float32 or float64, it is {array.shape} of {array.dtype}; "
+            "store a grid (W, rows, columns) as grid.reshape(len(grid), -1).T"
+        )
+    with np.errstate(over="ignore"):
+        features = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(features).all() or not features.any():
+        raise UserError(f"the array {features.shape} has values that are not finite in 32 bits, or only zeros")
+    return features
