@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -45,7 +45,9 @@ def executor(engine: str = "threads", workers: int | None = None) -> Iterator[An
         yield pool
 
 
-def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], executor: Any, in_flight: int) -> Iterator[Result]:
+def run_jobs(
+    function: Callable[[Job], Result], jobs: Iterable[Job], executor: Any, in_flight: int
+) -> Generator[Result, None, None]:
     """Yield ``function(job)`` in the order of the jobs, of which at most ``in_flight`` are submitted at a time.
 
     Raises:
