@@ -16,7 +16,6 @@ for rank, module, arguments in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 LAUNCHER = "vl_plugins.integrations.open_clip.launcher"
-TRAINER = "vl_plugins.integrations.pytorch_metric_learning.command_line"
 OURS = "vl_plugins.cli"
 ERRORS = [
     (LAUNCHER, "--model vl-tinny --train-data no.tar", "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
@@ -25,7 +24,6 @@ ERRORS = [
     (LAUNCHER, "--model vl-tiny --train-data .", "--train-data .: it is a folder; give shards"),
     (LAUNCHER, "--model vl-tiny --pretrained no/epoch_1.pt", "--pretrained no/epoch_1.pt: no such file"),
     (LAUNCHER, "--model vl-tiny --resume no.pt", "--resume no.pt: no such file"),
-    (TRAINER, "--config toy.yaml --train-data no.tar", "1 of 1 shards do not exist: no.tar"),
     (OURS, "evaluate --model RN5 --checkpoint openai --shards no.tar", "unknown model 'RN5'"),
     (OURS, "evaluate --checkpoint no.pt --shards no.tar", "--checkpoint no.pt: no such file"),
     (OURS, "evaluate --features no.npz", "--features no.npz: no such file"),
