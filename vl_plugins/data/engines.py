@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from vl_plugins.errors import UserError, first_line, number, one_of, require
+from vl_plugins.errors import UserError, first_line, one_of, require
 
 __all__ = ["ENGINES", "executor", "run_jobs", "usable_cores"]
 
@@ -39,7 +39,9 @@ def executor(engine: str = "threads", workers: int | None = None) -> Iterator[An
     Raises:
         UserError: the engine is unknown or not installed.
     """
-    workers = number("workers", usable_cores() if workers is None else workers, least=1, kind=int)
+    workers = usable_cores() if workers is None else workers
+    if workers < 1:
+        raise UserError(f"workers must be at least 1, got {workers}")
     engines = {"threads": _threads, "processes": _processes, "ray": _ray, "dask": _dask}
     with engines[one_of("engine", engine, engines)](workers) as pool:
         yield pool
