@@ -8,15 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import vl_plugins
-from vl_plugins.data.collection import Collection
-from vl_plugins.data.evaluation_reader import EvaluationReader
+from vl_plugins.data.collection import Collection, first_captions
+from vl_plugins.data.dataset import ShardDataset, evaluation_loader
+from vl_plugins.data.files import read_bytes, sha256
 from vl_plugins.data.images import scaled_picture
-from vl_plugins.data.storage import Folder, read_file
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.precision import autocast, input_dtype
 from vl_plugins.retrieval import encoding
 from vl_plugins.retrieval.features import Features, describe_similarity
@@ -34,7 +32,7 @@ def encode_batches(
 
 def encode_shards(
     loaded: tuple[nn.Module, Callable, Callable],
-    shards: str | Sequence[str],
+    shards: str | Sequence[str] | Collection,
     *,
     max_captions: int | None = None,
     batch_size: int = 64,
@@ -44,11 +42,11 @@ def encode_shards(
     precision: str = "fp32",
     progress: str | None = None,
 ) -> tuple[Features, Collection] | None:
-    """Encode every image and every caption of shards once; each shard is read by one worker of one process.
+    """Encode every image and every caption of shards once; the processes share out the batches.
 
     Args:
         loaded: model, transform and tokenizer of :func:`vl_plugins.integrations.checkpoints.load_model`.
-        shards: shards of ``vl-plugins shards`` or others with captions, in brace notation.
+        shards: as for :class:`~vl_plugins.data.dataset.ShardDataset`.
         max_captions: only the first so many captions of each image.
         batch_size: images in a batch.
         workers: loader processes.
@@ -66,35 +64,25 @@ def encode_shards(
     """
     model, transform, tokenizer = loaded
     rank, world_size = processes
-    reader = EvaluationReader(
-        shards,
-        transform,
-        tokenizer,
-        batch_size,
-        max_captions=max_captions,
-        rank=rank,
-        world_size=world_size,
-        inputs=getattr(model, "inputs", "images"),
+    dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(model, "inputs", "images"))
+    batches = evaluation_loader(
+        dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
     )
-    batches = DataLoader(reader, batch_size=None, num_workers=workers)
     bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
     encoded = list(encode_batches(model, bar, device, precision))
     if world_size > 1:
         encoded = _gather(encoded, rank, world_size)
     if rank > 0:
         return None
-    if not encoded:
-        raise UserError(f"the shards hold no images: {reader.shards[0]} and {len(reader.shards) - 1} more")
-    sizes = [0] * len(reader.shards)
-    for batch in encoded:
-        sizes[batch.shard] += len(batch.images)
-    encoded = encoding.join(encoded)
-    collection = Collection.from_records(reader.shards, sizes, encoded.records)
+    joined = encoding.join(encoded)
+    collection = dataset.collection
+    if max_captions is not None:
+        collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
     similarity = getattr(model, "similarity", None)
     features = Features(
-        images=encoded.images,
-        captions=encoded.captions,
-        image_of_caption=encoded.image_of_caption,
+        images=joined.images,
+        captions=joined.captions,
+        image_of_caption=joined.image_of_caption,
         image_ids=collection.image_ids,
         caption_ids=collection.caption_ids,
         description={
@@ -131,7 +119,7 @@ def encode_queries(
     with autocast(precision, device):
         for query in queries:
             if Path(query).is_file():
-                image = scaled_picture(read_file(query))
+                image = scaled_picture(read_bytes(query))
                 image = transform(image)[None].to(device=device, dtype=input_dtype(precision))
                 rows.append(model.encode_image(image, normalize=True))
             else:
@@ -141,8 +129,7 @@ def encode_queries(
 
 def checkpoint_digest(checkpoint: str | Path) -> str:
     """Return the SHA-256 of a checkpoint's file, or a pretrained tag as it is."""
-    file = Path(checkpoint)
-    return Folder(file.parent).sha256(file.name) if file.is_file() else str(checkpoint)
+    return sha256(checkpoint) if Path(checkpoint).is_file() else str(checkpoint)
 
 
 def _gather(encoded: list[encoding.Encoded], rank: int, world_size: int) -> list[encoding.Encoded]:

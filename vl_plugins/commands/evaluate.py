@@ -121,15 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     members = collect_members(arguments.checkpoint, arguments.features, arguments.model, arguments.save_features)
     # Files and names, before torch is imported.
-    from vl_plugins.data.shard_files import expand_shards
     from vl_plugins.integrations.open_clip.names import check_file, check_model_name
 
     for member in members:
         check_file("--checkpoint" if member.is_checkpoint else "--features", member.file)
         if member.model is not None:
             check_model_name(member.model, arguments.model_config)
-    if arguments.shards:
-        expand_shards(arguments.shards)
     from vl_plugins.commands.evaluation import evaluate
 
     return evaluate(arguments, members)
@@ -155,6 +152,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             f"--save-features needs one file for each checkpoint, got {len(saved)} for {len(checkpoints)}",
         ),
         (arguments.normalize and not features, "--normalize is for --features; what a model encodes has norm 1"),
+        (arguments.batch_size < 1, f"--batch-size must be at least 1, got {arguments.batch_size}"),
         (
             arguments.max_captions is not None and arguments.max_captions < 1,
             f"--max-captions must be at least 1, got {arguments.max_captions}",

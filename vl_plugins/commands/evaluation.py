@@ -12,8 +12,6 @@ import torch
 import vl_plugins
 from vl_plugins.commands.members import Member
 from vl_plugins.data.collection import Collection, first_captions, read_collection
-from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.shard_info import read_shard_sizes
 from vl_plugins.distributed import process_device, start_processes, stop_processes
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
@@ -50,19 +48,19 @@ def evaluate(arguments: argparse.Namespace, members: Sequence[Member]) -> int:
     if world_size > 1 and not checkpoints:
         raise UserError("--features are encoded already, so there is no work for several processes: leave out torchrun")
     features: dict[str, Features] = {}
+    collection = read_collection(arguments.shards) if arguments.shards else None
     if rank == 0:  # an error ends the other processes, which wait for this one
-        if arguments.shards:
-            sizes = read_shard_sizes(expand_shards(arguments.shards))
+        if collection is not None:
             for protocol in arguments.protocol:
-                check_number(protocol, sizes, arguments.shards)
+                check_number(protocol, len(collection), arguments.shards)
         features = {
             member.name: _read_features(arguments, member.file) for member in members if not member.is_checkpoint
         }
-    encoded, collection, queries = _encode(arguments, checkpoints)
+    encoded, queries = _encode(arguments, checkpoints, collection)
     if rank > 0:
         return 0
-    if collection is None and arguments.shards:
-        collection = read_collection(arguments.shards, arguments.max_captions)
+    if collection is not None and arguments.max_captions is not None:
+        collection = collection.with_captions(first_captions(collection.image_of_caption, arguments.max_captions))
     features |= encoded
     items, source = collection or next(iter(features.values())), arguments.shards or next(iter(features))
     for name, member in features.items():
@@ -104,17 +102,17 @@ def _read_features(arguments: argparse.Namespace, file: str) -> Features:
 
 
 def _encode(
-    arguments: argparse.Namespace, checkpoints: Sequence[Member]
-) -> tuple[dict[str, Features], Collection | None, torch.Tensor | None]:
+    arguments: argparse.Namespace, checkpoints: Sequence[Member], collection: Collection | None
+) -> tuple[dict[str, Features], torch.Tensor | None]:
     """Encode the shards with each checkpoint, and the queries with the first; all processes share the work.
 
     Returns:
-        Features by name, what they are of, and embeddings of the queries; nothing in all processes but the first.
+        Features by name, and embeddings of the queries; nothing in all processes but the first.
     """
     features: dict[str, Features] = {}
-    collection, queries = None, None
-    if not checkpoints:
-        return features, collection, queries
+    queries = None
+    if collection is None or not checkpoints:
+        return features, queries
     processes = start_processes()
     device, precision = process_device(arguments.device), arguments.precision
     try:
@@ -124,7 +122,7 @@ def _encode(
             )
             encoded = encode_shards(
                 loaded,
-                arguments.shards,
+                collection,
                 max_captions=arguments.max_captions,
                 batch_size=arguments.batch_size,
                 workers=arguments.workers,
@@ -135,7 +133,7 @@ def _encode(
             )
             if encoded is None:
                 continue
-            found, collection = encoded
+            found, _ = encoded
             origin = {
                 "model": member.model,
                 "checkpoint": member.file,
@@ -148,7 +146,7 @@ def _encode(
                 queries = encode_queries(loaded, arguments.queries, device, precision)
     finally:
         stop_processes()
-    return features, collection, queries
+    return features, queries
 
 
 def _identity(arguments: argparse.Namespace, members: Sequence[Member]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
-from vl_plugins.data.batching import normalize_caption
+from vl_plugins.data.captions import normalize_caption
 from vl_plugins.data.collection import Collection, read_collection
 from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.plots.figures import COLORS, new_figure, picture_file, write_figure
@@ -88,7 +88,7 @@ def attended_images(
         model: with a set head, as :func:`vl_plugins.integrations.checkpoints.load_model` returns it with the other two.
         preprocess: from an RGB ``PIL.Image`` to a tensor (3, H, W); the picture is shown without its normalization.
         tokenizer: from a list of n strings to a tensor (n, L).
-        shards: shards, or a pattern for :func:`vl_plugins.data.shard_files.expand_shards`.
+        shards: shards, or a pattern for :func:`vl_plugins.data.collection.expand_shards`.
         images: how many, the first of the shards, without ``keys``; 1 to 60.
         keys: of the images in the shards, such as ``coco-test-00000042``, or their image ids.
         iteration: 1 to T, of which the attention is shown; by default the last. The elements are always the last's.
@@ -107,8 +107,6 @@ def attended_images(
     if head != "set":
         raise UserError(f"the model has no set head{f' but a {head} head' if head else ''}, so no slots to draw")
     collection = read_collection(shards)
-    if not collection.keys:
-        raise UserError("the shards hold no images")
     indices = [_find_image(collection, key) for key in dict.fromkeys(keys)]
     indices = indices or list(range(min(images, len(collection.keys))))
     files = collection.pictures(indices)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.storage import write_file
+from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, require
 
 __all__ = ["COLORS", "new_figure", "picture_file", "style_curves", "write_figure"]

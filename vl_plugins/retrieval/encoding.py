@@ -1,15 +1,13 @@
-"""Embeddings of what a reader of shards gives, and their retrieval metrics."""
+"""Embeddings of images and captions, and their retrieval metrics."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vl_plugins.data.collection import Record
-from vl_plugins.data.evaluation_reader import EvaluationBatch
+from vl_plugins.data.dataset import EvaluationBatch
 from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import retrieval_ranks
@@ -25,16 +23,12 @@ class Encoded(NamedTuple):
         images: (I, D), or sets (I, K, D).
         captions: (C, D), or sets (C, K, D).
         image_of_caption: (C,) int64, index of each caption's image.
-        records: I names and captions.
-        shard: index of the shard, as in :class:`~vl_plugins.data.evaluation_reader.EvaluationBatch`.
-        start: index of the first image in it.
+        start: index of the first image.
     """
 
     images: Tensor
     captions: Tensor
     image_of_caption: Tensor
-    records: list[Record]
-    shard: int
     start: int
 
 
@@ -50,31 +44,28 @@ def encode_batches(
 
     Args:
         model: a module with ``encode_image`` and ``encode_text``, both taking ``normalize``, in evaluation mode.
-        batches: of :class:`~vl_plugins.data.evaluation_reader.EvaluationReader`.
+        batches: of :func:`~vl_plugins.data.dataset.evaluation_loader`.
         device: where the model is.
         dtype: of the images; as they are by default.
         autocast: makes the context in which the model runs.
     """
-    for images, texts, image_of_caption, records, shard, start in batches:
+    for images, texts, image_of_caption, start in batches:
         with autocast():
             image_features = model.encode_image(
                 images.to(device=device, dtype=dtype, non_blocking=True), normalize=True
             )
             caption_features = model.encode_text(texts.to(device=device, non_blocking=True), normalize=True)
         embeddings = image_features.float().cpu(), caption_features.float().cpu()
-        yield Encoded(*embeddings, image_of_caption, records, shard, start)
+        yield Encoded(*embeddings, image_of_caption, start)
 
 
 def join(batches: Iterable[Encoded]) -> Encoded:
     """Return all batches as one, in source order."""
-    batches = sorted(batches, key=lambda batch: (batch.shard, batch.start))
-    first = accumulate((len(batch.images) for batch in batches), initial=0)
+    batches = sorted(batches, key=lambda batch: batch.start)
     return Encoded(
         torch.cat([batch.images for batch in batches]),
         torch.cat([batch.captions for batch in batches]),
-        torch.cat([batch.image_of_caption + index for batch, index in zip(batches, first, strict=False)]),
-        [record for batch in batches for record in batch.records],
-        batches[0].shard,
+        torch.cat([batch.image_of_caption + batch.start for batch in batches]),
         batches[0].start,
     )
 

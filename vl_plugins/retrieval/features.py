@@ -13,14 +13,15 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from vl_plugins.data.collection import Collection, Id
-from vl_plugins.data.storage import write_file
+from vl_plugins.data.collection import Collection
+from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, require
 from vl_plugins.registry import create, options_of
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities, Similarity
 
 __all__ = [
     "Features",
+    "Id",
     "describe_similarity",
     "features_file",
     "id_difference",
@@ -29,6 +30,7 @@ __all__ = [
     "save_features",
 ]
 
+Id = int | str
 SUFFIXES = (".npz", ".safetensors")
 TENSORS = ("image_features", "caption_features", "image_of_caption")
 IDS = ("image_ids", "caption_ids")

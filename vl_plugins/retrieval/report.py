@@ -12,10 +12,11 @@ import jinja2
 import torch
 
 from vl_plugins import __version__
-from vl_plugins.data.collection import Collection, Id
+from vl_plugins.data.collection import Collection
+from vl_plugins.data.files import write_file
 from vl_plugins.data.images import scaled_picture
-from vl_plugins.data.storage import write_file
 from vl_plugins.errors import UserError, require
+from vl_plugins.retrieval.features import Id
 from vl_plugins.retrieval.queries import Answers
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.storage import write_file
+from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError
 
 __all__ = ["append_rows", "is_finished", "read_rows"]
