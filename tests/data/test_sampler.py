@@ -1,8 +1,8 @@
 """Batches of a training epoch, against their definition."""
 
 import contextlib
-import gc
 import logging
+import tracemalloc
 from collections import Counter
 from itertools import chain
 
@@ -102,9 +102,6 @@ class TestShuffleWindow:
     def test_without_one_images_of_all_shards_meet(self):
         images = images_of(epoch(make_collection(numbered([1] * 96)), 1))
         assert len({image // 4 for image in images[:12]}) > 6
-        assert epoch(make_collection(numbered([1] * 96)), 1, shuffle_window=96) == [
-            [draw] for draw in CaptionSampler(make_collection(numbered([1] * 96)), 1)
-        ]
 
 
 class TestCaptionsPerImage:
@@ -143,22 +140,20 @@ class TestCaptionsPerImage:
 
 
 class TestDistinctCaptions:
-    def test_another_caption_takes_the_place_of_a_shared_one(self):
-        collection = make_collection([["A dog.", "a"], ["b", " a  DOG.\n"]])
-        for captions, width in (("all", 2), (2, 2), ("random", 1), ("first", 1)):
-            owners = set()
-            for number in range(20):
-                (batch,) = epoch(collection, 2, number, captions_per_image=captions)
-                shown = {draw.image: set(draw.captions) for draw in batch}
-                assert not (0 in shown[0] and 1 in shown[1])
-                assert all(len(draw.captions) == width for draw in batch)
-                owners.add(batch[0].image)
-            assert owners == {0, 1}, "either image may have come first"
-
-    def test_the_first_image_keeps_the_shared_caption(self):
-        collection = make_collection([["a dog", "0"], ["a dog", "1"]])
-        (batch,) = epoch(collection, 2, captions_per_image="all")
-        assert [draw.captions for draw in batch] == [[0, 1], [1, 1]]
+    @pytest.mark.parametrize(
+        ("captions", "expected"),
+        [
+            ("first", [[0], [1]]),
+            ("random", [[0], [1]]),
+            (1, [[0], [1]]),
+            (2, [[0, 0], [1, 1]]),
+            ("all", [[0, 0], [1, 1]]),
+        ],
+    )
+    def test_another_caption_takes_the_place_of_a_shared_one(self, captions, expected):
+        collection = make_collection([["a dog."], [" A  dog.\n", "b"]], images_per_shard=100)
+        (batch,) = epoch(collection, 2, captions_per_image=captions, shuffle_window=1)
+        assert [draw.captions for draw in batch] == expected
 
     @pytest.mark.parametrize(
         ("captions", "size", "expected"),
@@ -196,10 +191,6 @@ class TestDistinctCaptions:
         with pytest.raises(UserError, match=r"no 2 images have different captions: .*--allow-duplicate-captions"):
             epoch(collection, 2)
         assert sorted(images_of(epoch(collection, 4, distinct_captions=False))) == list(range(8))
-
-    def test_captions_of_one_image_may_coincide(self):
-        ((draw, other),) = epoch(make_collection([["x", "X"], ["y", "z"]]), 2, captions_per_image="all")
-        assert draw.captions == other.captions == [0, 1]
 
     def test_all_captions_of_toy_scenes(self, tmp_path, caplog):
         """Their first captions are shared by many scenes."""
@@ -280,14 +271,6 @@ class TestGroups:
         with pytest.raises(UserError, match="no 12 images have different captions"):
             epoch(make_collection(captions), 12, captions_per_image="all")
 
-    def test_their_captions_still_differ_from_those_of_others(self):
-        collection = make_collection([["a"], ["a"], ["b"], ["a"]], groups=["x", "x", None, None])
-        met = {
-            frozenset(draw.image for draw in batch) for number in range(20) for batch in epoch(collection, 2, number)
-        }
-        assert frozenset({0, 1}) in met
-        assert met.isdisjoint({frozenset({0, 3}), frozenset({1, 3})})
-
 
 def made_up(images, captions=5, per_shard=10_000):
     """Yield the facts of shards of made-up images."""
@@ -299,29 +282,14 @@ def made_up(images, captions=5, per_shard=10_000):
         yield IndexHead(bytes=0, starts=places.tolist(), sizes=sizes, counts=counts, captions=hashes.tobytes())
 
 
-def held_bytes(*objects):
-    """Return the bytes of arrays, tensors and other objects that some objects hold, but for modules and classes."""
-    seen, total, queue = set(), 0, list(objects)
-    while queue:
-        found = queue.pop()
-        if id(found) in seen or isinstance(found, type) or type(found).__name__ in ("module", "function"):
-            continue
-        seen.add(id(found))
-        base = found.base if isinstance(found, np.ndarray) else None
-        total += getattr(found, "nbytes", 0) if base is None else 0
-        queue += gc.get_referents(found) if base is None else [base]
-        total += len(found) if isinstance(found, bytes) else 0
-        total += 50 * len(found) if isinstance(found, (list, dict, tuple)) else 0
-    return total
-
-
-@pytest.mark.parametrize("images", [20_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
-def test_memory_and_epoch_of_many_images(images):
+@pytest.mark.parametrize("images", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
+def test_memory_of_many_images(images):
+    tracemalloc.start()
     shards = [f"{number:06}.tar" for number in range(-(-images // 10_000))]
     collection = Collection(shards, made_up(images))
-    dataset = ShardDataset(collection, transform=str, tokenizer=str)
-    sampler = CaptionSampler(collection, 100, captions_per_image=5)
-    draws = iter(sampler)
-    shown = [draw.image for draw in draws] if images < 100_000 else [next(draws).image for _ in range(100_000)]
-    assert len(set(shown)) == len(shown)
-    assert 60 * images < held_bytes(sampler, dataset) < 100 * images
+    dataset = ShardDataset(collection, str, str)
+    draws = iter(CaptionSampler(dataset.collection, 100, captions_per_image=5))
+    next(draws)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 60 * images < held < 100 * images
