@@ -282,7 +282,7 @@ def test_commands_of_two_towers(tmp_path, toy_shards, monkeypatch):
     commands = host_commands("vl_plugins.integrations.pytorch_metric_learning")
     assert len(commands) == 2
     small = ["image.trunk.model=test_resnet", "image.trunk.pretrained=False", "image.trunk.image_size=32", "dim=16"]
-    small += ["text.trunk.hidden_dim=16", "data.workers=0", "data.batch_size=4", "data.num_samples=8"]
+    small += ["text.trunk.hidden_dim=16", "data.workers=0", "data.batch_size=100"]
     small += ["data.allow_duplicate_captions=True"]
     for arguments in commands:
         with small_stages():

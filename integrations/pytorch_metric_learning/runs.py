@@ -177,19 +177,18 @@ class Run:
         saved = self._read_latest() if begun else None
         self.loss = loss_from_config(config)
         miner_from_config(config, self.loss)  # for its errors
-        collections = list(map(read_collection, filter(None, (_training_shards(config), config.data.val))))
-        for collection in collections:  # the first image, for its errors
-            ShardDataset(collection, lambda item: item, list, inputs=config.data.inputs)[0]
+        train = read_collection(_training_shards(config))
+        val = read_collection(config.data.val) if config.data.val else None
         self.vocabulary = build_vocabulary(config) if saved is None else saved["vocabulary"]
         self.towers = build_towers(config, self.vocabulary, pretrained=saved is None).to(self.device)
         self.epoch, self._steps = 0, 0
         self.best: float | None = None
         self._saved: Mapping[str, Any] | None = None  # until training goes on
         self._metrics: dict[str, float] = {}
-        self._training = _shard_dataset(config, collections[0], self.towers, is_training=True)
+        self._training = _shard_dataset(config, train, self.towers, is_training=True)
         self._validation = None
-        for collection in collections[1:]:
-            dataset = _shard_dataset(config, collection, self.towers, is_training=False)
+        if val is not None:
+            dataset = _shard_dataset(config, val, self.towers, is_training=False)
             self._validation = evaluation_loader(dataset, config.data.batch_size, workers=config.data.workers)
         if saved is not None:
             self._go_on_from(saved)
@@ -332,7 +331,9 @@ def _training_shards(config: Config) -> str:
 def _shard_dataset(config: Config, collection: Collection, towers: TwoTowers, *, is_training: bool) -> ShardDataset:
     data = config.data
     transform = towers.image_transform(is_training)
-    return ShardDataset(collection, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
+    dataset = ShardDataset(collection, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
+    dataset[0]  # raises an error before training, also with "skip"
+    return dataset
 
 
 def _sampler(config: Config, dataset: ShardDataset, processes: Processes) -> CaptionSampler:

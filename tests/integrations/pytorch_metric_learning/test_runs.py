@@ -241,6 +241,14 @@ def test_missing_shards_are_found_before_anything_is_written(toy_shards, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_image_is_read_before_anything_is_written(toy_shards, tmp_path):
+    plain = settings(toy_shards, image={"trunk": {"name": "features", "width": 4}, "pooling": "avg"})
+    plain["data"]["inputs"] = "features"
+    with pytest.raises(UserError, match=r"image 0, in .*: it has no features, expected npy"):
+        train(plain, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
