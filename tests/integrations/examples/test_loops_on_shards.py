@@ -186,10 +186,3 @@ def test_distributed_data_parallel_needs_the_scale_or_a_frozen_one(shards):
         assert text.startswith("Expected to have finished reduction in the prior iteration")
         assert text.count("Expected to have finished") == 1
     assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("example", [accelerate_loop, lightning_module])
-def test_scripts(example, shards, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    example.main(shards)
-    assert re.search("epoch 1|Epoch 1", capsys.readouterr().out)
