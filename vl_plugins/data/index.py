@@ -130,10 +130,11 @@ def read_head(shard: str) -> IndexHead:
         return scan_shard(shard).head
     except msgspec.DecodeError as error:
         raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
-    number, groups = len(head.starts), len(head.groups) // HASHES.itemsize
-    if not number == len(head.sizes) == len(head.counts) or sum(head.counts) * HASHES.itemsize != len(head.captions):
+    number, groups = len(head.starts), len(head.groups) / HASHES.itemsize
+    is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
+    if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
         raise UserError(f"{file} is damaged: its arrays have different lengths; {RENEW}")
-    if groups not in (0, number) or (size := _size(shard)) != head.bytes:
+    if (size := _size(shard)) != head.bytes:
         raise UserError(f"{shard} has {size:,} bytes, but {head.bytes:,} in {file}, which is not its index; {RENEW}")
     return head
 
