@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -72,10 +73,11 @@ class TestIndex:
             lambda data: data.replace(b'"counts":[1,2]', b'"counts":[1,1]'),
             lambda data: data.replace(b'"sizes":', b'"sizes":[],"size":'),
             lambda data: data.replace(b'"starts":[0', b'"starts":["0"'),
+            lambda data: re.sub(rb'"groups":"[^"]*"', b'"groups":"AAAAAAAAAAA="', data),
         ],
     )
     def test_damaged_facts(self, tmp_path, damage):
-        (shard,) = write_numbered(tmp_path, [1, 2])
+        (shard,) = write_numbered(tmp_path, [1, 2], groups=["a", "b"])
         file = Path(index_file(shard))
         content = file.read_bytes()
         file.write_bytes(damage(content))
@@ -285,6 +287,7 @@ class TestArchives:
             (header(1 << 50) + bytes(4096), f"says {1 << 50} bytes"),
             (sparse_header(1 << 29) + b"x" * 512 + bytes(4096), "a sparse file"),
             (header(1 << 60, type=tarfile.XHDTYPE) + bytes(4096), "damaged"),
+            (header(0, type=tarfile.GNUTYPE_LONGNAME) * 2000 + bytes(4096), "damaged"),
         ],
     )
     def test_what_follows_an_image(self, tmp_path, data, message):

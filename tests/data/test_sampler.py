@@ -164,12 +164,15 @@ class TestDistinctCaptions:
             (["x", "y", "x", "y", "1", "2"], 3, ["abe", "cdf"]),
             (["x", "x", "x", "y", "y", "y"], 2, ["ad", "be", "cf"]),
             (["a dog.", "\ta  DOG.\n", "a cat.", "a cow."], 2, ["ac", "bd"]),
+            ([["1", "2", "3"], "1", "1", "2", "3", "9", "8", "7"], 2, ["af", "bd", "ce", "gh"]),
         ],
-        ids="distinct waits oldest-first both-wait waiting-alone normalized".split(),
+        ids="distinct waits oldest-first both-wait waiting-alone normalized some-wait-on".split(),
     )
     def test_an_image_without_a_caption_of_its_own_waits(self, captions, size, expected, caplog):
-        collection = make_collection([[caption] for caption in captions], images_per_shard=100)
-        batches = epoch(collection, size, shuffle_window=1)  # which keeps the order of a shard
+        captions = [[texts] if isinstance(texts, str) else texts for texts in captions]
+        # The window keeps the order of a shard.
+        collection = make_collection(captions, images_per_shard=100)
+        batches = epoch(collection, size, captions_per_image="all", shuffle_window=1)
         assert ["".join("abcdefgh"[draw.image] for draw in batch) for batch in batches] == expected
         assert not caplog.messages
 
