@@ -21,10 +21,11 @@ CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
 
 
-class Row(msgspec.Struct, array_like=True):
+class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
-    Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. A row with a ``problem`` cannot be used.
+    Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
+    A row with a ``problem`` cannot be used.
     """
 
     place: int | str
@@ -32,8 +33,8 @@ class Row(msgspec.Struct, array_like=True):
     captions: list[Any]
     split: Any
     image_id: Any = None
-    filename: Any = None
     group: Any = None
+    filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
 
@@ -51,22 +52,23 @@ def group_rows(rows: Iterable[tuple[str, Row]], source: str) -> Iterator[tuple[l
     Raises:
         UserError: a text is not valid Unicode.
     """
-    integers, total = True, 0
+    integers = True
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Row).decode
     with _database() as database:
         database.execute("CREATE TEMP TABLE rows (number BIGINT, image VARCHAR, id VARCHAR, row VARCHAR)")
-        for part in _batches(rows):
-            texts = []
-            for _, row in part:
+
+        def columns() -> Iterator[tuple]:
+            nonlocal integers
+            for number, (key, row) in enumerate(rows):
+                image_id = row.image_id
+                integers = integers and _is_integer(image_id)
                 try:
-                    texts.append(encode(row).decode())
+                    yield number, key, None if image_id is None else str(image_id), encode(row).decode()
                 except UnicodeEncodeError as error:
                     raise UserError(f"{source}{row.place}: it is not UTF-8") from error
-            ids = [row.image_id for _, row in part]
-            integers = integers and all(map(_is_integer, ids))
-            names = [None if value is None else str(value) for value in ids]
-            _insert(database, "rows", np.arange(total, total + len(part)), [key for key, _ in part], names, texts)
-            total += len(part)
+
+        for part in _batches(columns()):
+            _insert(database, "rows", *zip(*part, strict=True))
         # An image whose rows have different ids is an error, so any of them will do.
         database.execute(
             "CREATE TEMP TABLE images AS SELECT image, min(number) AS first, any_value(id) AS image_id "
@@ -101,7 +103,7 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
                 digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
                 positions.append(int.from_bytes(digest, "little", signed=True))
                 texts.append(encode(image).decode())
-            _insert(database, "images", np.array(positions, dtype=np.int64), texts)
+            _insert(database, "images", positions, texts)
         for (text,) in _fetch(database.execute("SELECT image FROM images ORDER BY position, image")):
             yield decode(text)
 
@@ -131,8 +133,8 @@ def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
     return iter(lambda: list(itertools.islice(iterator, ROWS_INSERTED)), [])
 
 
-def _insert(database: Any, table: str, numbers: np.ndarray, *columns: Sequence[str | None]) -> None:
-    arrays = [numbers, *(np.array(column, dtype=object) for column in columns)]
+def _insert(database: Any, table: str, numbers: Sequence[int], *columns: Sequence[str | None]) -> None:
+    arrays = [np.array(numbers, dtype=np.int64), *(np.array(column, dtype=object) for column in columns)]
     database.register("part", {f"c{index}": array for index, array in enumerate(arrays)})
     database.execute(f"INSERT INTO {table} SELECT * FROM part")
 

@@ -75,28 +75,29 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
     for row in rows:
         if row.problem is not None:
             raise UserError(row.problem)
-        for key in ("split", "image_id", "group") if row is not first else ():
+    for row in rows[1:]:
+        for key in ("split", "image_id", "group"):
             value, expected = getattr(row, key), getattr(first, key)
             # As text: JSON may have a number in one line and the same in quotes in another.
             if value != expected and str(value) != str(expected):
                 reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
                 raise UserError(f"{reason}; rows of one image must agree")
-    for kind, name in (("path", first.file), ("image id", first.image_id)):
-        if isinstance(name, str) and not name.strip():
-            raise UserError(f"its {kind} is blank")
-    captions = [caption for row in rows for caption in row.captions]
-    if first.caption_ids is None:
-        caption_ids: list[Any] = list(range(total, total + len(captions)))
-    else:
+    if isinstance(first.file, str) and not first.file.strip():
+        raise UserError("its path is blank")
+    if isinstance(first.image_id, str) and not first.image_id.strip():
+        raise UserError("its image id is blank")
+    captions = first.captions if len(rows) == 1 else [caption for row in rows for caption in row.captions]
+    caption_ids: Sequence[Any] = range(total, total + len(captions))
+    if first.caption_ids is not None:
         caption_ids = [caption_id for row in rows for caption_id in row.caption_ids or ()]
     fields = {
         "image_id": index if first.image_id is None else first.image_id,
         "file": first.file,
         "captions": captions,
-        "caption_ids": caption_ids,
+        "caption_ids": tuple(caption_ids),
         "split": _split(first),
         "dataset": dataset,
-        "filename": first.filename,
+        "filename": first.file if first.filename is None else first.filename,
         "group": first.group,
     }
     return msgspec.convert(fields, CaptionedImage)
@@ -114,7 +115,7 @@ def _check_unused(kind: str, ids: Sequence[int | str], used: Collection[int | st
 
 def _label(source: str, row: Row) -> str:
     """Return ``source place (file name)`` as one line of UTF-8."""
-    name = row.filename
+    name = row.file if row.filename is None else row.filename
     shown = f" ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else ""
     return f"{source}{row.place}{shown}"
 
@@ -416,16 +417,14 @@ class Columns:
             texts = [values[position] for position in captions_at]
             if len(texts) > 1:
                 texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-            if caption_lines or not all(type(text) is str for text in texts):
+            if caption_lines or [text for text in texts if type(text) is not str]:
                 texts = [text for value in texts for text in _texts(value, caption_lines)]
-            image = None if image_at is None else values[image_at]
             return Row(
                 place,
-                image,
+                None if image_at is None else values[image_at],
                 texts,
                 split if split_at is None else values[split_at],
                 None if id_at is None else "" if values[id_at] is None else values[id_at],
-                image,
                 None if group_at is None else values[group_at],
             )
 
@@ -497,9 +496,10 @@ def read_table(
                 row.problem = problem
                 key = f"{line}/"  # no path ends so
                 if isinstance(row.file, str) and row.file.strip():
-                    key = row.file = _clean(row.file, roots)
-                    if roots and row.filename.startswith(roots):
-                        row.filename = key
+                    key = _clean(row.file, roots)
+                    if key != row.file:
+                        row.filename = key if roots and row.file.startswith(roots) else row.file
+                        row.file = key
                 if val_fraction or test_fraction:
                     group = "" if row.group is None else str(row.group)
                     row.split = _draw_split(group.strip() or key, val_fraction, test_fraction) or split_name
