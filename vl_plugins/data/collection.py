@@ -128,13 +128,21 @@ class Collection:
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
+        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time.
+
+        Raises:
+            UserError: the HTTP server of the shards does not support ranges.
+        """
         if not len(images):
             return []
         files = fsspec.core.url_to_fs(self.shards[0])[0]  # that of this process
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
-        starts = self.starts[images]
-        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
+        starts, sizes = self.starts[images], self.sizes[images].tolist()
+        found = files.cat_ranges(paths, starts.tolist(), (starts + sizes).tolist(), on_error="return")
+        for path, size, data in zip(paths, sizes, found, strict=True):
+            if isinstance(data, bytes) and len(data) > size:
+                raise UserError(f"cannot read parts of {path}: the server sends the whole file (no HTTP ranges)")
+        return found
 
     @cached_property
     def records(self) -> list[Record]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from vl_plugins.data.captions import RejectedImage, caption_hash
-from vl_plugins.data.files import join, write_complete
+from vl_plugins.data.files import file_errors, join, write_complete
 from vl_plugins.data.samples import Record, parse_record, scan
 from vl_plugins.errors import UserError
 
@@ -37,6 +37,8 @@ RENEW = "write the shards again, or their indexes with `vl-plugins shards index`
 HASHES = np.dtype("<i8")
 # Enough for the first line of most indexes; file systems behind URLs would read more at once.
 BLOCK_BYTES = 1 << 18
+# S3 calls a missing file forbidden where listing is.
+NO_INDEX = (FileNotFoundError, PermissionError)
 
 
 class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -126,7 +128,7 @@ def read_head(shard: str) -> IndexHead:
         files, path = fsspec.core.url_to_fs(file)
         with files.open(path, block_size=BLOCK_BYTES) as stream:
             head = msgspec.json.decode(stream.readline(), type=IndexHead)
-    except FileNotFoundError:
+    except NO_INDEX:
         return scan_shard(shard).head
     except msgspec.DecodeError as error:
         raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
@@ -146,7 +148,7 @@ def read_records(shard: str) -> list[Record]:
         with fsspec.open(file, "rb") as stream:
             stream.readline()
             return msgspec.json.Decoder(Record).decode_lines(stream.read())
-    except FileNotFoundError:
+    except NO_INDEX:
         return scan_shard(shard).records
     except msgspec.DecodeError as error:
         raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
@@ -155,7 +157,7 @@ def read_records(shard: str) -> list[Record]:
 def scan_shard(shard: str) -> ShardIndex:
     """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    with fsspec.open(shard, "rb") as stream:
+    with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
         try:
             for sample in scan(stream):
                 try:
