@@ -14,9 +14,9 @@ import webdataset
 from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
-from tests.helpers.numbered_shards import in_memory, replace_member, write_captioned, write_numbered
+from tests.helpers.numbered_shards import write_captioned, write_numbered
 from vl_plugins.data import expand_shards, first_captions, read_collection
-from vl_plugins.data.index import ShardIndex, index_file, read_head, read_records, scan_shard, write_index
+from vl_plugins.data.index import index_file, read_head, read_records, scan_shard, write_index
 from vl_plugins.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
@@ -57,12 +57,11 @@ class TestIndex:
     def test_only_the_archive_of_its_size(self, shards, tmp_path):
         shard = write_tar(tmp_path / "x.tar", [("a.txt", "a")])
         write_index(shard, scan_shard(shard))
-        for change in (lambda data: data + bytes(512), lambda data: data[:-512]):
-            content = Path(shard).read_bytes()
-            Path(shard).write_bytes(change(content))
+        content = Path(shard).read_bytes()
+        for changed in (content + bytes(512), content[:-512]):
+            Path(shard).write_bytes(changed)
             with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but 10,240 in .*write the shards again"):
                 read_collection(shard)
-            Path(shard).write_bytes(content)
 
     @pytest.mark.parametrize(
         "damage",
@@ -96,15 +95,9 @@ class TestIndex:
         (shard,) = write_numbered(tmp_path, [1, 2])
         file = Path(index_file(shard))
         file.write_bytes(b"\n".join(damage(file.read_bytes().splitlines())))
-        collection = read_collection(shard)
+        collection = read_collection(shard)  # which reads no names
         with pytest.raises(UserError, match=message):
             collection.captions  # noqa: B018
-
-    def test_names_are_not_read_before_they_are_asked_for(self, tmp_path):
-        (shard,) = write_numbered(tmp_path, [1, 2])
-        index = scan_shard(shard)
-        write_index(shard, ShardIndex(index.head, []))
-        assert read_collection(shard).captions_per_image.tolist() == [1, 2]
 
 
 class TestCollection:
@@ -162,9 +155,6 @@ class TestCollection:
         Path(shard).unlink()
         with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
             collection.pictures([2])
-        replace_member(write_numbered(tmp_path, [1])[0], "numbered-000.png", None)
-        with pytest.raises(UserError, match="it has no images, expected jpg or png"):
-            read_collection(shard).pictures([0])
 
     def test_first_captions(self):
         image_of_caption = torch.tensor([2, 0, 2, 0, 2, 1, 0, 0])
@@ -339,10 +329,3 @@ class TestExpandShards:
         ):
             with pytest.raises(UserError, match=message):
                 expand_shards(pattern)
-
-    def test_urls(self, shards, monkeypatch):
-        urls = in_memory(shards, monkeypatch)
-        assert expand_shards("memory://bucket/numbered-{000000..000002}.tar") == urls
-        with pytest.raises(UserError, match=r"1 of 1 shards do not exist: memory://.* holds numbered-000000\.tar"):
-            expand_shards("memory://bucket/none.tar")
-        assert read_collection(urls).captions == read_collection(shards).captions
