@@ -1,5 +1,5 @@
 import json
-import sys
+import shutil
 
 import numpy as np
 import pytest
@@ -90,15 +90,15 @@ def test_contact_sheet(toy_shards, tmp_path):
         assert (image.format, image.width) == ("PNG", 2 * 340)
 
 
+SHEET = "a contact sheet is a .png file of 1 to 60 samples, got"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("info --split dev", "unknown split 'dev'; known: toy-test, toy-train, toy-val"),
-        (
-            "info --contact-sheet a.png --samples 61",
-            "a contact sheet is a .png file of 1 to 60 samples, got a.png and 61",
-        ),
-        ("info --contact-sheet a.jpg", "a contact sheet is a .png file of 1 to 60 samples, got a.jpg and 12"),
+        ("info --contact-sheet a.png --samples 61", f"{SHEET} a.png and 61"),
+        ("info --contact-sheet a.jpg", f"{SHEET} a.jpg and 12"),
         ("info empty", "empty holds no shards; expected .tar files"),
         ("verify none.tar", "1 of 1 shards do not exist: none.tar"),
         ("verify --workers 0", "workers must be at least 1, got 0"),
@@ -111,8 +111,20 @@ def test_wrong_input_is_one_line(toy_shards, capsys, arguments, message):
     assert (output.out, output.err) == ("", f"vl-plugins shards: error: {message}\n")
 
 
-def test_without_matplotlib(toy_shards, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run("info", toy_shards, "--contact-sheet", "a.png") == 2
-    output = capsys.readouterr()
-    assert (output.out, "matplotlib is not installed" in output.err) == ("", True)
+def test_index_is_that_of_the_writer_without_facts(toy_shards, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    shutil.copytree(toy_shards, shards)
+    written = {file.name: file.read_text().splitlines() for file in (shards / "__index__").glob("*.jsonl")}
+    shutil.rmtree(shards / "__index__")
+    assert run("index", shards) == 0
+    assert run("verify", shards) == 0
+    for file in (shards / "__index__").glob("*.jsonl"):
+        head, *images = file.read_text().splitlines()
+        expected, *records = written.pop(file.name)
+        assert images == records
+        facts = {"fingerprint", "options", "rejected", "source"}
+        assert json.loads(head) == {name: value for name, value in json.loads(expected).items() if name not in facts}
+    assert not written
+    capsys.readouterr()
+    assert run("index", shards) == 0
+    assert capsys.readouterr().out == "indexed 0 shards, 0 images\n"

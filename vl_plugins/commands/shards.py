@@ -65,6 +65,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         _add_writing_options(source_parser)
     shards_info.register_verify(actions)
     shards_info.register_info(actions)
+    shards_info.register_index(actions)
 
 
 def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.tables import printable
 
-__all__ = ["register_info", "register_verify"]
+__all__ = ["register_index", "register_info", "register_verify"]
 
 MOST_PROBLEMS = 100
 MOST_SAMPLES = 60
@@ -47,6 +47,18 @@ def register_info(actions: argparse._SubParsersAction) -> None:
     parser.add_argument("--samples", type=int, default=12, metavar="N", help=samples)
 
 
+def register_index(actions: argparse._SubParsersAction) -> None:
+    """Add the ``index`` subcommand."""
+    parser = actions.add_parser(
+        "index",
+        help="write the indexes of shards that other programs wrote",
+        examples=["vl-plugins shards index 'laion/{00000..00099}.tar'"],
+        description="Write an index beside each shard that has none, so that readers need not scan it. Shards of "
+        "`vl-plugins shards` have one already; those of version 0.2 and of other programs have none.",
+    )
+    _add_arguments(parser, _index)
+
+
 def _add_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
     add, engines = parser.add_argument, ("threads", "processes", "ray", "dask")
     shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or a URL such as s3://..."
@@ -82,6 +94,20 @@ def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     if not all(wanted):
         raise unknown_name("split", arguments.split[wanted.index(set())], splits)
     return [shard for shard in shards if split_of(shard) in set.union(*wanted)], []
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from vl_plugins.data.engines import executor, run_jobs, usable_cores
+    from vl_plugins.data.files import exists
+    from vl_plugins.data.index import index_file, index_shard
+
+    shards = [shard for shard in _find_shards(arguments)[0] if not exists(index_file(shard))]
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    with executor(arguments.engine, workers) as pool:
+        images = sum(run_jobs(index_shard, shards, pool, 2 * workers))
+    result = {"shards": len(shards), "images": images}
+    print(json.dumps(result) if arguments.json else f"indexed {len(shards):,} shards, {images:,} images")
+    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -4,11 +4,15 @@ from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_ca
 from vl_plugins.data.collection import Collection, expand_shards, first_captions, read_collection
 from vl_plugins.data.dataset import Draw, EvaluationBatch, Item, ShardDataset, evaluation_loader
 from vl_plugins.data.sampler import CaptionSampler, training_loader
+from vl_plugins.data.sources import Columns, read_coco_captions, read_karpathy, read_table, with_annotation_ids
+from vl_plugins.data.verification import verify_shards
+from vl_plugins.data.writer import write_shards
 
 __all__ = [
     "CaptionSampler",
     "CaptionedImage",
     "Collection",
+    "Columns",
     "Draw",
     "EvaluationBatch",
     "Item",
@@ -18,6 +22,12 @@ __all__ = [
     "expand_shards",
     "first_captions",
     "normalize_caption",
+    "read_coco_captions",
     "read_collection",
+    "read_karpathy",
+    "read_table",
     "training_loader",
+    "verify_shards",
+    "with_annotation_ids",
+    "write_shards",
 ]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from vl_plugins.data.captions import RejectedImage, caption_hash
-from vl_plugins.data.files import file_errors, join, write_complete
+from vl_plugins.data.files import file_errors, join, sha256, write_complete
 from vl_plugins.data.samples import Record, parse_record, scan
 from vl_plugins.errors import UserError
 
@@ -25,6 +25,7 @@ __all__ = [
     "IndexHead",
     "ShardIndex",
     "index_file",
+    "index_shard",
     "make_index",
     "read_head",
     "read_records",
@@ -171,6 +172,14 @@ def scan_shard(shard: str) -> ShardIndex:
             raise UserError(f"cannot read {shard}: {error}") from error
         size = stream.seek(0, 2)
     return make_index(records, starts, sizes, bytes=size, only_txt=only_txt)
+
+
+def index_shard(shard: str) -> int:
+    """Write the index of a shard that another program wrote, in place of one; return the number of images in it."""
+    index = scan_shard(shard)
+    index.head.sha256 = sha256(shard)
+    write_index(shard, index)
+    return len(index.records)
 
 
 def _size(url: str) -> int:
