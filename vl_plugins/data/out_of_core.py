@@ -25,7 +25,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
     Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
-    A row with a ``problem`` cannot be used.
+    The split ``validation`` becomes ``val``. A row with a ``problem`` cannot be used.
     """
 
     place: int | str
@@ -37,6 +37,10 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.split == "validation":
+            self.split = "val"
 
 
 def group_rows(rows: Iterable[tuple[str, Row]], source: str) -> Iterator[tuple[list[Row], bool]]:
