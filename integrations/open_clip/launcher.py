@@ -66,8 +66,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
     from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
 
     # The trainer writes them all to params.txt and wandb.
-    captions_per_image = None if reader.sampler is None else reader.sampler.captions_per_image
-    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": captions_per_image})
+    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": reader.captions_per_image})
     validation_errors: list[UserError] = []
     replacements = {
         "parse_args": lambda argv: args,
@@ -79,7 +78,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
             host=host,
             host_get_data=main.get_data,
             reader=reader,
-            record=None if loss is None and reader.sampler is None else record,
+            record=None if loss is None and reader.make_sampler is None else record,
         ),
         "evaluate": functools.partial(
             validation.evaluate, host=host, host_evaluate=main.evaluate, errors=validation_errors
