@@ -82,6 +82,12 @@ class TestItems:
         with pytest.raises(UserError, match=f"unknown {option} 'flatt'"):
             ShardDataset(shards, transform, tokenizer, **{option: "flatt"})
 
+    def test_indices_count_from_the_end_too_and_end_an_iteration(self, shards):
+        dataset = ShardDataset(shards, to_tensor, tokenizer)
+        assert dataset[-1].index == dataset[len(dataset) - 1].index == len(dataset) - 1
+        assert len(dataset[-1].captions) == len(dataset[len(dataset) - 1].captions) > 0
+        assert [item.index for item in dataset] == list(range(len(dataset)))
+
 
 class TestBatches:
     @pytest.mark.parametrize(("captions", "shape"), [("flat", (12, 2)), ("nested", (6, 2, 2))])

@@ -288,3 +288,9 @@ def test_memory_of_many_images(images):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 60 * images < held < 100 * images
+
+
+def test_a_batch_that_cannot_be_filled_begins_with_other_images():
+    collection = make_collection([["a"], ["a"], ["b"], ["a"]], groups=["g", "g", None, None])
+    for number in range(30):
+        assert sorted(images_of(epoch(collection, 3, number))) == [0, 1, 2]

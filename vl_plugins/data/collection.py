@@ -31,7 +31,8 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
             ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
 
     Raises:
-        UserError: the pattern is malformed or names no shard; or a shard does not exist or is named twice.
+        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
+            different file systems.
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
@@ -46,6 +47,8 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
+    if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
+        raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
     if missing:
