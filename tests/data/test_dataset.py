@@ -83,7 +83,7 @@ class TestItems:
             ShardDataset(shards, transform, tokenizer, **{option: "flatt"})
 
     def test_indices_count_from_the_end_too_and_end_an_iteration(self, shards):
-        dataset = ShardDataset(shards, to_tensor, tokenizer)
+        dataset = ShardDataset(shards, transform, tokenizer)
         assert dataset[-1].index == dataset[len(dataset) - 1].index == len(dataset) - 1
         assert len(dataset[-1].captions) == len(dataset[len(dataset) - 1].captions) > 0
         assert [item.index for item in dataset] == list(range(len(dataset)))
