@@ -2,13 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.data.images import FileFolder
-from vl_plugins.data.out_of_core import Row, group_rows
+from vl_plugins.data.out_of_core import KeyedRows, group_rows
 from vl_plugins.data.sources import Columns, Images, join_rows
 from vl_plugins.errors import UserError, first_line, require
 
@@ -21,12 +21,9 @@ ROWS_TOGETHER = 1000
 
 
 class HuggingFaceFiles(FileFolder):
-    """The images of a data set, ``<split of the data set>/<row>/<file name>``, in the library's memory-mapped files.
+    """Images named ``<split of the data set>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    Args:
-        name: of the data set.
-        splits: ``datasets.Dataset`` by its split, with one column, of type ``datasets.Image(decode=False)``.
-        folders: the only ones that images are read from.
+    Where a row has the path of a file in place of its bytes, the file must be in one of the folders.
     """
 
     def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[Path]):
@@ -67,26 +64,21 @@ def read_hugging_face(
 ) -> tuple[Images, HuggingFaceFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
-    Rows of one split with the same id and an image of as many bytes are one image, see
-    :func:`~vl_plugins.data.sources.join_rows`. Caption ids are running numbers.
+    Rows of one split with the same id and an image of as many bytes are one image, where the first row is. Caption ids
+    are running numbers.
 
     Args:
         name: name on the hub, such as ``"jxie/coco_captions"``, or a local folder of Parquet files, of images with
             ``metadata.csv``, of WebDataset tars, or of whatever else the library knows.
         columns: which column holds what. By default images are in the column of that type, and ids of images in the
-            first present of ``image_id``, ``cocoid``, ``img_id``, ``imgid``, ``filename``, ``file_name``, ``id`` and
-            ``__key__`` (without any, each row is an image). Without a split column the splits are those of the data
-            set. ``validation`` is called ``val``.
+            first present of :data:`ID_COLUMNS`; without any, each row is an image. Without a split column the splits
+            are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
-        data_files: pattern of the files by split, ``{"test": "data/test-*"}``; only these are downloaded. By default
-            the library finds all splits.
+        data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
         caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
         join_restval: whether ``restval`` counts as ``train``.
         dataset_name: by default the last part of ``name``.
         on_error: see :func:`~vl_plugins.data.sources.join_rows`.
-
-    Returns:
-        The images in the order in which they first appear, and their files.
 
     Raises:
         UserError: the data set cannot be loaded; a column is not there or cannot be found; an image cannot be used.
@@ -124,9 +116,7 @@ def _image_columns(datasets: Any, features: Mapping[str, Any]) -> list[str]:
     return found if len(found) == 1 else [column for column in found if column == "image"]
 
 
-def _rows(
-    splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join_restval: bool
-) -> Iterator[tuple[str, Row]]:
+def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join_restval: bool) -> KeyedRows:
     """Yield all rows with keys; those of one image have the same key."""
     compute = require("pyarrow.compute", extra="hub")
     wanted = [*columns.captions, columns.split, columns.id, columns.group]
@@ -144,7 +134,7 @@ def _rows(
             for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
                 number = next(numbers)
                 row = pick(f"{split} row {number}", list(values.values()))
-                path = next((values[column] for column in file_names if values[column]), path)
+                path = next(filter(None, (values[column] for column in file_names)), path)
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"
                 if row.split == "restval" and join_restval:

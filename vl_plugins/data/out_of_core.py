@@ -1,4 +1,4 @@
-"""Rows grouped into images, and shuffled images, by DuckDB on disk, so memory does not grow with their number."""
+"""Rows grouped into images, and images shuffled, by DuckDB on disk: memory does not grow with their number."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.errors import UserError, require
 
-__all__ = ["Row", "group_rows", "shuffled"]
+__all__ = ["KeyedRows", "Row", "group_rows", "shuffled"]
 
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
@@ -43,7 +43,10 @@ class Row(msgspec.Struct, array_like=True, gc=False):
             self.split = "val"
 
 
-def group_rows(rows: Iterable[tuple[str, Row]], source: str) -> Iterator[tuple[list[Row], bool]]:
+KeyedRows = Iterator[tuple[str, Row]]
+
+
+def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]:
     """Group rows by image. Image ids become ints if all are ints or canonical decimal strings of up to 18 digits.
 
     Args:

@@ -18,7 +18,7 @@ import msgspec
 
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_label, normalize_caption
 from vl_plugins.data.files import open_regular, read_bytes
-from vl_plugins.data.out_of_core import Row, group_rows
+from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
 from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
 
 __all__ = ["Columns", "join_rows", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"]
@@ -349,12 +349,10 @@ class Columns:
     A caption is a text, an object with texts under ``raw``, ``caption``, ``captions`` or ``text``, or a list of these.
 
     Args:
-        image: by default the first present of ``image``, ``filepath``, ``file_name``, ``filename``, ``path`` and
-            ``image_path``.
-        captions: by default the first present of ``caption``, ``captions``, ``sentences``, ``sentence``, ``text``,
-            ``texts``, ``title`` and ``txt``, and all of ``caption1``, ``caption_2``, ``caption 3``, ...
+        image: by default the first present of :data:`IMAGE_COLUMNS`.
+        captions: by default the first present of :data:`CAPTION_COLUMNS`, and all of ``caption1``, ``caption_2``, ...
         split: by default ``split``, if present.
-        id: id of the image; by default the first present of ``image_id`` and ``id``, if any.
+        id: id of the image; by default the first present of :data:`ID_COLUMNS`, if any.
         group: ``group`` of the image; by default there are no groups.
     """
 
@@ -440,9 +438,9 @@ def read_table(
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
     Text tables start with a row of column names and quote fields as spreadsheets do; JSON Lines have an object in each
-    line. Rows with the same path are one image, at the position of the first. With several caption columns an empty one
-    means that the row has fewer captions. Without an id column ids are running numbers. Tables of any size are grouped
-    on disk, in the folder for temporary files.
+    line. Rows with the same path are one image, where the first row is. With several caption columns an empty one means
+    that the row has fewer captions. Caption ids are running numbers, image ids too if there is no id column. Tables of
+    any size are grouped on disk, in the folder for temporary files.
 
     Args:
         file: UTF-8 text; JSON Lines if the name ends in ``.jsonl``.
@@ -455,9 +453,6 @@ def read_table(
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
             ``val`` and ``test`` instead; other rows of the table do not matter.
         on_error: see :func:`join_rows`.
-
-    Yields:
-        The images in the order in which they first appear; the caption ids are running numbers.
 
     Raises:
         UserError: the file has no rows, or a line that cannot be read; the columns cannot be found; an image cannot be
@@ -480,7 +475,7 @@ def read_table(
         roots = tuple(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders)
         pick = found.picker(names, split_name)
 
-        def rows() -> Iterator[tuple[str, Row]]:
+        def rows() -> KeyedRows:
             for line, values in itertools.chain([first], table):
                 problem = None
                 if len(values) != len(names):
