@@ -106,7 +106,7 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
 
 def _read(path: str | None, options: PluginOptions, args: Namespace) -> Collection | None:
     """Return the images of shards that our reader may serve."""
-    if not is_shards(path, args.dataset_type):
+    if path is None or not is_shards(path, args.dataset_type):
         return None
     if options.captions_per_image is None and options.loss is None:
         if not path.startswith("pipe:"):  # which open_clip's reader knows
@@ -124,7 +124,11 @@ def _check_split(collection: Collection, args: Namespace, split: str, not_suppor
                 f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
                 f"{instead}; leave the flag out"
             )
-    ShardDataset(collection, transform=lambda image: image, tokenizer=lambda texts: texts)[0]
+    ShardDataset(collection, _unchanged, _unchanged)[0]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def get_data(
