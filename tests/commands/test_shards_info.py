@@ -16,7 +16,7 @@ def run(action, *arguments):
 
 
 def test_verify(toy_shards, tmp_path, capsys):
-    assert run("verify", toy_shards) == 0
+    assert run("verify", f"{toy_shards}/") == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == ("14 shards, 112 samples, 560 captions: no problems\n", "")
     for number in range(101):
@@ -25,7 +25,8 @@ def test_verify(toy_shards, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}/000.tar: it has no samples"
     assert lines[100:] == ["... and 1 more; --json lists all", "101 shards, 0 samples, 0 captions: 101 problems"]
-    assert run("verify", "--json", tmp_path / "{000..001}.tar", toy_shards, "--split", "toy-val", "shards") == 1
+    shards = (tmp_path / "{000..001}.tar", tmp_path / "000.tar", toy_shards)
+    assert run("verify", *shards, "--split", "val", "shards", "--json") == 1
     problems = [f"{tmp_path}/{number}.tar: it has no samples" for number in ("000", "001")]
     expected = {"shards": 5, "samples": 24, "captions": 120, "problems": problems}
     assert json.loads(capsys.readouterr().out) == expected

@@ -48,17 +48,11 @@ def value_range(values):
 def find_repeats(images):
     """Return the values that several images have, given the values of each image."""
     owners = Counter(value for values in images for value in dict.fromkeys(values))
-    repeated = {value for value, number in owners.items() if number > 1}
     every = list(itertools.chain(*images))
-    number = sum(value in repeated for value in every)
+    number = sum(owners[value] > 1 for value in every)
     example = max(owners, key=owners.__getitem__)  # the first one of them
-    return {
-        "number": number,
-        "share": number / len(every),
-        "different": len(repeated),
-        "example": example,
-        "example_images": owners[example],
-    }
+    different = sum(count > 1 for count in owners.values())
+    return dict(zip(NO_REPEATS, (number, number / len(every), different, example, owners[example]), strict=True))
 
 
 def test_statistics_are_those_of_plain_loops(shards):
@@ -93,25 +87,23 @@ def test_statistics_are_those_of_plain_loops(shards):
     assert list(map(len, starts.values())) == [7, 7, 7, 7, 2]
 
 
-def inspect_members(tmp_path, members):
-    (tmp_path / "a.tar").write_bytes(encode_archive(members))
-    return inspect_shards([str(tmp_path / "a.tar")])[0]["a"]
+def inspect_members(tmp_path, *members_of_shards):
+    for number, members in enumerate(members_of_shards):
+        (tmp_path / f"a-{number}.tar").write_bytes(encode_archive(members))
+    return inspect_shards([str(tmp_path / f"a-{number}.tar") for number in range(len(members_of_shards))])[0]["a"]
 
 
-def test_more_captions_than_fit_in_memory_at_once(tmp_path):
+def test_more_captions_than_are_in_memory_at_a_time(tmp_path):
     texts = [f"caption {number}" for number in range(200_000)]
-    members = [("0.png", PICTURE), ("0.json", {"captions": texts}), ("1.png", PICTURE + b"1")]
-    found = inspect_members(
-        tmp_path, [*members, ("1.json", {"captions": [texts[150_000], texts[150_000], "CAPTION 7"]})]
-    )
-    assert found["repeated_captions"] == {
-        "number": 5,
-        "share": 5 / 200_003,
-        "different": 2,
-        "example": "caption 7",
-        "example_images": 2,
-    }
-    assert found["repeated_pictures"] == NO_REPEATS
+    common = ["Common 0", "Common 0", *(f"common {number}" for number in range(500))]
+    second = [("1.png", PICTURE + b"1"), ("1.json", {"captions": common})]
+    second += [("2.png", PICTURE + b"2"), ("2.json", {"captions": common[3:]}), ("3.png", b"no"), ("3.txt", "a")]
+    second += [("4.png", PICTURE + b"4"), ("4.txt", "COMMON 0"), ("5.png", PICTURE), ("5.txt", "b")]
+    found = inspect_members(tmp_path, [("0.png", PICTURE), ("0.json", {"captions": texts})], second)
+    # The first of those that two images have.
+    repeats = (1002, 1002 / 201_003, 500, "common 0", 2)
+    assert found["repeated_captions"] == dict(zip(NO_REPEATS, repeats, strict=True))
+    assert found["repeated_pictures"] == dict(zip(NO_REPEATS, (2, 2 / 5, 1, "0", 2), strict=True))
 
 
 UNUSABLE = {

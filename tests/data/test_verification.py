@@ -15,7 +15,6 @@ from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 
 FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
-KEY, NEXT = "tiny-train-00000002", "tiny-train-00000003"  # of the second shard
 CHANGED = "it is not what was written: its index has another SHA-256"
 CUT = "it cannot be read to its end: "
 FILES_V0_2 = Path(__file__).parents[1] / "files_v0_2"
@@ -57,25 +56,20 @@ def edit(file, change):
     file.write_bytes(change(file.read_bytes()))
 
 
-def test_sound_folder(folder):
-    result = verify(folder)
-    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
-
-
 SIZE = " bytes, but "
 DAMAGE = {
     "edited caption": (lambda data: data.replace(b"2 one", b"3 one", 1), [CHANGED]),
     "edited padding": (lambda data: data[:-1] + b"x", ["it has other data after its end", CHANGED]),
     "zeros at its end": (lambda data: data + bytes(512), [SIZE]),
-    "cut between samples": (lambda data: data[: data.index(NEXT.encode())], [f"{CUT}it is cut off or damaged", SIZE]),
+    "cut between samples": (
+        lambda data: data[: data.index(b"tiny-train-00000003")],
+        [f"{CUT}it is cut off or damaged", SIZE],
+    ),
     "cut in a file": (lambda data: data[: data.index(b"IDAT")], [f"{CUT}it is damaged: unexpected end", SIZE]),
     "no archive": (lambda data: b"text" * 1000, [f"{CUT}it is damaged: ", SIZE]),
     "nothing": (lambda data: b"", [f"{CUT}it is damaged: empty file", SIZE]),
     "no samples": (lambda data: bytes(len(data)), ["it has no samples", CHANGED]),
-    "file twice": (
-        lambda data: encode_archive([("a.png", ""), ("a.png", "")]),
-        [f"{CUT}a.png is in it twice", CHANGED],
-    ),
+    "file twice": (lambda data: encode_archive([("a.png", "")] * 2), [f"{CUT}a.png is in it twice", CHANGED]),
 }
 
 
@@ -136,12 +130,9 @@ SAMPLES = {
     "cut picture": ({"png": PICTURE[: len(PICTURE) * 3 // 4]}, "the image is damaged: "),
     # Without the tables that its pixels need; its header and end are whole.
     "JPEG": ({"png": encode_picture((99, 99), "JPEG").replace(b"\xff\xdb", b"\xff\xfe")}, "the image is damaged: "),
-    "other format": ({"png": encode_picture((9, 9), "BMP")}, "the format BMP is not supported"),
     "no picture": ({}, "it has no images"),
     "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
     "no captions": ({"png": PICTURE, "json": {}, "txt": ...}, "it has no captions"),
-    "captions of numbers": ({"png": PICTURE, "json": {"captions": ["a", 2]}}, "it has no captions"),
-    "no JSON": ({"png": PICTURE, "json": "{"}, "its json is not valid"),
 }
 
 
@@ -160,13 +151,10 @@ def test_unusable_sample_of_another_program_is_named(tmp_path, members, expected
 LEFT = "left over from an interrupted run; run it again, or delete this file"
 GONE = "does not exist, but sizes.json, manifest.json or an index has it"
 FOLDERS = {
-    f".{FIRST}.01234567.partial": ("", LEFT),
-    f"__index__/.{FIRST}.jsonl.01234567.partial": ("", LEFT),
-    f".{FIRST}.done": ("", LEFT),
-    "x.tar": (
-        encode_archive([("0.png", encode_picture()), ("0.txt", "a")]),
-        "has no index, unlike other shards of the",
-    ),
+    f".{FIRST}.01234567.partial": (b"", LEFT),
+    f"__index__/.{FIRST}.jsonl.01234567.partial": (b"", LEFT),
+    f".{FIRST}.done": (b"", LEFT),
+    "x.tar": (encode_archive([("0.png", PICTURE), ("0.txt", "a")]), "has no index, unlike other shards of the folder"),
     f"__index__/{FIRST}.jsonl": (None, "has no index, unlike other shards of the folder"),
     SECOND: (None, GONE),
 }
@@ -175,7 +163,7 @@ FOLDERS = {
 @pytest.mark.parametrize("file", FOLDERS)
 def test_file_too_many_or_too_few(folder, file):
     content, expected = FOLDERS[file]
-    (folder / file).unlink() if content is None else (folder / file).write_bytes(content or b"")
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     (problem,) = problems(folder)
     assert problem.startswith(f"{Path(file).name.removesuffix('.jsonl') if content is None else file}: {expected}")
     (folder / "notes.txt").touch()
@@ -187,15 +175,12 @@ def test_sizes(folder):
     (folder / "sizes.json").write_text(json.dumps(sizes))
     wrong = [f"{SECOND}: has 2 samples, sizes.json says 3", f"{THIRD}: has 1 samples, sizes.json says None"]
     assert problems(folder) == [f"../x.tar: {GONE}", *wrong]
-
-
-@pytest.mark.parametrize("content", [b"{", b"[1]", None])
-def test_sizes_that_cannot_be_read(folder, content):
-    (folder / "sizes.json").unlink()
-    if content is not None:
-        (folder / "sizes.json").write_bytes(content)
+    (folder / "sizes.json").write_text("[1]")
     (problem,) = problems(folder)
-    assert "sizes.json: " in problem
+    assert problem.startswith("sizes.json: ")
+    (folder / "sizes.json").unlink()
+    (problem,) = verify(folder).problems
+    assert "No such file" in problem
 
 
 def test_shards_of_version_0_2(tmp_path):
@@ -206,6 +191,7 @@ def test_shards_of_version_0_2(tmp_path):
     first, second, *_ = sorted(file.name for file in folder.glob("*.tar"))
     edit(folder / first, lambda data: data + bytes(512))
     (folder / second).unlink()
+    (folder / "sizes.json").unlink()
     changed = "it is not what was written: manifest.json has another SHA-256 or number of samples"
     assert problems(folder) == [f"{first}: {changed}", f"{second}: {GONE}"]
     edit(folder / "manifest.json", lambda data: data[:-9])
@@ -213,12 +199,11 @@ def test_shards_of_version_0_2(tmp_path):
         verify(folder)
 
 
-def test_url(sound):
-    files = fsspec.filesystem("memory")
+def test_sound_folder_and_its_copy_behind_a_url(sound):
+    result = verify(sound)
+    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
+    folder, files = "memory://test_verification", fsspec.filesystem("memory")
     files.put(str(sound), "/test_verification", recursive=True)
-    shards = [f"memory://test_verification/{name}" for name in (FIRST, SECOND, THIRD, "tiny-val-000000.tar")]
-    assert verify_shards(shards, folders=["memory://test_verification"]).problems == ()
-    with files.open("/test_verification/.x.partial", "wb"):
-        pass
-    (problem,) = verify_shards(shards, folders=["memory://test_verification"]).problems
-    assert problem == f"memory://test_verification/.x.partial: {LEFT}"
+    files.touch("/test_verification/.x.partial")
+    shards = [f"{folder}/{name}" for name in (FIRST, SECOND, THIRD, "tiny-val-000000.tar")]
+    assert verify_shards(shards, folders=[folder]).problems == (f"{folder}/.x.partial: {LEFT}",)
