@@ -270,8 +270,8 @@ class _ShardWriter:
                 starts.append(end)
                 sizes.append(len(data))
                 end += len(data)
-                named = (image.image_id, list(image.caption_ids), image.dataset, image.split, image.group)
-                records.append(Record(key, list(image.captions), *named))
+                named = (image.image_id, image.caption_ids, image.dataset, image.split, image.group)
+                records.append(Record(key, image.captions, *named))
             if not records:
                 last = rejected[-1]
                 raise UserError(f"no image of {shard.file} can be used, such as {last.image}: {last.reason}")
