@@ -5,17 +5,19 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
-import torch
 from braceexpand import braceexpand
-from torch import Tensor
 
 from vl_plugins.data.files import exists, file_errors, names
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
 from vl_plugins.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Collection", "expand_shards", "first_captions", "read_collection"]
 
@@ -181,8 +183,10 @@ class Collection:
         return [caption_id for record in self.records for caption_id in record.caption_ids]
 
     @cached_property
-    def image_of_caption(self) -> Tensor:
+    def image_of_caption(self) -> "Tensor":
         """(C,) int64, index of each caption's image."""
+        import torch  # what writes and checks shards does without it
+
         return torch.arange(len(self)).repeat_interleave(torch.from_numpy(self.captions_per_image))
 
     @cached_property
@@ -191,7 +195,7 @@ class Collection:
         splits = (f"{record.dataset}-{record.split}" for record in self.records if record.dataset and record.split)
         return list(dict.fromkeys(splits))
 
-    def with_captions(self, kept: Tensor) -> "Collection":
+    def with_captions(self, kept: "Tensor") -> "Collection":
         """Return the names of the same images with some of the captions, given by their indices."""
         found = copy.copy(self)
         indices = kept.tolist()
@@ -219,18 +223,21 @@ class Collection:
         return found
 
 
-def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
+def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
     """Return the ascending indices of the first ``number`` captions of each image.
 
     Args:
         image_of_caption: (C,) int64, index of each caption's image.
         number: at least 1.
 
+    >>> import torch
     >>> first_captions(torch.tensor([0, 0, 0, 1, 0]), 2)
     tensor([0, 1, 3])
     """
     if number < 1:
         raise ValueError(f"number must be at least 1, got {number}")
+    import torch
+
     order = image_of_caption.argsort(stable=True)
     counts = image_of_caption.bincount()
     first = counts.cumsum(0) - counts
