@@ -25,7 +25,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
     Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
-    The split ``validation`` becomes ``val``. A row with a ``problem`` cannot be used.
+    A row with a ``problem`` cannot be used.
     """
 
     place: int | str
@@ -37,10 +37,6 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.split == "validation":
-            self.split = "val"
 
 
 KeyedRows = Iterator[tuple[str, Row]]
@@ -61,36 +57,47 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
     """
     integers = True
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Row).decode
-    with _database() as database:
-        database.execute("CREATE TEMP TABLE rows (number BIGINT, image VARCHAR, id VARCHAR, row VARCHAR)")
+    with _workspace() as (database, stream):
+        database.execute("CREATE TEMP TABLE rows (position BIGINT, size BIGINT, image VARCHAR, id VARCHAR)")
 
-        def columns() -> Iterator[tuple]:
+        def places() -> Iterator[tuple]:
             nonlocal integers
-            for number, (key, row) in enumerate(rows):
-                image_id = row.image_id
-                integers = integers and _is_integer(image_id)
+            position = 0
+            for key, row in rows:
+                image_id = ""  # DuckDB 1.1 cannot read a part that is None throughout
+                if row.image_id is not None:
+                    image_id, integers = str(row.image_id), integers and _is_integer(row.image_id)
                 try:
-                    yield number, key, None if image_id is None else str(image_id), encode(row).decode()
+                    size = stream.write(encode(row))
                 except UnicodeEncodeError as error:
                     raise UserError(f"{source}{row.place}: it is not UTF-8") from error
+                yield position, size, key, image_id
+                position += size
 
-        for part in _batches(columns()):
-            _insert(database, "rows", *zip(*part, strict=True))
-        # An image whose rows have different ids is an error, so any of them will do.
+        rest = places()
+        while part := list(itertools.islice(rest, ROWS_INSERTED)):
+            _insert(database, "rows", part)
+        stream.flush()
+        seek, read = stream.raw.seek, stream.raw.read
+        # Rows of one image that have different ids raise an error later, so any of them will do.
         database.execute(
-            "CREATE TEMP TABLE images AS SELECT image, min(number) AS first, any_value(id) AS image_id "
+            "CREATE TEMP TABLE images AS SELECT image, min(position) AS first, any_value(nullif(id, '')) AS image_id "
             "FROM rows GROUP BY image"
         )
         ordered = database.execute(
-            "SELECT first, row, image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
-            "FROM rows JOIN images USING (image) ORDER BY first, number"
+            "SELECT first, position, size, "
+            "image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
+            "FROM rows JOIN images USING (image) ORDER BY first, position"
         )
         for _, members in itertools.groupby(_fetch(ordered), operator.itemgetter(0)):
-            fetched = list(members)
-            joined = [decode(text) for _, text, _ in fetched]
-            for row in joined:
-                row.image_id = _as_id(row.image_id, integers)
-            yield joined, bool(fetched[0][2])
+            joined = []
+            for _, position, size, repeated in members:  # noqa: B007, the same for all
+                seek(position)
+                row = decode(read(size))
+                if row.image_id is not None:
+                    row.image_id = _as_id(row.image_id, integers)
+                joined.append(row)
+            yield joined, bool(repeated)
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
@@ -99,20 +106,28 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
     All others come first and keep their order.
     """
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(CaptionedImage).decode
-    with _database() as database:
-        database.execute("CREATE TEMP TABLE images (position BIGINT, image VARCHAR)")
-        for part in _batches(images):
-            positions, texts = [], []
-            for image in part:
-                if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
-                    yield image
-                    continue
-                digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
-                positions.append(int.from_bytes(digest, "little", signed=True))
-                texts.append(encode(image).decode())
-            _insert(database, "images", positions, texts)
-        for (text,) in _fetch(database.execute("SELECT image FROM images ORDER BY position, image")):
-            yield decode(text)
+    with _workspace() as (database, stream):
+        database.execute("CREATE TEMP TABLE images (rank BIGINT, position BIGINT, size BIGINT)")
+        places: list[tuple[int, int, int]] = []
+        total = 0
+        for image in images:
+            if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
+                yield image
+                continue
+            digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
+            size = stream.write(encode(image))
+            places.append((int.from_bytes(digest, "little", signed=True), total, size))
+            total += size
+            if len(places) == ROWS_INSERTED:
+                _insert(database, "images", places)
+                places.clear()
+        if places:
+            _insert(database, "images", places)
+        stream.flush()
+        ordered = database.execute("SELECT position, size FROM images ORDER BY rank, position")
+        for position, size in _fetch(ordered):
+            stream.raw.seek(position)
+            yield decode(stream.raw.read(size))
 
 
 def _is_integer(image_id: Any) -> bool:
@@ -127,21 +142,19 @@ def _as_id(image_id: Any, integers: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _database() -> Iterator[Any]:
+def _workspace() -> Iterator[tuple[Any, Any]]:
+    """Open a database and a file. Rows go to the file: DuckDB runs out of memory if it sorts long texts."""
     duckdb = require("duckdb", extra="data")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
         limits = {"memory_limit": "100MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
-            yield database
+            yield database, stream
 
 
-def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, ROWS_INSERTED)), [])
-
-
-def _insert(database: Any, table: str, numbers: Sequence[int], *columns: Sequence[str | None]) -> None:
-    arrays = [np.array(numbers, dtype=np.int64), *(np.array(column, dtype=object) for column in columns)]
+def _insert(database: Any, table: str, rows: Sequence[tuple]) -> None:
+    columns = zip(*rows, strict=True)
+    types = (np.int64 if isinstance(value, int) else object for value in rows[0])
+    arrays = [np.array(column, dtype=dtype) for column, dtype in zip(columns, types, strict=True)]
     database.register("part", {f"c{index}": array for index, array in enumerate(arrays)})
     database.execute(f"INSERT INTO {table} SELECT * FROM part")
 

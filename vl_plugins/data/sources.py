@@ -31,7 +31,7 @@ def join_rows(groups: Iterable[tuple[list[Row], bool]], dataset: Any, source: st
 
     Args:
         groups: the rows of each image, and whether another image may have its id; see
-            :func:`~vl_plugins.data.out_of_core.group_rows`.
+            :func:`~vl_plugins.data.out_of_core.group_rows`. The split ``validation`` becomes ``val``.
         dataset: name of the data set.
         source: begins the message about a row, before its place.
         on_error: ``"raise"``, or ``"skip"`` to yield a :class:`RejectedImage` in place of an image with a wrong row.
@@ -66,6 +66,8 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
     """Return the image of some rows; ``index`` and ``total`` are the ids of an image and a caption without ids."""
     first = rows[0]
     for row in rows:
+        if row.split == "validation":
+            row.split = "val"
         if row.problem is not None:
             raise UserError(row.problem)
     for row in rows[1:]:
