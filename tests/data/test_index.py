@@ -39,7 +39,7 @@ class TestIndex:
         found = {}
         for shard in shards:
             head, content = read_head(shard), Path(shard).read_bytes()
-            assert head.bytes == len(content)
+            assert head.size == len(content)
             for start, size in zip(head.starts, head.sizes, strict=True):
                 (tmp_path / "x.tar").write_bytes(content[start : start + size])
                 found |= read_archive(tmp_path / "x.tar")

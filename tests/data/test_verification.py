@@ -101,7 +101,7 @@ def swap(text):
 
 INDEXES = {
     "hash": (change_head(sha256=lambda value: value[::-1]), CHANGED),
-    "size of the shard": (change_head(bytes=lambda value: value + 1), SIZE),
+    "size of the shard": (change_head(size=lambda value: value + 1), SIZE),
     "positions": (change_head(starts=lambda starts: [start + 512 for start in starts]), "other starts"),
     "sizes": (change_head(sizes=lambda sizes: [size + 512 for size in sizes]), "other sizes"),
     "numbers of captions": (change_head(counts=lambda counts: [counts[0] + 1, counts[1] - 1]), "other counts"),

@@ -59,7 +59,7 @@ def make_collection(captions_of_images, images_per_shard=4, dataset="numbered", 
         for number, (captions, group) in enumerate(zip(captions_of_images, groups, strict=True))
     ]
     shards = [records[start : start + images_per_shard] for start in range(0, len(records), images_per_shard)]
-    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), bytes=0).head for shard in shards)
+    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), size=0).head for shard in shards)
     return Collection([f"{number}.tar" for number in range(len(shards))], heads)
 
 

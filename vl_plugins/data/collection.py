@@ -40,7 +40,7 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
         if isinstance(pattern, (str, os.PathLike)):
             shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
         else:
-            shards = list(map(os.fspath, pattern))
+            shards = [os.fspath(shard) for shard in pattern]
     except ValueError as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
@@ -111,7 +111,8 @@ class Collection:
             groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
             self.only_txt += head.only_txt
         self.first_image = np.array(images)
-        self.starts, self.sizes, self.caption_hashes = map(np.concatenate, (starts, sizes, captions))
+        self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
+        self.caption_hashes = np.concatenate(captions)
         self.first_caption = np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
         self.labels = np.arange(images[-1])
         all_groups = np.concatenate(groups)

@@ -46,7 +46,7 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The first line of an index.
 
     Args:
-        bytes, sha256: of the archive.
+        size, sha256: of the archive, in bytes and as hexadecimal digits.
         fingerprint: of the images and options that the shard was made of; empty if another program wrote it.
         source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
         options: of the conversion.
@@ -58,7 +58,7 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
         only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
     """
 
-    bytes: int
+    size: int
     sha256: str = ""
     fingerprint: str = ""
     source: dict[str, Any] = {}
@@ -137,8 +137,8 @@ def read_head(shard: str) -> IndexHead:
     is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
     if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
         raise UserError(f"{file} is damaged: its arrays have different lengths; {RENEW}")
-    if (size := _size(shard)) != head.bytes:
-        raise UserError(f"{shard} has {size:,} bytes, but {head.bytes:,} in {file}, which is not its index; {RENEW}")
+    if (size := _size(shard)) != head.size:
+        raise UserError(f"{shard} has {size:,} bytes, but {head.size:,} in {file}, which is not its index; {RENEW}")
     return head
 
 
@@ -171,7 +171,7 @@ def scan_shard(shard: str) -> ShardIndex:
         except UserError as error:
             raise UserError(f"cannot read {shard}: {error}") from error
         size = stream.seek(0, 2)
-    return make_index(records, starts, sizes, bytes=size, only_txt=only_txt)
+    return make_index(records, starts, sizes, size=size, only_txt=only_txt)
 
 
 def index_shard(shard: str) -> int:

@@ -119,7 +119,7 @@ def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
                 sample.members[extension] = data
             sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         # tarfile takes a cut between two members, or garbage, for the end.
-        stream.seek(archive.offset)  # type: ignore[attr-defined]
+        stream.seek(archive.offset)
         if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise UserError("it is cut off or damaged: an archive ends with zeros")
     if sample is not None:

@@ -89,7 +89,7 @@ def _verify_shard(job: tuple[str, Mapping[str, Any] | None]) -> tuple[int, int, 
             other_data = max((any(chunk) for chunk in iter(lambda: reader.read(CHUNK), b"")), default=False)
             if damage or other_data or not samples:
                 problems.append(damage or ("it has other data after its end" if other_data else "it has no samples"))
-        found = make_index(records, starts, sizes, bytes=reader.end, sha256=reader.digest.hexdigest())
+        found = make_index(records, starts, sizes, size=reader.end, sha256=reader.digest.hexdigest())
         if exists(index_file(shard)):
             index = ShardIndex(read_head(shard), read_records(shard))
             parts = ("starts", "sizes", "counts", "captions", "groups")

@@ -286,7 +286,7 @@ class _ShardWriter:
                 # A shard that is there has its own index, and its number of images in `sizes.json`.
                 remove(join(os.path.dirname(shard.file), SIZES_FILE))
                 remove(shard.file)
-            facts = {"bytes": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint, **self.facts}
+            facts = {"size": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint, **self.facts}
             index = make_index(records, starts, sizes, rejected=rejected, **facts)
             write_index(shard.file, index)
         return index.head
