@@ -1,12 +1,11 @@
-"""Benchmarks of the losses, retrieval ranks, reader and writer, to be run from a checkout.
+"""Benchmarks of the losses, retrieval ranks and shards, to be run from a checkout.
 
 Each script compares with a named peer and says in its ``--help`` what it measures::
 
     python -m benchmarks.losses --batch-sizes 1024 4096
     python -m benchmarks.sets
     python -m benchmarks.ranks
-    python -m benchmarks.reader
-    python -m benchmarks.writer
+    python -m benchmarks.data
 
 They need what ``pip install -e '.[dev]'`` installs.
 """

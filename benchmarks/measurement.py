@@ -145,7 +145,6 @@ def print_table(
     seconds: Mapping[str, Sequence[float]],
     peer: str,
     memory: Mapping[str, int] | None = None,
-    items: int | None = None,
 ) -> None:
     """Print a row for each name: the median over the rounds, and its ratio to the peer's.
 
@@ -154,15 +153,12 @@ def print_table(
         seconds: of :func:`time_rounds`.
         peer: which of the names the others are compared with.
         memory: bytes by name, for two more columns.
-        items: how many each run handles; rates and their ratios are printed instead of times.
     """
-    header = [title, "ms" if items is None else "items/s", f"ratio to {peer}", "least", "most"]
+    header = [title, "ms", f"ratio to {peer}", "least", "most"]
     rows = [header + ([] if memory is None else ["MB", "ratio"])]
     for name, times in seconds.items():
         middle = statistics.median(times)
-        compared = ratios(times, seconds[peer]) if items is None else ratios(seconds[peer], times)
-        row = [name, f"{1e3 * middle:,.1f}" if items is None else f"{items / middle:,.0f}"]
-        row += [f"{ratio:.3f}" for ratio in compared]
+        row = [name, f"{1e3 * middle:,.1f}", *(f"{ratio:.3f}" for ratio in ratios(times, seconds[peer]))]
         if memory is not None:
             row += [f"{memory[name] / 1e6:,.2f}", f"{memory[name] / memory[peer]:.4f}"]
         rows.append(row)

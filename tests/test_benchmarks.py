@@ -1,5 +1,6 @@
 """That the benchmarks measure what they say, and compare only what computes the same."""
 
+import re
 import time
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from benchmarks import losses, ranks, sets
+from benchmarks import data, losses, ranks, sets
 from benchmarks.measurement import check, clock, extra_bytes, print_table, ratios, time_rounds
 from vl_plugins.distances import smooth_chamfer_similarity
 
@@ -70,12 +71,6 @@ def test_table_by_hand(capsys):
         "title   ms  ratio to peer  least   most    MB   ratio",
         "ours   2.0          1.000  0.500  2.000  1.00  0.2500",
         "peer   2.0          1.000  1.000  1.000  4.00  1.0000",
-    ]
-    print_table("title", {"ours": [0.5], "peer": [1.0]}, "peer", items=100)
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        "title  items/s  ratio to peer  least   most",
-        "ours       200          2.000  2.000  2.000",
-        "peer       100          1.000  1.000  1.000",
     ]
 
 
@@ -158,6 +153,32 @@ def test_ranks_without_the_sort(monkeypatch, capsys):
 def test_half_precision(capsys):
     losses.main("--losses unified --peers clip --dtype bfloat16 --batch-sizes 32 --dimension 64 --rounds 1".split())
     assert "B 32, D 64, bfloat16" in capsys.readouterr().out
+
+
+def test_shards_are_read_and_written(capsys):
+    data.main("--scale 0.002 --rounds 1".split())
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if " 1.000  1.000" in line] == ["open_clip", "ShardWriter"]
+    images, size = re.search(r"([\d,]+) images: .* drawn, ([\d.]+) bytes an image", printed).groups()
+    assert images == "4,000"
+    assert 60 < float(size) < 100
+
+
+def test_a_reader_that_leaves_out_images_is_an_error():
+    with pytest.raises(ValueError, match=r"^read 3 of 4 images$"):
+        data.read([(torch.zeros(2), None), (torch.zeros(1), None)], 4)
+
+
+@pytest.mark.slow
+def test_commands_and_servers(capsys):
+    data.main("--growth --remote --scale 0.002".split())
+    printed = capsys.readouterr().out.splitlines()
+    sizes = [line.split()[0] for line in printed[1:4]]
+    peaks = [float(line.split()[place]) for line in printed[1:4] for place in (2, 4)]
+    assert sizes == ["128", "128", "1,000"]
+    assert min(peaks) > 20
+    assert printed[4].startswith("2,000 rows of a table: ")
+    assert [len(line.split()) for line in printed[-2:]] == [5, 4]
 
 
 @pytest.mark.gpu
