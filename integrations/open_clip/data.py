@@ -11,7 +11,7 @@ from typing import Any
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
-from vl_plugins.data.collection import Collection, expand_shards, read_collection
+from vl_plugins.data.collection import Collection, read_collection
 from vl_plugins.data.dataset import ShardDataset, evaluation_loader
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.sampler import CaptionSampler, training_loader
@@ -106,13 +106,8 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
 
 def _read(path: str | None, options: PluginOptions, args: Namespace) -> Collection | None:
     """Return the images of shards that our reader may serve."""
-    if path is None or not is_shards(path, args.dataset_type):
-        return None
-    if options.captions_per_image is None and options.loss is None:
-        if not path.startswith("pipe:"):  # which open_clip's reader knows
-            expand_shards(path)
-        return None
-    return read_collection(path)
+    asked = options.captions_per_image is not None or options.loss is not None
+    return read_collection(path) if asked and path is not None and is_shards(path, args.dataset_type) else None
 
 
 def _check_split(collection: Collection, args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:

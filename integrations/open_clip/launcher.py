@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vl_plugins.errors import UserError, exit_status, user_errors
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
-from vl_plugins.integrations.open_clip.names import check_command_line
+from vl_plugins.integrations.open_clip.names import check_command_line, is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
 from vl_plugins.registry import format_options
 
@@ -31,6 +31,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     options, host_options, host_argv = parse_arguments(argv)
     check_command_line(options, host_options)
+    _check_shards(host_options)
     host = installed_host()
     # After the checks of names, because these import torch, which takes seconds.
     from open_clip_train.distributed import world_info_from_env
@@ -56,6 +57,15 @@ def _main(argv: Sequence[str]) -> int:
             stack.enter_context(occupied(folder, resumes=host_options.resume == "latest"))
         check_resume(host_options.resume, folder, save_most_recent=host_options.save_most_recent)
         return _train(host, host_argv, host_options, options, loss, reader, record)
+
+
+def _check_shards(host_options: Namespace) -> None:
+    """Raise ``UserError`` for shards that do not exist."""
+    from vl_plugins.data.collection import expand_shards
+
+    for path in (host_options.train_data, host_options.val_data):
+        if is_shards(path, host_options.dataset_type) and not path.startswith("pipe:"):  # for open_clip's own reader
+            expand_shards(path)
 
 
 def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginOptions, loss, reader, record) -> int:

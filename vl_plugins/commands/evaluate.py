@@ -127,6 +127,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_file("--checkpoint" if member.is_checkpoint else "--features", member.file)
         if member.model is not None:
             check_model_name(member.model, arguments.model_config)
+    if arguments.shards:
+        from vl_plugins.data.collection import expand_shards
+
+        expand_shards(arguments.shards)
     from vl_plugins.commands.evaluation import evaluate
 
     return evaluate(arguments, members)

@@ -74,13 +74,14 @@ def _run_attention(arguments: argparse.Namespace) -> None:
     if not arguments.checkpoint.is_file():
         raise UserError(f"--checkpoint {arguments.checkpoint}: no such file")
     from vl_plugins.data.collection import expand_shards
+
+    shards = expand_shards(arguments.shards)  # before torch is imported
     from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.integrations.torch_files import check_device
     from vl_plugins.plots.attention import attended_images, plot_attention
     from vl_plugins.plots.figures import picture_file
 
     picture_file(arguments.out)
-    shards = expand_shards(arguments.shards)
     device = check_device("--device", arguments.device)
     try:
         loaded = load_model(arguments.checkpoint, model_config=arguments.model_config, device=device)
