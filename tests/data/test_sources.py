@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vl_plugins.data.captions import CaptionedImage, RejectedImage
+from tests.helpers.rejected_images import check_rejected
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
 from vl_plugins.data.sources import read_coco_captions, read_karpathy, with_annotation_ids
 from vl_plugins.errors import UserError
 
@@ -40,24 +41,10 @@ def write(tmp_path):
     def write_document(document, name="captions_val2017.json"):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
-        file.write_text(document if isinstance(document, str) else json.dumps(document), encoding="utf-8")
+        file.write_bytes((document if isinstance(document, str) else json.dumps(document)).encode("latin-1"))
         return file
 
     return write_document
-
-
-def check_rejected(read, place, split, reason, kept):
-    """Reading raises an error about one image, or yields it as rejected, between those that are kept."""
-    with pytest.raises(UserError) as raised:
-        list(read(on_error="raise"))
-    assert str(raised.value).startswith(f"{place}: ")
-    assert reason in str(raised.value)
-    assert "\n" not in str(raised.value)
-    expected = RejectedImage(place, split, str(raised.value).removeprefix(f"{place}: "))
-    images = list(read(on_error="skip"))
-    assert [image if isinstance(image, RejectedImage) else image.image_id for image in images] == [
-        expected if image_id is None else image_id for image_id in kept
-    ]
 
 
 def test_karpathy_coco(write):
@@ -106,32 +93,23 @@ def with_field(document, part, **fields):
 @pytest.mark.parametrize(
     ("read", "content", "message"),
     [
-        (read_karpathy, "{", "is not valid JSON"),
-        (read_karpathy, "[]", "Expected `object`, got `array`; expected Karpathy's format"),
-        (read_karpathy, official(), "field `filename` .* `vl-plugins shards coco-captions` converts COCO's own"),
-        (read_karpathy, karpathy(splits=("val", "trian")), r"Invalid enum value 'trian' - at `\$.images\[1\].split`; "),
-        (read_karpathy, with_field(karpathy(), "images", cocoid="3"), r"got `str` - at `\$.images\[1\].cocoid`"),
+        (read_karpathy, "{", "{file} is not valid JSON: "),
+        (read_karpathy, "é", "{file} is not valid JSON: 'utf-8' codec can't decode"),
+        (read_karpathy, "[]", "{file}: Expected `object`, got `array`; expected Karpathy's format"),
+        (read_karpathy, official(), "`vl-plugins shards coco-captions` converts COCO's own"),
+        (read_karpathy, karpathy(splits=("val", "trian")), "Invalid enum value 'trian' - at `$.images[1].split`; "),
+        (read_karpathy, with_field(karpathy(), "images", cocoid="3"), "got `str` - at `$.images[1].cocoid`"),
         (read_coco_captions, {"images": []}, "missing required field `annotations`; expected a file like captions_"),
         (read_coco_captions, karpathy() | {"annotations": []}, "`vl-plugins shards coco` converts Karpathy's"),
-        (read_coco_captions, with_field(official(), "annotations", id=True), r"`bool` - at `\$.annotations\[1\].id`"),
+        (read_coco_captions, with_field(official(), "annotations", id=True), "`bool` - at `$.annotations[1].id`"),
     ],
 )
 def test_a_file_of_another_format_always_raises(write, read, content, message):
     file = write(content)
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError) as raised:
         list(read(*((file, "coco") if read is read_karpathy else ([file],)), on_error="skip"))
-    assert str(raised.value).startswith(str(file))
+    assert message.format(file=file) in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_file_that_cannot_be_read(tmp_path):
-    (tmp_path / "latin.json").write_bytes('{"images": "é"}'.encode("latin-1"))
-    for name, message in (
-        ("nowhere.json", r"cannot read .*nowhere.json: No such file"),
-        ("latin.json", r"latin.json is not valid JSON: 'utf-8' codec can't decode"),
-    ):
-        with pytest.raises(UserError, match=message):
-            list(read_karpathy(tmp_path / name, "coco"))
 
 
 # Of four images, what is wrong with the one with the number 2.
@@ -161,8 +139,8 @@ def test_a_wrong_image_raises_or_is_rejected(write, problem):
     def read(**options):
         return read_karpathy(file, "coco", group_key="object", **options)
 
-    name = document["images"][2]["filename"]
-    check_rejected(read, f"{file}: image 2 ({name})", "val", reason, [1000, 1001, None, 1003])
+    place = f"{file}: image 2 ({document['images'][2]['filename']})"
+    check_rejected(read, place, "val", reason, ["val2014/0.jpg", "val2014/1.jpg", None, "val2014/3.jpg"])
 
 
 def test_the_ids_of_a_rejected_image_stay_free(write):
@@ -246,7 +224,8 @@ def test_a_caption_or_an_image_without_annotations(write, captions, annotations,
         assert last == rejected
         return found
 
-    check_rejected(read, f"{file}: image id 101 (1.jpg)", "test", reason, [100, None, 102])
+    place = f"{file}: image id 101 (1.jpg)"
+    check_rejected(read, place, "test", reason, ["val2014/0.jpg", None, "val2014/2.jpg"])
     items[-1]["id"] = 0
     with pytest.raises(UserError, match=r"image id 102 .*: caption id 0 occurs more than once"):
         list(with_annotation_ids([images[0], images[2]], [write({"annotations": items})]))
@@ -273,20 +252,17 @@ def test_annotation_ids_of_a_shuffled_file(tmp_path_factory, captions_of_images,
         file.write_text(json.dumps({"annotations": part}))
 
     # Karpathy's order is not the official one, and white space and case may differ.
-    texts = {item["id"]: item["caption"] for item in annotations}
-    order = {item["id"]: number for number, item in enumerate(annotations)}
     images = [
-        replace(image, captions=tuple(f" {text.upper()}" for text in random_order.sample(image.captions, count)))
+        replace(image, captions=tuple(f" {caption.upper()}" for caption in captions))
         for image in make_images(captions_of_images)
-        for count in [len(image.captions)]
+        for captions in [random_order.sample(image.captions, len(image.captions))]
     ]
     found = list(with_annotation_ids(images, files))
     assert [image.captions for image in found] == [image.captions for image in images]
-    assert sorted(caption_id for image in found for caption_id in image.caption_ids) == sorted(texts)
     for image in found:
-        by_text = {}
+        unused = [item for item in annotations if item["image_id"] == image.image_id]
         for caption, caption_id in zip(image.captions, image.caption_ids, strict=True):
-            assert caption.upper().split() == texts[caption_id].upper().split()
-            assert caption_id // 100 == image.image_id - 100
-            by_text.setdefault(caption, []).append(order[caption_id])
-        assert all(numbers == sorted(numbers) for numbers in by_text.values())  # equal ones in the file's order
+            # Of equal ones, the first in the official file.
+            same = (item for item in unused if normalize_caption(item["caption"]) == normalize_caption(caption))
+            unused.remove(expected := next(same))
+            assert caption_id == expected["id"]

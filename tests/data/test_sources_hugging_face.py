@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import webdataset
@@ -87,23 +88,11 @@ def test_coco_with_a_row_per_caption_is_read_once(items, toy_scenes, tmp_path, m
     assert sorted(reads) == sorted(image.file for image in images)
 
 
-def test_captions_as_karpathys_sentences(items, tmp_path):
-    """As in HuggingFaceM4/COCO, an object in each row with the split of the row; also a list of objects."""
-    items = [item | {"split": "restval"} if item["imgid"] % 2 else item for item in items[:6]]
-    lists = [columns(item, "cocoid", "split", "sentences") for item in items]
-    rows = [row | {"sentences": sentence} for row in lists for sentence in row["sentences"]]
-    one_each, _ = read_hugging_face(write_parquet(tmp_path / "rows", train=rows))
-    listed, _ = read_hugging_face(write_parquet(tmp_path / "lists", train=lists), join_restval=False)
-    for images, splits in ((one_each, ["train"] * 6), (listed, ["train", "restval"] * 3)):
-        found = [(image.image_id, list(image.captions), image.split) for image in images]
-        ids, captions = ([item[name] for item in items] for name in ("cocoid", "caption"))
-        assert found == list(zip(ids, captions, splits, strict=True))
-
-
 def test_columns_and_configurations_that_are_named(items, tmp_path):
+    """Captions are objects, as in HuggingFaceM4/COCO, and texts."""
     rows = [
         columns(item, "cocoid")
-        | {"thumbnail": item["image"], "text": "no", "words": item["caption"][0], "more": [item["caption"][1]]}
+        | {"thumbnail": item["image"], "text": "no", "words": item["sentences"][0], "more": [item["caption"][1]]}
         | {"part": "restval", "scene": number % 2}
         for number, item in enumerate(items[:4])
     ]
@@ -111,22 +100,19 @@ def test_columns_and_configurations_that_are_named(items, tmp_path):
     write_parquet(tmp_path / "mirror" / "other", train=rows[:1])
     configs = "[{config_name: other, data_files: other/*}, {config_name: some, data_files: some/*}]"
     (tmp_path / "mirror" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    flags = "--config some --image-column image --caption-column words more --id-column cocoid --split-column part"
-    flags += " --group-key scene --leave-restval --txt all"
-    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split()) == 0
-    (shard,) = (tmp_path / "out").glob("toy-restval-*.tar")
-    samples = list(webdataset.WebDataset(str(shard), shardshuffle=False))
-    assert [sample["txt"].decode().split("\n") for sample in samples] == [item["caption"][:2] for item in items[:4]]
-    metadata = [json.loads(sample["json"]) for sample in samples]
-    expected = [(item["cocoid"], number % 2) for number, item in enumerate(items[:4])]
-    assert [(sample["image_id"], sample["group"]) for sample in metadata] == expected
+    read = partial(read_hugging_face, str(tmp_path / "mirror"), config="some")
+    named = Columns("image", ["words", "more"], "part", "cocoid", "scene")
+    for join_restval, split in ((True, "train"), (False, "restval")):
+        images, _ = read(named, join_restval=join_restval)
+        assert [(image.image_id, list(image.captions), image.split, image.group) for image in images] == [
+            (item["cocoid"], item["caption"][:2], split, number % 2) for number, item in enumerate(items[:4])
+        ]
     for wrong, message in (
-        (Columns(image="cocoid", captions=["words"]), "column 'cocoid' has no images; columns: image, cocoid, "),
-        (Columns(image="image", id="text"), "which column has the captions? name it with --caption-column; columns: "),
+        (Columns("cocoid", ["words"]), "column 'cocoid' has no images; columns: image, cocoid, "),
+        (Columns("image", id="text"), "which column has the captions\\? name it with --caption-column; columns: "),
     ):
-        with pytest.raises(UserError) as raised:
-            read_hugging_face(str(tmp_path / "mirror"), wrong, config="some")
-        assert message in str(raised.value)
+        with pytest.raises(UserError, match=message):
+            read(wrong)
 
 
 def test_a_folder_of_images(items, tmp_path):
@@ -152,12 +138,16 @@ def test_a_folder_of_images(items, tmp_path):
 def test_a_row_does_not_name_a_file_of_ones_own(items, tmp_path):
     (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}], "caption": ["a"]}
+    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}, None, None], "caption": ["a", "b", " "]}
     (tmp_path / "set").mkdir()
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train.parquet")
-    (image,), files = read_hugging_face(str(tmp_path / "set"))
+    images, files = read_hugging_face(str(tmp_path / "set"), on_error="skip")
+    own, none, rejected = images
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
-        files.read(image.file)
+        files.read(own.file)
+    with pytest.raises(UserError, match="the row has no image"):
+        files.read(none.file)
+    assert rejected.image == f"{tmp_path}/set: train row 2 (2)"
 
 
 def test_tars_of_clip_benchmark(items, tmp_path):
@@ -176,22 +166,6 @@ def test_tars_of_clip_benchmark(items, tmp_path):
     pictures = [item["image"]["bytes"] for item in items[:3]]
     theirs = [captions for _, captions in dataset]
     assert found == [(f"s{number:07d}", "test", theirs[number], pictures[number]) for number in range(3)]
-
-
-def test_wrong_rows_are_rejected_at_their_places(items, tmp_path):
-    rows = [columns(item) | {"caption": item["caption"], "id": str(item["cocoid"])} for item in items[:5]]
-    rows[1]["caption"], rows[3]["id"], rows[4]["image"] = [], rows[2]["id"], None
-    folder = write_parquet(tmp_path / "mirror", train=rows)
-    images, files = read_hugging_face(folder, on_error="skip")
-    images = list(images)
-    assert [getattr(image, "image_id", None) for image in images] == [
-        None if number in (1, 3) else items[number]["cocoid"] for number in range(5)
-    ]
-    label = f"{folder}: train row 1 ({items[1]['filename']})"
-    assert (images[1].image, images[1].reason.partition(";")[0]) == (label, "it has no captions")
-    assert images[3].reason.startswith(f"image id {rows[2]['id']} occurs more than once")
-    with pytest.raises(UserError, match="the row has no image"):
-        files.read(images[4].file)
 
 
 def test_the_hub_without_a_network(tmp_path):

@@ -3,7 +3,7 @@
 import csv
 import json
 import random
-import re
+from functools import partial
 
 import pandas
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip_train.data import CsvDataset
 
+from tests.helpers.rejected_images import check_rejected
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.data.sources import Columns, read_table
@@ -100,10 +101,9 @@ def test_fractions_of_images_whose_split_stays_when_rows_are_added(write):
 
     some, more = splits(range(0, 1000, 2)), splits(range(1000))
     assert {file: more[file] for file in some} == some
-    counts = [list(more.values()).count(split) for split in ("train", "val", "test")]
-    # Four standard deviations, sqrt(1000 p (1 - p)).
-    bounds = [4 * (mean * (1 - mean / 1000)) ** 0.5 for mean in (700, 200, 100)]
-    assert all(abs(count - mean) < bound for count, mean, bound in zip(counts, (700, 200, 100), bounds, strict=True))
+    for split, mean in (("train", 700), ("val", 200), ("test", 100)):
+        # Four standard deviations, sqrt(1000 p (1 - p)).
+        assert abs(list(more.values()).count(split) - mean) < 4 * (mean * (1 - mean / 1000)) ** 0.5
     assert splits(range(1000), val=0) == {file: split.replace("val", "train") for file, split in more.items()}
     grouped = splits(range(100), split_name="mine", columns=Columns(group="film"))
     assert all(grouped[f"{number}.jpg"] == grouped[f"{number + 1}.jpg"] for number in range(0, 100, 2))
@@ -160,23 +160,18 @@ CSV = "image,caption\na.jpg,one\n"
     ("name", "content", "options", "message"),
     [
         ("a.csv", "", {}, "a.csv has no rows"),
-        ("a.txt", "image,caption\n", {}, "a.txt has no rows"),
-        ("a.jsonl", "\n", {}, "a.jsonl has no rows"),
         ("a.csv", CSV, {"columns": Columns(id="capton")}, "unknown column 'capton' .*; known: caption, image"),
         ("a.csv", "file,caption\na,b\n", {}, "has the images.* --image-column; columns: 'file', 'caption'"),
         ("a.csv", "image,words\na,b\n", {}, "has the captions.* --caption-column; columns: 'image', 'words'"),
         ("a.csv", "image,caption,image\na.jpg,one,b.jpg\n", {}, "two columns have the same name: 'image', 'caption', "),
         ("a.csv", CSV, {"delimiter": "::"}, "line 1: .*delimiter.* must be a .*character"),
-        ("a.csv", CSV, {"split_name": "a/b"}, "'a/b' cannot name a split"),
         ("a.csv", f"{CSV}a.jpg,{'x' * 131073}\n", {}, "line 3: field larger than field limit"),
         ("a.csv", f'{CSV}\na.jpg,"one\ntwo', {}, "line 4: unexpected end of data; is a quote missing"),
         ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
         ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: it is not UTF-8"),
         ("a.csv", "image,caption,split\na.jpg,one,a.b\n", {}, r"line 2 \(a.jpg\): 'a.b' cannot name a split"),
-        ("a.csv", "image,caption,split\na.jpg,one\n", {}, r"line 2 \(a.jpg\): 2 fields, but 3 column names"),
         ("a.jsonl", f"\n{CSV}", {}, "line 2: it is not a JSON object: JSON is malformed"),
         ("a.jsonl", '["a.jpg", "one"]', {}, "line 1: it is not a JSON object: Expected `object`, got `array`"),
-        ("a.jsonl", b'{"image": "a", "caption": "caf\xe9"}\n', {}, "line 1: it is not a JSON object: 'utf-8' codec"),
         ("a.jsonl", '{"image": "\\ud800", "caption": "a"}\n', {}, "line 1: it is not a JSON object: "),
     ],
 )
@@ -188,26 +183,14 @@ def test_a_wrong_file_always_raises(write, name, content, options, message):
     assert str(file) in str(raised.value)
 
 
-def check_wrong_row(file, place, message, kept):
-    with pytest.raises(UserError, match=message) as raised:
-        list(read_table(file, split_name="val"))
-    assert str(raised.value).startswith(f"{file}: {place}: ")
-    images = list(read_table(file, split_name="val", on_error="skip"))
-    assert [getattr(image, "file", None) for image in images] == kept
-    rejected = images[kept.index(None)]
-    assert (rejected.image, rejected.split) == (f"{file}: {place}", "val")
-    assert re.search(message, rejected.reason)
-
-
 # The object in line 3 of JSON Lines with good ones in lines 1 and 4.
 WRONG_OBJECTS = {
-    "no path": ({"image": None}, "line 3", r"Expected `str`, got `null`"),
+    "no path": ({"image": None}, "line 3", "Expected `str`, got `null`"),
     "blank path": ({"image": " "}, "line 3 ( )", "its path is blank"),
     "caption is null": ({"caption": None}, "line 3 (b.jpg)", "it has no captions"),
-    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", r"Expected `str`, got `int` - at `\$.captions\[0\]`"),
-    "blank in a list": ({"caption": ["a", " "]}, "line 3 (b.jpg)", "caption ' ' is blank"),
+    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", "Expected `str`, got `int` - at `$.captions[0]`"),
     "id is null": ({"id": None}, "line 3 (b.jpg)", "its image id is blank"),
-    "id is true": ({"id": True}, "line 3 (b.jpg)", r"Expected `int \| str`, got `bool` - at `\$.image_id`"),
+    "id is true": ({"id": True}, "line 3 (b.jpg)", "Expected `int | str`, got `bool` - at `$.image_id`"),
     "same id as text": ({"id": "2"}, "line 3 (b.jpg)", "image id 2 occurs more than once"),
     "path of two lines": ({"image": "../b\n.jpg"}, r"line 3 (../b\n.jpg)", "leads out of the image root"),
     "nested": ({"caption": json.loads("[" * 900 + "]" * 900)}, "line 3 (b.jpg)", "Expected `str`, got `array`"),
@@ -219,21 +202,22 @@ def test_a_wrong_row_raises_or_is_rejected(write, problem):
     changes, place, message = WRONG_OBJECTS[problem]
     first, wrong, last = ({"image": f"{name}.jpg", "caption": "one", "id": ord(name) % 16 + 1} for name in "abc")
     file = write([first, "", {**wrong, **changes}, last], "birds.jsonl")
-    check_wrong_row(file, place, message, ["a.jpg", None, "c.jpg"])
+    check_rejected(partial(read_table, file), f"{file}: {place}", "train", message, ["a.jpg", None, "c.jpg"])
 
 
 @pytest.mark.parametrize(
     ("rows", "line", "reason"),
     [
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in .*: line 2"),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in .*: line 2"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in "),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in "),
         ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "caption '' is blank"),
         ("a.jpg,a,val,\nb.jpg,x,val,2\na.jpg,b,val,1\n", 2, "its image id is blank"),
         ("a.jpg,a,val,1\nb.jpg,x,val,1\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
     ],
 )
 def test_an_image_is_rejected_with_all_rows_and_its_id_stays_free(write, rows, line, reason):
-    check_wrong_row(write(f"image,caption,split,id\n{rows}"), f"line {line} (a.jpg)", reason, [None, "b.jpg"])
+    file = write(f"image,caption,split,id\n{rows}")
+    check_rejected(partial(read_table, file), f"{file}: line {line} (a.jpg)", "val", reason, [None, "b.jpg"])
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
@@ -249,16 +233,15 @@ def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, r
     folder = tmp_path_factory.mktemp("tables")
     rows = [(f"{index}.jpg", caption) for index, captions in enumerate(captions_of_images) for caption in captions]
     random_order.shuffle(rows)
-    for name, options in (("a.csv", {}), ("a.tsv", {"delimiter": "\t"}), ("b.csv", {"delimiter": ";"})):
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")):
         with (folder / name).open("w", encoding="utf-8-sig", newline="") as stream:
-            csv.writer(stream, **options).writerows([("image", "caption"), *rows])
-    for ascii_only in (True, False):
+            csv.writer(stream, delimiter=delimiter).writerows([("image", "caption"), *rows])
+    for name, ascii_only in (("a.jsonl", True), ("b.jsonl", False)):
         lines = [json.dumps({"image": name, "caption": caption}, ensure_ascii=ascii_only) for name, caption in rows]
-        encoding = "utf-8" if ascii_only else "utf-8-sig"
-        (folder / f"{ascii_only}.jsonl").write_text("\n".join(lines), encoding=encoding, newline="")
-    for name in ("a.csv", "a.tsv", "b.csv", "True.jsonl", "False.jsonl"):
-        images = read_table(folder / name)
-        assert [(image.file, list(image.captions)) for image in images] == joined(rows), name
+        (folder / name).write_text("\n".join(lines), encoding="utf-8-sig", newline="")
+    for file in folder.iterdir():
+        assert [(image.file, list(image.captions)) for image in read_table(file)] == joined(rows), file
+    assert len(list(folder.iterdir())) == 5
 
 
 def test_training_splits_are_shuffled_by_seed_and_ids_alone():
@@ -268,16 +251,14 @@ def test_training_splits_are_shuffled_by_seed_and_ids_alone():
         for number in range(25_000)
     ]
     images.insert(7, RejectedImage("8.jpg", "train", "cut"))
-
-    def orders(images, seed):
-        by_split = {split: [] for split in splits}
-        for image in shuffled(images, seed):
-            by_split[image.split].append(image)
-        return by_split
-
-    expected, found = orders(images, 3), {split: [i for i in images if i.split == split] for split in splits}
+    orders = {}
+    for name, source, seed in (("3", images, 3), ("3, turned", images[::-1], 3), ("4", images, 4)):
+        found = list(shuffled(source, seed))
+        assert sorted(found, key=str) == sorted(images, key=str)
+        orders[name] = {split: [image for image in found if image.split == split] for split in splits}
     for split in splits:
-        assert (expected[split] == found[split]) is (split in ("val", "test"))
-        assert sorted(expected[split], key=str) == sorted(found[split], key=str)
-    assert orders(images[::-1], 3)["train"] == expected["train"]
-    assert orders(images, 4)["train"] != expected["train"]
+        as_given = [image for image in images if image.split == split]
+        assert (orders["3"][split] == as_given) is (orders["4"][split] == as_given) is (split in ("val", "test"))
+    assert orders["3"]["train2017"] == orders["3, turned"]["train2017"] != orders["4"]["train2017"]
+    ids = [[image.image_id // 5 for image in orders["3"][split]] for split in ("train2017", "restval")]
+    assert ids[0] != ids[1]
