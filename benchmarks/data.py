@@ -43,7 +43,6 @@ from vl_plugins.data.index import make_index, write_index
 from vl_plugins.data.samples import Record
 from vl_plugins.data.sources import read_table
 from vl_plugins.data.writer import write_shards
-from vl_plugins.tables import align_columns
 
 BATCH_SIZE = 64
 SAMPLES_PER_SHARD = 1000
@@ -260,7 +259,7 @@ def measure_table(folder: Path, number: int) -> None:
 
 def measure_growth(folder: Path, sizes: Sequence[int]) -> None:
     """Print processor time and peak memory of commands, and the start of an epoch, at several sizes."""
-    rows = [["images", "table, s", "MB", "info, s", "MB", "first batch, s", "bytes an image"]]
+    print_row("images", "table, s", "MB", "info, s", "MB", "first batch, s", "bytes an image")
     for number in sizes:
         root, shards = folder / str(number), folder / str(number) / "shards"
         table = make_pictures(root, number, (64, 48))
@@ -268,32 +267,30 @@ def measure_growth(folder: Path, sizes: Sequence[int]) -> None:
         commands = [run_command("shards", "table", *options), run_command("shards", "info", shards)]
         last = (number - 1) // SAMPLES_PER_SHARD
         epoch = measure_epoch(f"{shards}/table-train-{{000000..{last:06d}}}.tar", no_transform)
-        rows.append([f"{number:,}", *(f"{value:,.1f}" for pair in (*commands, epoch) for value in pair)])
+        print_row(f"{number:,}", *(f"{value:,.1f}" for pair in (*commands, epoch) for value in pair))
         shutil.rmtree(root)
-    print_rows(rows)
 
 
 def measure_remote(folder: Path, number: int) -> None:
     """Print images per second with two workers, from servers in this process."""
     local = make_shards(folder, number, max(1, number // 8))
     names = os.path.basename(local)
-    rows = [["images per second", "local", f"HTTP, {1e3 * DELAY:.0f} ms", "S3"]]
     with http_server(folder / "shards", DELAY) as (http, _), s3_server() as s3:
         fsspec.filesystem("s3").put(f"{folder}/shards/", f"{s3}/shards/", recursive=True)
         collections = [read_collection(f"{place}/{names}") for place in (f"{folder}/shards", http, f"{s3}/shards")]
+        print_row("images per second", "local", f"HTTP, {1e3 * DELAY:.0f} ms", "S3")
         for window in (None, number // 4):
-            row = ["all shuffled" if window is None else f"shuffle_window={window}"]
+            rates = []
             for collection in collections:
                 loader = our_loader(collection, no_transform, workers=2, shuffle_window=window)
                 started = time.perf_counter()
                 images = sum(len(images) for images, *_ in loader)
-                row.append(f"{images / (time.perf_counter() - started):,.0f}")
-            rows.append(row)
-    print_rows(rows)
+                rates.append(f"{images / (time.perf_counter() - started):,.0f}")
+            print_row("all shuffled" if window is None else f"window of {window:,}", *rates)
 
 
-def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    print("\n".join("  ".join(row).rstrip() for row in align_columns(rows)), flush=True)
+def print_row(*cells: str) -> None:
+    print(cells[0].ljust(18), *(cell.rjust(14) for cell in cells[1:]), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

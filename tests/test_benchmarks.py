@@ -178,7 +178,8 @@ def test_commands_and_servers(capsys):
     assert sizes == ["128", "128", "1,000"]
     assert min(peaks) > 20
     assert printed[4].startswith("2,000 rows of a table: ")
-    assert [len(line.split()) for line in printed[-2:]] == [5, 4]
+    rates = [line.split()[-3:] for line in printed[-2:]]
+    assert min(int(rate.replace(",", "")) for row in rates for rate in row) > 0
 
 
 @pytest.mark.gpu
