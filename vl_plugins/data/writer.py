@@ -196,16 +196,11 @@ class _Splits:
                 f"the name {name} is longer than {LONGEST_NAME} characters, too long for names in tar files"
             )
         self.locks.enter_context(lock(join(self.out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {self.out}"))
-        self._remove_partial(name)
         self._begin(name, 0)
 
     def _begin(self, name: str, start: int) -> None:
         file = join(self.out, f"{name}-{start // self.samples_per_shard:06d}.tar")
         self.last[name] = _Shard(file, name, start, [], [])
-
-    def _remove_partial(self, name: str) -> None:
-        for folder in (self.out, join(self.out, INDEX_FOLDER)):
-            remove_partial(folder, rf"{name}-\d+\.tar(\.jsonl)?")
 
     def finish(self, shards: Iterable[str], overwrite: bool) -> None:
         """Remove shards of a run with more images, or raise an error for them, and what killed processes left."""
@@ -223,8 +218,8 @@ class _Splits:
         for name in {*names(indexes)} - {f"{name}.jsonl" for name in written}:
             if ours.fullmatch(name):
                 remove(join(indexes, name))
-        for name in self.last:
-            self._remove_partial(name)
+        for folder in (self.out, indexes):
+            remove_partial(folder, ours.pattern)
 
 
 @dataclass(frozen=True)
