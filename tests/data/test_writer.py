@@ -312,6 +312,12 @@ class TestOtherContents:
         assert set(files) == {"sizes.json", *sizes, *(f"__index__/{shard}.jsonl" for shard in sizes)}
         assert files["tiny-val-000000.tar"] == before["tiny-val-000000.tar"]
 
+    def test_sizes_of_another_kind_are_an_error(self, tmp_path, make_images, write):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "sizes.json").write_text('{"a.tar": "many"}')
+        with pytest.raises(UserError, match=r"out/sizes\.json: Expected `int`, got `str`"):
+            write(make_images(1))
+
     def test_shards_without_an_index_are_kept_if_they_have_the_same_content(self, tmp_path, make_images, write):
         """As those of version 0.2."""
         images = make_images(6)
