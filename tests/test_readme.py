@@ -369,8 +369,7 @@ BENCHMARKS = {
     "losses": "--batch-sizes 32 64 --dimension 16 --rounds 1",
     "sets": "--images 8 --captions 9 --dimension 16 --rounds 1",
     "ranks": "--images 50 --dimension 16 --rounds 1",
-    "reader": "--images 128 --size 32 32 --rounds 1",
-    "writer": "--images 16 --size 32 32 --rounds 1",
+    "data": "--scale 0.002 --rounds 1",
 }
 
 
