@@ -17,7 +17,7 @@ test: $(INSTALLED) lint
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow" --ignore tests/test_readme.py \
 		--ignore tests/test_docs.py --ignore tests/test_packaging.py --ignore tests/test_real_data.py \
-		--ignore tests/commands/test_demo.py --ignore tests/data/test_remote.py
+		--ignore tests/commands/test_demo.py
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
