@@ -144,7 +144,7 @@ def _captions(features: Features, protocol: str) -> Tensor:
         )
     splits = features.description.get("splits") or ()
     if not coco and (len(owners) != images * CAPTIONS_PER_IMAGE or not all(s.endswith("-test") for s in splits)):
-        raise _MismatchError(f"it has {len(owners):,} captions{f' of {", ".join(splits)}' if splits else ''}")
+        raise _MismatchError(f"it has {len(owners):,} captions of the splits {', '.join(splits) or '(unknown)'}")
     if not coco:
         return torch.arange(len(owners))
     split = _coco_test_split()
