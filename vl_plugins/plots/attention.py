@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
 from vl_plugins.data import Collection, normalize_caption
-from vl_plugins.data.images import scaled_picture
+from vl_plugins.data.samples import decode
 from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.plots.figures import COLORS, new_figure, write_figure
 
@@ -125,7 +125,7 @@ def attended_images(
     ]
     files = collection.pictures(indices)
     to_pixels, to_inputs = _split_normalization(preprocess)
-    pictures = torch.stack([to_pixels(scaled_picture(files[index])) for index in indices])
+    pictures = torch.stack([to_pixels(decode({"jpg": files[index]})) for index in indices])
     output = model.predict_image_sets(to_inputs(pictures).to(device))
     attention = _maps(output.attention, iteration, model.grid).float().cpu()
     nearest = _nearest_captions(model, tokenizer, collection.captions, normalize(output.embeddings.float(), dim=-1))

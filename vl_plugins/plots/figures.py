@@ -35,7 +35,7 @@ def style_curves(axes: Any) -> None:
 
 
 def write_figure(figure: Any, out: str | os.PathLike[str]) -> None:
-    """Write a figure by the suffix of ``out``, whose folder is created; a picture that was there before stays if not."""
+    """Write a figure by the suffix of ``out``; its folder is created."""
     check_picture(out)
     picture = io.BytesIO()
     figure.savefig(picture, format=Path(out).suffix[1:])
