@@ -1,27 +1,27 @@
 """``vl-plugins evaluate``: image-text retrieval of models on shards, or of saved features."""
 
 import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from vl_plugins.commands.members import collect_members
+from vl_plugins.commands.encode import add_options, encode
+from vl_plugins.commands.run_names import run_names, split_name
 from vl_plugins.errors import UserError
+from vl_plugins.retrieval.protocols import PROTOCOLS
 
 __all__ = ["register", "run"]
 
-# Not imported from open_clip and `protocols`: `--help` does without torch. Tests compare them.
-PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
-PROTOCOLS = ("plain", "flickr30k-1k", "coco-5k", "coco-1k", "eccv")
-
-PROTOCOL_TABLE = """\
-protocols:
-  plain         any shards: all images and all captions
-  flickr30k-1k  Flickr30K test split: 1,000 images, 5,000 captions
-  coco-5k       Karpathy's COCO test split: 5,000 images, 25,000 captions
-  coco-1k       mean over five folds of 1,000 images of that split
-  eccv          ECCV Caption (mAP@R, R-Precision, R@1) and CxC on that split"""
+ENSEMBLE = "ensemble"
+JUDGED = "eccv-caption"
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the ``evaluate`` subcommand."""
+    """Add the ``evaluate`` command."""
+    table = "\n".join(f"  {name:12}  {protocol.description}" for name, protocol in PROTOCOLS.items())
     parser = subparsers.add_parser(
         "evaluate",
         help="measure image-text retrieval of checkpoints or features",
@@ -29,19 +29,26 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         examples=[
             "vl-plugins evaluate --checkpoint logs/run/checkpoints/epoch_10.pt \\\n"
             "    --shards 'shards/coco-test-{000000..000004}.tar' --protocol coco-5k eccv",
-            "vl-plugins evaluate --features vit.safetensors other.npz --ensemble",
+            "vl-plugins evaluate --features vit.safetensors other.npz --ensemble --report report.html",
         ],
         description="Rank all captions for each image and all images for each caption, and print Recall@1, 5 and 10, "
         "median ranks and RSUM.",
-        epilog=PROTOCOL_TABLE,
+        epilog=f"protocols:\n{table}",
     )
     what = parser.add_argument_group("what to evaluate")
+    what.add_argument(
+        "--features",
+        nargs="+",
+        metavar="[NAME=]FILE",
+        default=[],
+        help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors",
+    )
     what.add_argument(
         "--checkpoint",
         nargs="+",
         metavar="[NAME=]FILE",
         default=[],
-        help="checkpoint file, hf-hub:ORG/NAME, local-dir:FOLDER, or pretrained tag of open_clip",
+        help="encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip",
     )
     what.add_argument(
         "--model",
@@ -51,19 +58,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="open_clip model, one for all checkpoints or one each (default: that of the run)",
     )
     what.add_argument(
-        "--model-config",
-        metavar="FILE_OR_FOLDER",
-        help="your own model configurations for open_clip (default: those of the run)",
-    )
-    what.add_argument(
-        "--features",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        default=[],
-        help="embeddings from --save-features or another program, .npz or .safetensors",
+        "--shards", help="shards to encode, or that features are of; {000000..000004} for several (default: as encoded)"
     )
     what.add_argument("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
-    what.add_argument("--shards", help="shards to evaluate on; {000000..000004} for several")
     what.add_argument(
         "--protocol",
         nargs="+",
@@ -72,99 +69,151 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         default=["plain"],
         help="one or more of the protocols below (default: plain)",
     )
-    what.add_argument("--max-captions", type=int, metavar="N", help="use only the first N captions of each image")
     what.add_argument("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
     how = parser.add_argument_group("how to run")
-    how.add_argument("--batch-size", type=int, metavar="N", default=64, help="images per batch (default: %(default)s)")
-    how.add_argument("--workers", type=int, metavar="N", default=1, help="data loader workers (default: %(default)s)")
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... for the models (default: cuda if available)")
+    add_options(how)
     how.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        metavar="PRECISION",
-        default="fp32",
-        help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)",
-    )
-    how.add_argument(
-        "--ranking-device",
-        default="cpu",
-        metavar="DEVICE",
-        help="device that compares embeddings (default: %(default)s)",
+        "--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)"
     )
     out = parser.add_argument_group("what to write")
-    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--json", action="store_true", help="print JSON, with recalls as fractions")
     out.add_argument(
-        "--save-features",
-        nargs="+",
-        metavar="FILE",
-        default=[],
-        help="save embeddings as .npz or .safetensors, one file per checkpoint",
-    )
-    out.add_argument("--csv", metavar="FILE.csv", help="append the results, and skip models whose results it has")
-    out.add_argument("--force", action="store_true", help="evaluate models even if --csv has their results")
-    out.add_argument(
-        "--report",
-        metavar="FILE.html",
-        help="write a report of the ensemble or the first model: metrics, plots, successes and failures",
-    )
-    out.add_argument(
-        "--queries",
-        nargs="+",
-        metavar="TEXT_OR_IMAGE",
-        help="show the images and captions nearest to these texts or image files in --report",
+        "--report", metavar="FILE.html", help="write a report of the ensemble or the first model, with examples"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
-    _check_options(arguments)
-    members = collect_members(arguments.checkpoint, arguments.features, arguments.model, arguments.save_features)
-    # Files and names, before torch is imported.
-    from vl_plugins.data.shard_files import expand_shards
-    from vl_plugins.integrations.open_clip.names import check_file, check_model_name
+    checkpoints, files, models = arguments.checkpoint, arguments.features, arguments.model
+    if not checkpoints and not files:
+        raise UserError("give --checkpoint with --shards, or --features")
+    if checkpoints and not arguments.shards:
+        raise UserError("--checkpoint needs --shards: the images and captions to encode")
+    if len(models) not in (0, 1, len(checkpoints)):
+        raise UserError(f"give one --model for all checkpoints or one each, got {len(models)} for {len(checkpoints)}")
+    if arguments.ensemble and len(checkpoints) + len(files) < 2:
+        raise UserError("--ensemble averages the similarities of two or more models, got one")
+    if arguments.report and not arguments.report.endswith(".html"):
+        raise UserError(f"--report must end in .html, got {arguments.report}")
+    named = [split_name(argument) for argument in files]
+    models = models if len(models) == len(checkpoints) else [*models, None][:1] * len(checkpoints)
+    for argument, model in zip(checkpoints, models, strict=True):
+        name, path = split_name(argument)
+        # A pretrained tag is one of its model.
+        named.append((name or ("" if Path(path).exists() or not model else f"{model}/{path}"), path))
+    names = run_names(named)
+    if twice := [name for name in [*names, ENSEMBLE] if [*names, ENSEMBLE].count(name) > 1]:
+        raise UserError(f"two models are called {twice[0]!r}; name them: NAME=FILE")
+    return _evaluate(arguments, dict(zip(names, (path for _, path in named), strict=True)), models)
 
-    for member in members:
-        check_file("--checkpoint" if member.is_checkpoint else "--features", member.file)
-        if member.model is not None:
-            check_model_name(member.model, arguments.model_config)
+
+def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> int:
+    from vl_plugins.data import first_captions, read_collection
+    from vl_plugins.retrieval.features import load_features
+    from vl_plugins.retrieval.protocols import check_images, evaluate
+
+    torch = sys.modules["torch"]
+    rank = int(os.environ.get("RANK", 0))
+    features, number = {}, len(arguments.features)
+    collection = read_collection(arguments.shards) if arguments.shards else None
+    for protocol in arguments.protocol if collection is not None else ():
+        check_images(protocol, len(collection), arguments.shards)
+    for name in [*paths][: number if rank == 0 else 0]:  # an error ends the other processes, which wait for this one
+        found = load_features(paths[name], normalize=arguments.normalize)
+        if arguments.max_captions:
+            kept = first_captions(found.image_of_caption, arguments.max_captions)
+            found = found.select(torch.arange(len(found.images)), kept)
+        features[name] = found
+    encoded = encode(arguments, list(zip([*paths.values()][number:], models, strict=True))) if models else []
+    if rank > 0:
+        return 0
+    features |= {name: found for name, (found, _) in zip([*paths][number:], encoded, strict=True)}
+    first = features[next(iter(features))]
+    if collection is None and arguments.report and (shards := first.description.get("shards")):
+        collection = read_collection(shards)
+    if collection is not None:
+        if arguments.max_captions:
+            collection = collection.with_captions(first_captions(collection.image_of_caption, arguments.max_captions))
+        for name, found in features.items():
+            found.check_same_items(collection, name, arguments.shards or "its shards")
+    contestants = {name: [found] for name, found in features.items()}
+    if arguments.ensemble:
+        contestants = {ENSEMBLE: [*features.values()], **contestants}
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    shown = None
+    for name, members in contestants.items():
+        results[name] = {}
+        for protocol in arguments.protocol:
+            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty()}
+            found = evaluate(members, protocol, name=arguments.shards or name, **options)
+            results[name] |= found.metrics
+            shown = shown or found
+    _print(arguments, paths, features, results)
+    if arguments.report:
+        _write_report(arguments, features, results, shown, collection)
+    return 0
+
+
+def _tables(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[dict[str, Mapping[str, float]]]:
+    """Return the metrics by the names of their rows: recalls, and those that ECCV Caption judges."""
+    tables: list[dict[str, Mapping[str, float]]] = [{}, {}]
+    for name, parts in results.items():
+        for protocol, metrics in parts.items():
+            row = name if protocol == "plain" else protocol if len(results) == 1 else f"{name} {protocol}"
+            tables[protocol == JUDGED][row] = metrics
+    return tables
+
+
+def _print(arguments: argparse.Namespace, paths: Mapping[str, str], features: Any, results: Any) -> None:
+    from vl_plugins.retrieval import format_metrics_table
+
+    if arguments.json:
+        found = [
+            {
+                "name": name,
+                **({"file": paths[name]} if name in paths else {}),
+                **(features[name].description if name in features else {}),
+                "metrics": metrics,
+            }
+            for name, metrics in results.items()
+        ]
+        print(json.dumps({"shards": arguments.shards, "results": found}, indent=2))
+        return
+    for protocol, metrics in next(iter(results.values())).items():
+        print(f"{protocol}: {metrics['num_samples']:,} images, {metrics['num_captions']:,} captions")
+    for judged, rows in enumerate(_tables(results)):
+        if rows:
+            print(format_metrics_table(rows, bool(judged)))
+    for name, parts in results.items():
+        metrics = next(iter(parts.values()))
+        if "image_circular_variance" in metrics:
+            images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
+            print(f"circular variance of the sets of {name}: images {images:.4g}, captions {captions:.4g}")
+
+
+def _write_report(arguments: argparse.Namespace, features: Any, results: Any, shown: Any, collection: Any) -> None:
+    from vl_plugins.retrieval.report import write_report
+
+    settings = {"protocol": ", ".join(arguments.protocol)}
     if arguments.shards:
-        expand_shards(arguments.shards)
-    from vl_plugins.commands.evaluation import evaluate
-
-    return evaluate(arguments, members)
-
-
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise an error for options that do not fit together."""
-    checkpoints, features, saved = arguments.checkpoint, arguments.features, arguments.save_features
-    problems = [
-        (not checkpoints and not features, "give --checkpoint with --shards, or --features"),
-        (checkpoints and not arguments.shards, "--checkpoint needs --shards: the images and captions to encode"),
-        (arguments.model and not checkpoints, "--model needs --checkpoint: a file, or a pretrained tag of open_clip"),
-        (
-            len(arguments.model) not in (0, 1, len(checkpoints)),
-            f"give one --model for all checkpoints or one for each, got {len(arguments.model)} for {len(checkpoints)}",
-        ),
-        (
-            arguments.ensemble and len(checkpoints) + len(features) < 2,
-            "--ensemble averages the similarities of two or more checkpoints or files of features, got one",
-        ),
-        (
-            len(saved) not in (0, len(checkpoints)),
-            f"--save-features needs one file for each checkpoint, got {len(saved)} for {len(checkpoints)}",
-        ),
-        (arguments.normalize and not features, "--normalize is for --features; what a model encodes has norm 1"),
-        (
-            arguments.max_captions is not None and arguments.max_captions < 1,
-            f"--max-captions must be at least 1, got {arguments.max_captions}",
-        ),
-        (
-            arguments.queries and not (arguments.report and checkpoints),
-            "--queries needs --report, which shows the answers, and --checkpoint, whose model encodes them",
-        ),
-        (arguments.force and not arguments.csv, "--force needs --csv: otherwise nothing is left out"),
-    ]
-    for found, problem in problems:
-        if found:
-            raise UserError(problem)
+        settings["shards"] = arguments.shards
+    for name, found in features.items():
+        described = {**found.description, "shards": None, "splits": None, "similarity_kwargs": None}
+        settings[name] = (
+            ", ".join(
+                f"{key.replace('_', ' ')} {value[:12] if key.endswith('sha256') else value}"
+                for key, value in described.items()
+                if value
+            )
+            or "features of unknown origin"
+        )
+    write_report(
+        arguments.report,
+        shown.ranks,
+        _tables(results),
+        title=f"Image-text retrieval of {next(iter(results))}, protocol {arguments.protocol[0]}",
+        settings=settings,
+        collection=collection and collection.with_captions(shown.captions),
+    )
+    print(f"wrote {arguments.report}", file=sys.stderr)

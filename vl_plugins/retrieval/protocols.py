@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vl_plugins.data import first_captions
 from vl_plugins.errors import UserError, one_of, require
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.features import Features, id_difference
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import Answers, Ranks, similarity_ranks
@@ -51,7 +52,9 @@ class Evaluation(NamedTuple):
 
     Attributes:
         metrics: those of :func:`~vl_plugins.retrieval.retrieval_metrics` by name: the protocol's, or ``eccv-caption``
-            and ``cxc``.
+            and ``cxc``; with ``num_samples``, ``num_captions``, and of the sets of one model the means of
+            :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3), ``image_circular_variance``
+            and ``caption_circular_variance``.
         ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption.
         captions: indices of the captions that the protocol takes.
     """
@@ -110,6 +113,10 @@ def evaluate(
         raise UserError(f"{name} is not what protocol {protocol} is about: {error}") from None
     images = torch.arange(len(first.images))
     models = [model.select(images, kept) for model in models]
+    sizes: dict[str, float] = {"num_samples": len(images), "num_captions": len(kept)}
+    if len(models) == 1 and first.images.ndim == 3:
+        sizes["image_circular_variance"] = circular_variance(models[0].images).mean().item()
+        sizes["caption_circular_variance"] = circular_variance(models[0].captions).mean().item()
 
     def ranks(models: Sequence[Features], answers: tuple[Answers, Answers] | None = None) -> Ranks:
         similarities = MeanSimilarities([model.similarities(device) for model in models])
@@ -117,7 +124,7 @@ def evaluate(
 
     if protocol == "eccv":
         found = {result: ranks(models, answers) for result, answers in _eccv_answers(models[0]).items()}
-        metrics = {result: retrieval_metrics(value) for result, value in found.items()}
+        metrics = {result: retrieval_metrics(value) | sizes for result, value in found.items()}
         return Evaluation(metrics, found["eccv-caption"], kept)
     whole = ranks(models)
     parts = [retrieval_metrics(whole)]
@@ -126,7 +133,7 @@ def evaluate(
         for fold in images.tensor_split(PROTOCOLS[protocol].folds):
             captions = torch.isin(models[0].image_of_caption, fold).nonzero().flatten()
             parts.append(retrieval_metrics(ranks([model.select(fold, captions) for model in models])))
-    return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]}}, whole, kept)
+    return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]} | sizes}, whole, kept)
 
 
 class _MismatchError(Exception):
