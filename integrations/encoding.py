@@ -155,7 +155,7 @@ def encode(
 def validate(
     model: nn.Module, batches: Iterable[EvaluationBatch], device: str | torch.device, precision: str = "fp32"
 ) -> dict[str, float]:
-    """Return the metrics of all images and captions, computed on the CPU, as :func:`vl_plugins.retrieval.evaluate` does.
+    """Return the metrics of all images and captions, as :func:`vl_plugins.retrieval.evaluate` does, on the CPU.
 
     Args:
         model: in evaluation mode, with ``encode_image`` and ``encode_text``, and a ``similarity`` if these return sets.

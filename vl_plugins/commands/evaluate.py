@@ -145,7 +145,8 @@ def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], models: l
     for name, members in contestants.items():
         results[name] = {}
         for protocol in arguments.protocol:
-            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty()}
+            with_ranks = arguments.report is not None and shown is None
+            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty(), "with_ranks": with_ranks}
             found = evaluate(members, protocol, name=arguments.shards or name, **options)
             results[name] |= found.metrics
             shown = shown or found

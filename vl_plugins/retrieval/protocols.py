@@ -55,12 +55,13 @@ class Evaluation(NamedTuple):
             and ``cxc``; with ``num_samples``, ``num_captions``, and of the sets of one model the means of
             :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3), ``image_circular_variance``
             and ``caption_circular_variance``.
-        ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption.
+        ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption. None for ``coco-1k``, whose
+            folds do not need them, unless they were asked for.
         captions: indices of the captions that the protocol takes.
     """
 
     metrics: dict[str, dict[str, float]]
-    ranks: Ranks
+    ranks: Ranks | None
     captions: Tensor
 
 
@@ -82,6 +83,7 @@ def evaluate(
     protocol: str = "plain",
     *,
     name: str = "the features",
+    with_ranks: bool = False,
     device: str | torch.device = "cpu",
     progress: bool = False,
 ) -> Evaluation:
@@ -96,6 +98,7 @@ def evaluate(
         models: features of the same images and captions.
         protocol: one of ``PROTOCOLS``.
         name: of the features, for errors.
+        with_ranks: compute the ranks of the whole split also where the protocol does not need them.
         device: where similarities are computed.
         progress: show progress bars on standard error.
 
@@ -126,13 +129,12 @@ def evaluate(
         found = {result: ranks(models, answers) for result, answers in _eccv_answers(models[0]).items()}
         metrics = {result: retrieval_metrics(value) | sizes for result, value in found.items()}
         return Evaluation(metrics, found["eccv-caption"], kept)
-    whole = ranks(models)
-    parts = [retrieval_metrics(whole)]
-    if PROTOCOLS[protocol].folds > 1:
-        parts = []
-        for fold in images.tensor_split(PROTOCOLS[protocol].folds):
-            captions = torch.isin(models[0].image_of_caption, fold).nonzero().flatten()
-            parts.append(retrieval_metrics(ranks([model.select(fold, captions) for model in models])))
+    folds = images.tensor_split(PROTOCOLS[protocol].folds)
+    whole = ranks(models) if with_ranks or len(folds) == 1 else None
+    parts = [retrieval_metrics(whole)] if whole is not None and len(folds) == 1 else []
+    for fold in folds if not parts else ():
+        captions = torch.isin(models[0].image_of_caption, fold).nonzero().flatten()
+        parts.append(retrieval_metrics(ranks([model.select(fold, captions) for model in models])))
     return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]} | sizes}, whole, kept)
 
 
