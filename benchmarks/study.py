@@ -34,7 +34,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from vl_plugins.data.storage import write_file
+from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, exit_status
 from vl_plugins.retrieval import similarity_ranks
 from vl_plugins.retrieval.features import Features, load_features

@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.seeds import seed_torch
-from vl_plugins.data.shards import write_shards
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
+from vl_plugins.data.writer import write_shards
 
 # Several threads beside a busy process make small tensors slower, not faster.
 torch.set_num_threads(int(os.environ.get("VL_PLUGINS_TEST_THREADS", "1")))

@@ -1,6 +1,6 @@
-"""Training loops to copy from, each with a small model and made-up data; they run in seconds.
+"""Training loops to copy from, each with a small model; they run in seconds.
 
-``open_clip_loop``, ``transformers_trainer`` and ``metric_loss_only`` use the loss classes in a loop or trainer of your
-own. ``cross_attention`` trains a model without embeddings by its similarity matrix. Each is run by
+``accelerate_loop`` and ``lightning_module`` train on shards. ``transformers_trainer``, ``metric_loss_only`` and
+``cross_attention``, which has a similarity matrix instead of embeddings, make up their data. Each is run by
 ``python -m vl_plugins.integrations.examples.NAME``.
 """

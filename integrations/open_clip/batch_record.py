@@ -33,7 +33,7 @@ class BatchRecord:
 
         Args:
             batch_index: in the epoch, from 0.
-            image_ids: (B,), equal for the same image; None if open_clip's reader made the batch.
+            image_ids: (B,), equal for images of one group; None if open_clip's reader made the batch.
             keys: of the B samples, or None.
         """
         if batch_index == 0:

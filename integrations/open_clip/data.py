@@ -4,17 +4,16 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
-from vl_plugins.data.evaluation_reader import EvaluationReader
+from vl_plugins.data.collection import Collection, expand_shards, read_collection
+from vl_plugins.data.dataset import ShardDataset, evaluation_loader
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.shard_info import check_first_sample, check_shards, read_shard_info
-from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
+from vl_plugins.data.sampler import CaptionSampler, training_loader
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
@@ -32,8 +31,8 @@ VALIDATION_READER |= {"image_key": "takes images from jpg, jpeg, png or webp", "
 TRAINING_READER = VALIDATION_READER | dict.fromkeys(
     ("bucket_chunk", "bucket_pool", "bucket_prefetch_pools", "length_bucketing"), _PADDING
 )
-TRAINING_READER |= {"train_data_upsampling_factors": _ORDER}
-"""Options of open_clip's readers that ours do not support, with what they do instead."""
+TRAINING_READER |= dict.fromkeys(("train_data_upsampling_factors", "train_num_samples"), _ORDER)
+"""Options of open_clip's readers that ours does not support, with what it does instead."""
 
 
 class AllCaptions(DataInfo):
@@ -45,27 +44,22 @@ class Reader:
     """The splits that our reader serves; open_clip's serves the others.
 
     Args:
-        captions_per_image: of the training split, or None for open_clip's reader.
-        validation: whether the validation split is read with all captions.
-        allow_duplicate_captions: of the training split, as in
-            :class:`vl_plugins.data.training_batches.TrainingPipeline`.
-        same_group: likewise, ``"apart"`` or ``"positive"``.
-        on_read_error: likewise, ``"skip"`` or ``"raise"``.
+        sampler: draws the training batches; None for open_clip's reader.
+        validation: images that are validated on with all captions; None for open_clip's reader.
+        on_read_error: of the training split, ``"skip"`` or ``"raise"``.
     """
 
-    captions_per_image: str | int | None = None
-    validation: bool = False
-    allow_duplicate_captions: bool = False
-    same_group: str = "apart"
+    sampler: CaptionSampler | None = None
+    validation: Collection | None = None
     on_read_error: str = "skip"
 
 
 def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
     """Choose the reader of each split, and check the shards before training starts.
 
-    Our reader serves the splits that ``vl-plugins shards`` wrote when ``--loss`` or ``--captions-per-image`` is given,
-    and any training shards when ``--captions-per-image`` is given. With neither flag, open_clip reads everything; it
-    also does the sampling with replacement of ``--dataset-resampled``.
+    With ``--loss`` or ``--captions-per-image``, our reader serves shards in which every image has a list of captions,
+    such as those of ``vl-plugins shards``; with ``--captions-per-image`` it serves any training shards. With neither
+    flag, open_clip reads everything; it also does the sampling with replacement of ``--dataset-resampled``.
 
     Args:
         options: the launcher's flags.
@@ -74,46 +68,60 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
     Raises:
         UserError: a shard is missing or damaged, or a flag is given that the chosen reader does not support.
     """
-    reader = _choose_training_reader(options, args)
-    if is_shards(args.val_data, args.dataset_type):
-        shards = expand_shards(args.val_data)
-        asked = options.captions_per_image is not None or options.loss is not None
-        if asked and read_shard_info(shards) is not None:
-            _check_reader_options(args, "--val-data", VALIDATION_READER)
-            check_shards(shards)
-            return replace(reader, validation=True)
-    return reader
-
-
-def _choose_training_reader(options: PluginOptions, args: Namespace) -> Reader:
     requested = options.captions_per_image
     if requested is not None and args.dataset_resampled:
         raise UserError("--captions-per-image reads every image once in an epoch: give it without --dataset-resampled")
-    if is_shards(args.train_data, args.dataset_type):
-        shards = expand_shards(args.train_data)
-        if requested is not None or (
-            options.loss is not None and not args.dataset_resampled and read_shard_info(shards) is not None
-        ):
-            _check_reader_options(args, "--train-data", TRAINING_READER)
-            check_first_sample(shards[0])
-            reader = Reader(
-                captions_per_image=requested or "random",
-                allow_duplicate_captions=options.allow_duplicate_captions,
-                same_group=options.same_group,
-                on_read_error=options.on_read_error,
-            )
-            # Made once for its checks; nothing is read before it is iterated.
-            _training_batches(args, reader, rank=0, world_size=world_info_from_env()[2])
-            return reader
-    elif requested is not None and args.train_data:
+    train = None if args.dataset_resampled else _read(args.train_data, options, args)
+    if requested is not None and train is None and args.train_data:
         raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
-    for flag, default in (("allow_duplicate_captions", False), ("same_group", "apart"), ("on_read_error", "skip")):
+    validation = _read(args.val_data, options, args)
+    if validation is not None and validation.only_txt:
+        validation = None
+    if validation is not None:
+        _check_split(validation, args, "--val-data", VALIDATION_READER)
+    if train is not None and (requested is not None or not train.only_txt):
+        _check_split(train, args, "--train-data", TRAINING_READER)
+        _, rank, world_size = world_info_from_env()  # the processes have not joined yet
+        sampler = CaptionSampler(
+            train,
+            args.batch_size,
+            captions_per_image=requested or "random",
+            seed=args.seed,
+            distinct_captions=not options.allow_duplicate_captions,
+            rank=rank,
+            world_size=world_size,
+        )
+        return Reader(sampler, validation, options.on_read_error)
+    for flag, default in (("allow_duplicate_captions", False), ("on_read_error", "skip")):
         if getattr(options, flag) != default:
             raise UserError(
                 f"{option_flag(flag)} is for training shards that the reader of vl_plugins reads, and here it "
                 "reads none: give --captions-per-image too"
             )
-    return Reader()
+    return Reader(None, validation)
+
+
+def _read(path: str | None, options: PluginOptions, args: Namespace) -> Collection | None:
+    """Return the images of shards that our reader may serve."""
+    if not is_shards(path, args.dataset_type):
+        return None
+    if options.captions_per_image is None and options.loss is None:
+        if not path.startswith("pipe:"):  # which open_clip's reader knows
+            expand_shards(path)
+        return None
+    return read_collection(path)
+
+
+def _check_split(collection: Collection, args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
+    """Raise ``UserError`` for a flag that our reader does not support, or if the first image cannot be read."""
+    defaults = default_options()
+    for name, instead in sorted(not_supported.items()):
+        if getattr(args, name, None) != defaults.get(name):
+            raise UserError(
+                f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
+                f"{instead}; leave the flag out"
+            )
+    ShardDataset(collection, transform=lambda image: image, tokenizer=lambda texts: texts)[0]
 
 
 def get_data(
@@ -140,19 +148,19 @@ def get_data(
     """
     preprocess_train, preprocess_val = preprocess_fns
     host_args = copy(args)
-    if reader.captions_per_image is not None:
+    if reader.sampler is not None:
         host_args.train_data = None
-    if reader.validation:
+    if reader.validation is not None:
         host_args.val_data = None
     data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **version_options)
-    if reader.captions_per_image is not None:
-        data["train"] = _training_data(args, reader, preprocess_train, tokenizer, epoch)
-        logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
-    if reader.validation:
-        data["val"] = _validation_data(args, preprocess_val, tokenizer)
+    if reader.sampler is not None:
+        data["train"] = _training_data(args, reader.sampler, reader.on_read_error, preprocess_train, tokenizer)
+        logging.info(f"Reading the training shards with captions per image: {reader.sampler.captions_per_image}")
+    if reader.validation is not None:
+        data["val"] = _validation_data(args, reader.validation, preprocess_val, tokenizer)
     if "train" in data and record is not None:
         train = data["train"]
-        loader = RecordedLoader(train.dataloader, record, None if reader.captions_per_image is None else host)
+        loader = RecordedLoader(train.dataloader, record, None if reader.sampler is None else host)
         data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
     return data
 
@@ -166,53 +174,28 @@ class RecordedData(DataInfo):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
+        if isinstance(self.sampler, CaptionSampler):
+            self.sampler.set_epoch(epoch)
         record = self.dataloader.record
         record.first_step = epoch * (self.dataloader.num_batches // record.batches_per_step)
         seed_everything(derived_seed(self.seed, self.rank, epoch))
 
 
-def _training_batches(args, reader, transform=None, tokenizer=None, epoch=0, *, rank, world_size):
-    return TrainingPipeline(
-        args.train_data,
-        transform,
-        tokenizer,
-        args.batch_size,
-        captions_per_image=reader.captions_per_image,
-        seed=args.seed,
-        epoch=epoch,
-        num_samples=args.train_num_samples,
-        max_image_pixels=getattr(args, "max_image_pixels", 0) or None,  # a flag of 4.x
-        allow_duplicate_captions=reader.allow_duplicate_captions,
-        same_group=reader.same_group,
-        on_error=reader.on_read_error,
-        with_labels=True,
-        with_keys=True,
-        rank=rank,
-        world_size=world_size,
+def _training_data(args, sampler, on_read_error, transform, tokenizer) -> DataInfo:
+    max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
+    dataset = ShardDataset(sampler.collection, transform, tokenizer, on_error=on_read_error, max_pixels=max_pixels)
+    loader = training_loader(
+        dataset,
+        sampler,
+        workers=args.workers,
+        collate_fn=lambda items: (*dataset.collate(items), [item.key for item in items]),
     )
+    loader.num_batches = len(loader)
+    loader.num_samples = len(sampler) * sampler.world_size
+    return DataInfo(loader, sampler)
 
 
-def _training_data(args, reader, transform, tokenizer, epoch) -> DataInfo:
-    batches = _training_batches(args, reader, transform, tokenizer, epoch, rank=args.rank, world_size=args.world_size)
-    loader = batch_loader(batches, args.workers)
-    loader.num_batches = len(batches)
-    loader.num_samples = len(batches) * args.batch_size * args.world_size
-    return DataInfo(loader, shared_epoch=batches.shared_epoch)
-
-
-def _validation_data(args, transform, tokenizer) -> AllCaptions:
-    reader = EvaluationReader(args.val_data, transform, tokenizer, args.batch_size)
-    loader = batch_loader(reader, args.workers)
-    info = read_shard_info(args.val_data)
-    loader.num_samples = info.num_samples if info else None  # for the host's wandb
+def _validation_data(args, collection, transform, tokenizer) -> AllCaptions:
+    loader = evaluation_loader(ShardDataset(collection, transform, tokenizer), args.batch_size, workers=args.workers)
+    loader.num_samples = len(collection)  # for the host's wandb
     return AllCaptions(loader)
-
-
-def _check_reader_options(args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
-    defaults = default_options()
-    for name, instead in sorted(not_supported.items()):
-        if getattr(args, name, None) != defaults.get(name):
-            raise UserError(
-                f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
-                f"{instead}; leave the flag out"
-            )

@@ -12,7 +12,6 @@ from vl_plugins.errors import UserError, exit_status, user_errors
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
 from vl_plugins.integrations.open_clip.names import check_command_line
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
-from vl_plugins.integrations.open_clip.run_folder import occupied
 from vl_plugins.registry import format_options
 
 __all__ = ["main"]
@@ -39,13 +38,14 @@ def _main(argv: Sequence[str]) -> int:
     from vl_plugins.integrations.open_clip.batch_record import BatchRecord
     from vl_plugins.integrations.open_clip.data import choose_reader
     from vl_plugins.integrations.open_clip.resuming import check_resume
+    from vl_plugins.integrations.open_clip.run_folder import occupied
 
     _check(options, host_options, host)
     _, rank, _ = world_info_from_env()  # the processes have not joined yet
     record = BatchRecord(host_options.accum_freq)
     loss = None if options.loss is None else _build_loss(options, host_options, record)
     reader = choose_reader(options, host_options)
-    if options.head == "set" and host_options.val_data and not reader.validation:
+    if options.head == "set" and host_options.val_data and reader.validation is None:
         raise UserError(
             f"--val-data {host_options.val_data}: open_clip's validation compares single vectors; with --head set give "
             "shards of `vl-plugins shards`"
@@ -66,7 +66,8 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
     from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
 
     # The trainer writes them all to params.txt and wandb.
-    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": reader.captions_per_image})
+    captions_per_image = None if reader.sampler is None else reader.sampler.captions_per_image
+    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": captions_per_image})
     validation_errors: list[UserError] = []
     replacements = {
         "parse_args": lambda argv: args,
@@ -78,7 +79,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
             host=host,
             host_get_data=main.get_data,
             reader=reader,
-            record=None if loss is None and reader.captions_per_image is None else record,
+            record=None if loss is None and reader.sampler is None else record,
         ),
         "evaluate": functools.partial(
             validation.evaluate, host=host, host_evaluate=main.evaluate, errors=validation_errors
@@ -127,13 +128,11 @@ def _check_without_loss(options: PluginOptions) -> None:
     for name in LOSS_OPTIONS:
         if getattr(options, name):
             raise UserError(f"{option_flag(name)} needs --loss")
-    if options.captions_per_image not in (None, "random", "first", 1):
+    if options.captions_per_image not in (None, "random", "first", "1"):
         raise UserError(
             f"--captions-per-image {options.captions_per_image} needs --loss: open_clip's own loss takes one caption "
             "per image"
         )
-    if options.same_group == "positive":
-        raise UserError("--same-group positive needs --loss: to open_clip's own loss, all other images are negatives")
 
 
 def _check_with_loss(loss: str, host_options: Namespace) -> None:

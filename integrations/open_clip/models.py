@@ -1,5 +1,6 @@
 """Models of open_clip, of ``configs/models`` and of ``--model-config``."""
 
+import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -8,9 +9,8 @@ from typing import Any
 import open_clip
 from torch import Tensor
 
-from vl_plugins.data.json_text import parse_json
-from vl_plugins.data.storage import read_file
-from vl_plugins.errors import UserError, did_you_mean
+from vl_plugins.data.files import read_bytes
+from vl_plugins.errors import UserError, did_you_mean, user_errors
 from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
 
 __all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
@@ -39,7 +39,8 @@ def add_model_config(path: str | Path) -> None:
     for file in files:
         if file.suffix != ".json":
             raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
-        config = parse_json(read_file(file), str(file))
+        with user_errors(f"--model-config {file}"):
+            config = json.loads(read_bytes(file))
         if not isinstance(config, dict) or not config.keys() >= ENTRIES:
             raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
         _check_tokenizer(f"--model-config {file}", config)

@@ -6,7 +6,6 @@ from argparse import Namespace
 from importlib import resources
 from pathlib import Path
 
-from vl_plugins.data.shard_files import expand_shards
 from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
 from vl_plugins.registry import list_losses
@@ -73,9 +72,7 @@ def is_shards(path: str | None, dataset_type: str) -> bool:
 
 
 def _check_data(flag: str, path: str, dataset_type: str) -> None:
-    if is_shards(path, dataset_type):
-        expand_shards(path)
-    elif dataset_type == "auto" and not path.endswith((".csv", ".tsv")):
+    if dataset_type == "auto" and not path.endswith((".tar", ".csv", ".tsv")):
         what = "it is a folder" if Path(path).is_dir() else "unknown suffix"
         raise UserError(
             f"{flag} {path}: {what}; give shards, such as 'FOLDER/NAME-{{000000..000007}}.tar', a .csv or .tsv file, "

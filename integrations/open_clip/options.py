@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
 from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
@@ -39,9 +38,8 @@ class PluginOptions:
     distance_kwargs: dict[str, Any] = field(default_factory=dict)
     head: str | None = None
     head_kwargs: dict[str, Any] = field(default_factory=dict)
-    captions_per_image: str | int | None = None
+    captions_per_image: str | None = None
     allow_duplicate_captions: bool = False
-    same_group: str = "apart"
     on_read_error: str = "skip"
 
 
@@ -109,17 +107,10 @@ def _plugin_parser() -> Parser:
         help="allow images with equal captions (false negatives) in one batch",
     )
     group.add_argument(
-        "--same-group",
-        choices=SAME_GROUP,
-        default="apart",
-        help="put images of one group (see `vl-plugins shards --group-key`) into different batches, or treat them as "
-        "positives of each other (default: %(default)s)",
-    )
-    group.add_argument(
         "--on-read-error",
         choices=("skip", "raise"),
         default="skip",
-        help="skip unreadable training samples and shards with a warning, or stop (default: %(default)s)",
+        help="skip unreadable training images with a warning, or stop (default: %(default)s)",
     )
     return parser
 
@@ -147,10 +138,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[PluginOptions, argparse.Namesp
     namespace, host_argv = _plugin_parser().parse_known_args(argv)
     _check_abbreviations(host_argv)
     del namespace.config, namespace.help
-    options = PluginOptions(**vars(namespace))
-    if options.captions_per_image is not None:
-        options.captions_per_image = parse_captions_per_image(options.captions_per_image)
-    return options, parse_args(host_argv), host_argv
+    return PluginOptions(**vars(namespace)), parse_args(host_argv), host_argv
 
 
 def _check_abbreviations(host_argv: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vl_plugins.data.storage import Folder
+from vl_plugins.data.files import lock
 from vl_plugins.errors import UserError
 
 __all__ = ["check_is_free", "occupied"]
@@ -30,9 +30,7 @@ def occupied(folder: Path, *, resumes: bool) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be made, another training uses it, or it holds an earlier run that is not resumed.
     """
-    files = Folder(folder)
-    files.make()
-    with files.lock():
+    with lock(folder / ".lock", f"to {folder}"):
         if not resumes:
             check_is_free(folder)  # again: another training may have used it since
             for log in _logs(folder):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from open_clip_train.distributed import is_master
 
-from vl_plugins.data.storage import error_text
+from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
@@ -74,11 +74,8 @@ def _report(metrics: Mapping[str, float], data: Mapping[str, Any], epoch: int, a
             for name, value in log_data.items():
                 tb_writer.add_scalar(name, value, epoch)
         file = Path(args.checkpoint_path) / "results.jsonl"
-        try:
-            with file.open("a") as results:
-                results.write(json.dumps(metrics) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {file}: {error_text(error)}") from error
+        with file_errors("write", file), file.open("a") as results:
+            results.write(json.dumps(metrics) + "\n")
     if args.wandb:
         import wandb
 

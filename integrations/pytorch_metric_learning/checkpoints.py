@@ -3,16 +3,15 @@
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vl_plugins.data.storage import Folder
-from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.data.files import write_complete
+from vl_plugins.encoders.vocabulary import Vocabulary
 from vl_plugins.errors import UserError, first_line
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.config import REMOVED_DATA_KEYS, Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
@@ -46,8 +45,7 @@ def write_checkpoint(
         "vocabulary": None if vocabulary is None else list(vocabulary.words),
         **states,
     }
-    file = Path(file)
-    with Folder(file.parent).write(file.name) as stream:
+    with write_complete(file) as stream:
         torch.save(content, stream)
 
 
@@ -102,13 +100,18 @@ def _parsed(file: str | os.PathLike, content: Any) -> dict[str, Any]:
     if content.get("version") != VERSION:
         raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
     try:
-        # Checkpoints of version 0.1.0 have an option that is gone.
-        config = parse_config({name: value for name, value in content["config"].items() if name != "accuracy"})
+        config = parse_config(_without_removed_keys(content["config"]))
         vocabulary = content["vocabulary"]
         vocabulary = None if vocabulary is None else Vocabulary(tuple(vocabulary))
     except (AttributeError, KeyError, TypeError, UserError) as error:
         raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
     return {**content, "config": config, "vocabulary": vocabulary}
+
+
+def _without_removed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration of version 0.1 or later as this version knows it."""
+    data = {key: value for key, value in config["data"].items() if key not in REMOVED_DATA_KEYS}
+    return {key: value for key, value in config.items() if key != "accuracy"} | {"data": data}
 
 
 def state_dicts(parts: Parts) -> dict[str, Any]:

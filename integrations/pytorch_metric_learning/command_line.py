@@ -81,20 +81,14 @@ def _run(arguments: argparse.Namespace) -> int:
     require("yaml", extra="pml")
     if os.environ.get("RANK", "0") != "0":
         os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough
-    from vl_plugins.data.shard_files import expand_shards
-    from vl_plugins.integrations.pytorch_metric_learning.config import read_config
-
-    config = read_config(arguments.config, overrides(arguments))
-    # Before torch is imported, which takes seconds.
-    for shards in (config.data.train, config.data.val):
-        if shards is not None:
-            expand_shards(shards)
     import torch
 
+    from vl_plugins.integrations.pytorch_metric_learning.config import read_config
     from vl_plugins.integrations.pytorch_metric_learning.processes import start_processes
     from vl_plugins.integrations.pytorch_metric_learning.runs import Run
     from vl_plugins.integrations.torch_files import check_device
 
+    config = read_config(arguments.config, overrides(arguments))
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     processes = start_processes(arguments.precision, cpu=cpu)
     name = arguments.device or ("cpu" if cpu else "cuda")

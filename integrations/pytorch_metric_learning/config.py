@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.batching import SAME_GROUP, parse_captions_per_image
-from vl_plugins.data.shard_files import INPUTS
+from vl_plugins.data.sampler import parse_captions_per_image
+from vl_plugins.data.samples import INPUTS
 from vl_plugins.errors import UserError, first_line, one_of, require
 from vl_plugins.integrations.config_files import find_config, read_yaml
 
 __all__ = [
     "MODEL_PARTS",
+    "REMOVED_DATA_KEYS",
     "Config",
     "DataConfig",
     "StageConfig",
@@ -25,6 +26,13 @@ __all__ = [
 
 MODEL_PARTS = ("image_trunk", "image_embedder", "image_head", "text_trunk", "text_embedder", "text_head")
 """Keys of ``trainer.models``: parts that can be frozen, each with its optimizer."""
+
+REMOVED_DATA_KEYS = {
+    "same_group": "images of a group are positives of each other",
+    "shuffle_buffer": "all images of an epoch are shuffled together",
+    "num_samples": "an epoch has all images of the shards",
+}
+"""Keys of ``data`` in version 0.2 alone, and what holds without them."""
 
 TRAINERS = ("CrossModalTrainer", "MetricLossOnly")
 
@@ -48,19 +56,15 @@ class DataConfig:
     """Which shards are read, and how.
 
     Args:
-        train: shards to train on, as for :class:`vl_plugins.data.training_batches.TrainingPipeline`.
+        train: shards to train on, as for :func:`vl_plugins.data.expand_shards`.
         val: shards to evaluate on after each epoch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample instead of its picture.
         captions_per_image: ``"random"``, ``"first"``, ``"all"`` or a number.
         batch_size: images in a batch of each process; the loss compares those of all processes.
         workers: loader processes of each process.
         allow_duplicate_captions: whether a batch may have equal captions of different images.
-        same_group: ``"apart"`` keeps images of one group in different batches, ``"positive"`` makes them positives of
-            each other.
-        on_read_error: ``"skip"`` leaves out what cannot be read, ``"raise"`` stops at it.
-        shuffle_buffer: samples in the shuffle buffer of each loader process; by default 5,000, or 1,000 of features,
-            which are larger.
-        num_samples: images of an epoch, for shards without a ``sizes.json`` in their folder.
+        on_read_error: ``"skip"`` repeats another image of the batch in place of one that cannot be read, ``"raise"``
+            stops at it.
     """
 
     train: str | None = None
@@ -70,16 +74,12 @@ class DataConfig:
     batch_size: int = 128
     workers: int = 4
     allow_duplicate_captions: bool = False
-    same_group: str = "apart"
     on_read_error: str = "skip"
-    shuffle_buffer: int | None = None
-    num_samples: int | None = None
 
     def __post_init__(self):
         one_of("inputs", self.inputs, INPUTS)
-        one_of("same_group", self.same_group, SAME_GROUP)
         parse_captions_per_image(self.captions_per_image)
-        _at_least(self, batch_size=1, workers=0, shuffle_buffer=1, num_samples=1)
+        _at_least(self, batch_size=1, workers=0)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class TowerConfig:
         trunk: an encoder of :mod:`vl_plugins.encoders`.
         pooling: how local features become one, see :class:`vl_plugins.encoders.Embedder`.
         projection: from features to the width of the embeddings, see there.
-        vocabulary: for a trunk of words: options of :meth:`vl_plugins.data.vocabulary.Vocabulary.from_captions`.
+        vocabulary: for a trunk of words: options of :meth:`vl_plugins.encoders.vocabulary.Vocabulary.from_captions`.
     """
 
     trunk: Specification
@@ -223,6 +223,9 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         with _short_errors(f"{path}: "):
             _override(tree, path, value)
     content = omegaconf.to_container(tree)
+    for key, now in REMOVED_DATA_KEYS.items():
+        if isinstance(content.get("data"), dict) and key in content["data"]:
+            raise UserError(f"data.{key}: delete this key of version 0.2; now {now}")
     training, stages = content.get("training") or {}, content.get("stages", [{}])
     if not isinstance(stages, list) or not stages or not all(isinstance(part, dict) for part in (training, *stages)):
         raise UserError("training must be a mapping, and stages a list of mappings such as [{epochs: 10}]")

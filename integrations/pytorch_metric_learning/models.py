@@ -10,8 +10,8 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vl_plugins.data.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.encoders import Embedder
+from vl_plugins.encoders.vocabulary import Vocabulary, read_word_vectors
 from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import (
     MODEL_PARTS,

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from vl_plugins.data.evaluation_reader import EvaluationReader
+from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.data.dataset import ShardDataset, evaluation_loader
+from vl_plugins.data.files import lock, remove_partial, write_file
 from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, set_random_states
-from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.shard_info import check_first_sample
-from vl_plugins.data.storage import Folder
-from vl_plugins.data.training_batches import TrainingPipeline
-from vl_plugins.data.vocabulary import Vocabulary, read_shard_captions
+from vl_plugins.data.sampler import CaptionSampler
+from vl_plugins.encoders.vocabulary import Vocabulary
 from vl_plugins.errors import UserError, require, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_state_dicts,
@@ -51,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
 
-# Samples; those of features are several times as large as encoded pictures.
-SHUFFLE_BUFFERS = {"images": 5000, "features": 1000}
-
 
 def build_vocabulary(config: Config) -> Vocabulary | None:
     """Return the words of the training captions, or None for a text tower that has its own.
@@ -63,7 +59,7 @@ def build_vocabulary(config: Config) -> Vocabulary | None:
     """
     if not needs_vocabulary(config):
         return None
-    options = {"captions": read_shard_captions(_training_shards(config)), **config.text.vocabulary}
+    options = {"captions": read_collection(_training_shards(config)).captions, **config.text.vocabulary}
     with user_errors("text.vocabulary"):
         vocabulary = Vocabulary.from_captions(**options)
     logger.info(f"vocabulary: {len(vocabulary.words):,} words of the training captions")
@@ -87,7 +83,8 @@ def build_trainer(
         config: a configuration, or plain data for :func:`parse_config`.
         stage: number of the stage.
         towers: the models; by default those of the configuration.
-        dataset: a reader of shards, or items ``image, text, label``; by default ``data.train``.
+        dataset: a ``ShardDataset``, read as the configuration says, or items ``image, text, label``; by default
+            ``data.train``.
         loss: by default that of the configuration.
         device: where to train.
         processes: of :func:`start_processes`; by default one process in single precision.
@@ -111,7 +108,7 @@ def build_trainer(
     loss.to(device)
     processes = processes or Processes()
     if dataset is None:
-        dataset = _training_data(config, towers, processes)
+        dataset = _shard_dataset(config, read_collection(_training_shards(config)), towers, is_training=True)
 
     trainer: type[ShardTrainer] = CrossModalTrainer
     models: dict[str, nn.Module] = dict(towers.parts)
@@ -130,6 +127,7 @@ def build_trainer(
         "loss_funcs": {"metric_loss": loss},
         "mining_funcs": {} if miner is None else {"tuple_miner": miner},
         "dataset": dataset,
+        "sampler": _sampler(config, dataset, processes) if isinstance(dataset, ShardDataset) else None,
         "data_device": torch.device(device),
         "lr_schedulers": build_schedulers(settings, optimizers),
         "clip_grad_norm": settings.clip_grad_norm,
@@ -173,23 +171,25 @@ class Run:
         self.folder = Path(folder)
         self.device = torch.device(device)
         self.processes = processes or Processes()
-        self._files = Folder(self.folder)
         begun = (self.folder / LATEST).exists()
         if begun and not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume to go on")
         saved = self._read_latest() if begun else None
         self.loss = loss_from_config(config)
         miner_from_config(config, self.loss)  # for its errors
-        for shards in (_training_shards(config), expand_shards(config.data.val) if config.data.val else []):
-            for shard in shards[:1]:
-                check_first_sample(shard, inputs=config.data.inputs)
+        train = read_collection(_training_shards(config))
+        val = read_collection(config.data.val) if config.data.val else None
         self.vocabulary = build_vocabulary(config) if saved is None else saved["vocabulary"]
         self.towers = build_towers(config, self.vocabulary, pretrained=saved is None).to(self.device)
         self.epoch, self._steps = 0, 0
         self.best: float | None = None
         self._saved: Mapping[str, Any] | None = None  # until training goes on
         self._metrics: dict[str, float] = {}
-        self._validation = self._validation_data()
+        self._training = _shard_dataset(config, train, self.towers, is_training=True)
+        self._validation = None
+        if val is not None:
+            dataset = _shard_dataset(config, val, self.towers, is_training=False)
+            self._validation = evaluation_loader(dataset, config.data.batch_size, workers=config.data.workers)
         if saved is not None:
             self._go_on_from(saved)
 
@@ -197,8 +197,7 @@ class Run:
         """Train what is left of all stages; return the metrics of the last epoch, none without ``data.val``."""
         with contextlib.ExitStack() as stack:
             if self.processes.is_first:
-                self._files.make()
-                stack.enter_context(self._files.lock())
+                stack.enter_context(lock(self.folder / ".lock", str(self.folder)))
                 self._writer = stack.enter_context(self._open())
             last = 0
             for number, stage in enumerate(self.config.stages):
@@ -212,6 +211,7 @@ class Run:
             self.config,
             stage=number,
             towers=self.towers,
+            dataset=self._training,
             loss=self.loss,
             device=self.device,
             processes=self.processes,
@@ -288,8 +288,7 @@ class Run:
         for name, value in self._metrics.items():
             self._writer.add_scalar(f"val/{name}", value, step)
         self._rows.append({**self._metrics, "epoch": self.epoch})
-        with self._files.write(RESULTS) as stream:
-            stream.write("".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
+        write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self._rows).encode())
 
     def _open(self) -> Any:
         """Begin in the folder, or go on with what is in it; return a ``SummaryWriter``."""
@@ -297,27 +296,13 @@ class Run:
         require("tensorboard", extra="pml")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._files.remove_partial("|".join(map(re.escape, (LATEST, BEST, RESULTS, SETTINGS))))
-        with self._files.write(SETTINGS) as stream:
-            stream.write(yaml.safe_dump(asdict(self.config), sort_keys=False).encode())
+        remove_partial(self.folder, "|".join(map(re.escape, (LATEST, BEST, RESULTS))))
+        write_file(self.folder / SETTINGS, yaml.safe_dump(asdict(self.config), sort_keys=False).encode())
         results = self.folder / RESULTS
         rows = map(json.loads, results.read_text(encoding="utf-8").splitlines() if results.exists() else [])
         # An epoch without a checkpoint is trained again.
         self._rows = [row for row in rows if row["epoch"] <= self.epoch]
         return SummaryWriter(self.folder / "tensorboard", purge_step=self._steps)
-
-    def _validation_data(self) -> DataLoader | None:
-        data = self.config.data
-        if data.val is None:
-            return None
-        reader = EvaluationReader(
-            data.val,
-            self.towers.image_transform(False),
-            self.towers.tokenizer,
-            data.batch_size,
-            inputs=data.inputs,
-        )
-        return DataLoader(reader, batch_size=None, num_workers=data.workers)
 
     def _read_latest(self) -> dict[str, Any]:
         saved = read_checkpoint(self.folder / LATEST)
@@ -337,28 +322,27 @@ class Run:
         logger.info(f"going on after epoch {self.epoch} of {self.config.epochs}")
 
 
-def _training_shards(config: Config) -> list[str]:
+def _training_shards(config: Config) -> str:
     if config.data.train is None:
         raise UserError("data.train is missing: the shards to train on; --train-data names them too")
-    return expand_shards(config.data.train)
+    return config.data.train
 
 
-def _training_data(config: Config, towers: TwoTowers, processes: Processes) -> TrainingPipeline:
+def _shard_dataset(config: Config, collection: Collection, towers: TwoTowers, *, is_training: bool) -> ShardDataset:
     data = config.data
-    return TrainingPipeline(
-        _training_shards(config),
-        towers.image_transform(True),
-        towers.tokenizer,
-        data.batch_size,
-        captions_per_image=data.captions_per_image,
+    transform = towers.image_transform(is_training)
+    dataset = ShardDataset(collection, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
+    dataset[0]  # raises an error before training, also with "skip"
+    return dataset
+
+
+def _sampler(config: Config, dataset: ShardDataset, processes: Processes) -> CaptionSampler:
+    return CaptionSampler(
+        dataset.collection,
+        config.data.batch_size,
+        captions_per_image=config.data.captions_per_image,
         seed=config.seed,
-        num_samples=data.num_samples,
-        shuffle_buffer=data.shuffle_buffer or SHUFFLE_BUFFERS[data.inputs],
-        with_labels=True,
-        allow_duplicate_captions=data.allow_duplicate_captions,
-        same_group=data.same_group,
-        on_error=data.on_read_error,
-        inputs=data.inputs,
+        distinct_captions=not config.data.allow_duplicate_captions,
         rank=processes.rank,
         world_size=processes.count,
     )

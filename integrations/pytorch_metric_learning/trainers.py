@@ -1,7 +1,7 @@
 """Trainers of pytorch-metric-learning for images and texts."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -10,7 +10,7 @@ from pytorch_metric_learning.trainers import BaseTrainer, MetricLossOnly
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
 
-from vl_plugins.data.training_batches import TrainingPipeline, batch_loader
+from vl_plugins.data.sampler import CaptionSampler, training_loader
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
 from vl_plugins.integrations.pytorch_metric_learning.config import MODEL_PARTS
@@ -24,8 +24,8 @@ class ShardTrainer(BaseTrainer):
     """Mixin for trainers on images and texts: on shards, in several processes and in mixed precision.
 
     Batches are ``images, texts, labels``, one label for each image and k texts side by side for each.
-    ``dataset`` may be a :class:`vl_plugins.data.training_batches.TrainingPipeline`. That yields batches, so
-    ``batch_size``, ``sampler`` and ``collate_fn`` are not used with it. A training that starts at a later epoch reads
+    For shards, ``dataset`` is a :class:`vl_plugins.data.ShardDataset` and ``sampler`` a
+    :class:`vl_plugins.data.CaptionSampler`, whose batch size counts. A training that starts at a later epoch then reads
     the same batches as one that never stopped.
 
     With several ``processes`` each reads its own batch, all of one size, and computes the loss of all of them. A miner
@@ -40,7 +40,7 @@ class ShardTrainer(BaseTrainer):
         UserError: while training, a loss that is not finite.
     """
 
-    dataloader: Iterable | None
+    dataloader: Any
     dataloader_iter: Iterator | None
     iterations_per_epoch: int | None
 
@@ -58,25 +58,24 @@ class ShardTrainer(BaseTrainer):
         try:
             super().train(start_epoch, num_epochs)
         finally:
-            if isinstance(self.dataset, TrainingPipeline):
-                # Loader processes that persist end with the last reference to their loader.
-                self.dataloader = self.dataloader_iter = None
+            # Loader processes that persist end with the last reference to their loader.
+            self.dataloader = self.dataloader_iter = None
 
     def initialize_dataloader(self) -> None:
-        if not isinstance(self.dataset, TrainingPipeline):
+        if not isinstance(self.sampler, CaptionSampler):
             super().initialize_dataloader()
             return
-        # Loader processes may serve all epochs: their batches follow from the seed and the epoch alone.
-        loader = batch_loader(self.dataset, self.dataloader_num_workers)
-        steps = self.iterations_per_epoch or len(self.dataset)
-        self.dataloader, self.iterations_per_epoch = loader, steps
-        self.dataloader_iter = self._batches(loader, (self._start_epoch - 1) * steps)
+        self.dataloader = training_loader(
+            self.dataset, self.sampler, workers=self.dataloader_num_workers, collate_fn=self.collate_fn
+        )
+        self.iterations_per_epoch = self.iterations_per_epoch or len(self.dataloader)
+        self.dataloader_iter = self._batches((self._start_epoch - 1) * self.iterations_per_epoch)
 
-    def _batches(self, loader: Iterable, steps_before: int) -> Iterator:
-        passes, steps = divmod(steps_before, len(self.dataset))
+    def _batches(self, steps_before: int) -> Iterator:
+        passes, steps = divmod(steps_before, len(self.dataloader))
         for number in count(passes):
-            self.dataset.set_epoch(number)
-            yield from islice(loader, steps, None)
+            self.sampler.set_epoch(number)
+            yield from islice(self.dataloader, steps, None)
             steps = 0
 
     def _modules(self) -> list[torch.nn.Module]:
@@ -128,8 +127,8 @@ class CrossModalTrainer(ShardTrainer):
     - ``loss_funcs``: any names. Each receives all embeddings, see
       :func:`vl_plugins.integrations.cross_modal.cross_modal_loss`; ``loss_weights`` are their factors.
     - ``mining_funcs``: ``tuple_miner``, which mines texts for images and images for texts.
-    - ``dataset``: a :class:`vl_plugins.data.training_batches.TrainingPipeline` with
-      ``with_labels=True``; or one whose batches are ``images, texts, labels``, or made so by ``data_and_label_getter``.
+    - ``dataset``: a :class:`vl_plugins.data.ShardDataset`, with a ``CaptionSampler`` as ``sampler``; or one whose
+      batches are ``images, texts, labels``, or made so by ``data_and_label_getter``.
       There may be k texts for each image, side by side: ``texts[k * i : k * i + k]`` are those of ``images[i]``. Or
       token ids (B, k, L), as torch's default ``collate_fn`` stacks items with texts (k, L).
 

@@ -41,7 +41,7 @@ def trainings(found, batches) -> None:
 
     for training, flags in TRAININGS.items():
         with (
-            batches.used_in(training, lambda loader: type(loader.dataset).__name__ != INSTALLED.evaluation_reader),
+            batches.used_in(training, INSTALLED.is_training),
             mock.patch(INSTALLED.towers, build_with_seeds),
         ):
             launch("vl_plugins.integrations.pytorch_metric_learning", f"{FLAGS} {flags}")

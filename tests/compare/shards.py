@@ -1,10 +1,16 @@
-"""Bytes of shards, and of the files beside them, from every source, on toy scenes and real pictures."""
+"""Bytes of shards and of ``sizes.json`` from every source, on toy scenes and real pictures.
+
+Of shuffled shards, whose order differs, the samples are compared.
+"""
 
 import csv
+import hashlib
 import json
 import os
 import shutil
 import sys
+import tarfile
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +29,6 @@ SOURCES = {
         "splits": (*TOY, "--split", "test", "val"),
         "two workers": (*TOY, "--samples-per-shard", 5, "--workers", 2),
         "other name": (*TOY[:4], *SIZE, "--dataset-name", "my-scenes"),
-        "dry run": (*TOY, "--dry-run"),
         "restval": ("--annotations", "restval.json", *TOY[2:], *SIZE),
         "restval apart": ("--annotations", "restval.json", *TOY[2:], *SIZE, "--leave-restval"),
         "groups": ("--annotations", "restval.json", *TOY[2:], *SIZE, "--group-key", "place"),
@@ -163,12 +168,24 @@ def write_hugging_face(images: list[dict]) -> None:
 
 
 def add_files(found: Cases, source: str, case: str, folder: Path) -> None:
-    """Add the bytes of all files in a folder, tars apart from the others."""
+    """Add the bytes of shards and sizes in a folder, or of all files in one of pictures."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        kind = "tars" if file.suffix == ".tar" else "bookkeeping"
-        found.add(
-            f"{kind} {source}/{case}", **{file.relative_to(folder).as_posix().replace("/", ":"): file.read_bytes()}
-        )
+        if file.suffix == ".tar" or source == "toy":
+            name = file.relative_to(folder).as_posix().replace("/", ":")
+            found.add(f"tars {source}/{case}", **{name: file.read_bytes()})
+        elif file.name == "sizes.json":
+            found.add(f"sizes {source}/{case}", **{file.name: file.read_bytes()})
+
+
+def add_samples(found: Cases, source: str, case: str, folder: Path) -> None:
+    """Add the samples of all shards in a folder, in the order of their contents, without keys."""
+    samples = defaultdict(list)
+    for file in folder.glob("*.tar"):
+        with tarfile.open(file) as archive:
+            for member in archive:
+                samples[member.name.partition(".")[0]].append(archive.extractfile(member).read())
+    hashes = sorted(hashlib.sha256(b"".join(members)).hexdigest() for members in samples.values())
+    found.add(f"samples {source}/{case}", hashes="\n".join(hashes).encode())
 
 
 def convert(found: Cases, source: str, case: str, arguments: tuple, name: str = "") -> None:
@@ -177,12 +194,13 @@ def convert(found: Cases, source: str, case: str, arguments: tuple, name: str = 
     workers = () if "--workers" in arguments else ("--workers", 1)
     command = ("shards", source, *arguments, "--out", out, *workers)
     statuses = [vl_plugins(*command)[0]]
-    add_files(found, name, case, out)
+    (add_samples if "--seed" in arguments else add_files)(found, name, case, out)
     statuses.append(vl_plugins(*command)[0])
     found.add(f"again {name}/{case}", statuses=statuses)
     for action in ("verify", "info"):
         status, output = vl_plugins("shards", action, out, "--json")
-        values = flatten(json.loads(output)) if output.startswith("{") else {}
+        values = flatten(json.loads(output)) if output.startswith("{") and action == "info" else {}
+        values = {key: value for key, value in values.items() if "places" not in key and "source" not in key}
         found.add(f"{action} {name}/{case}", status=status, **values)
 
 

@@ -22,7 +22,7 @@ import sys
 import zlib
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Version:
         metrics: converts the name and value of a metric to those of 0.2, in percent.
         towers: module and function that build the model of the trainer for pytorch-metric-learning.
         pml_weights: finds the weights in that trainer's checkpoint.
-        evaluation_reader: data set with which that trainer validates.
+        is_training: whether a loader of that trainer reads training batches.
     """
 
     flags: dict[str, str] = field(default_factory=dict)
@@ -56,11 +56,19 @@ class Version:
     pml_weights: Callable[[dict], dict] = lambda saved: {
         f"{part}.{name}": value for part, state in saved["models"].items() for name, value in state.items()
     }
-    evaluation_reader: str = "EvaluationReader"
+    is_training: Callable[[DataLoader], bool] = lambda loader: type(loader.dataset).__name__ != "EvaluationReader"
 
 
-VERSIONS = {"0.2": Version(weights={r"^clip\.": "", r"^parts\.": ""})}
-INSTALLED = VERSIONS[".".join(version("vl_plugins").split(".")[:2])]
+WEIGHTS = {r"^clip\.": "", r"^parts\.": ""}
+VERSIONS = {
+    "0.2": Version(weights=WEIGHTS),
+    "0.3": Version(
+        flags={"--same-group positive": "", "data.same_group=positive": ""},
+        weights=WEIGHTS,
+        is_training=lambda loader: type(loader.sampler).__name__ == "CaptionSampler",
+    ),
+}
+INSTALLED = VERSIONS["0.3" if find_spec("vl_plugins.data.dataset") else "0.2"]
 
 
 def to_record(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str]]:
@@ -72,10 +80,10 @@ def to_record(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, lis
 
 
 def from_record(loader: DataLoader, images, texts, labels, keys) -> Any:
-    """Return a batch as the loader's data set would."""
+    """Return a batch as the loader would; that of the trainer for pytorch-metric-learning has no keys."""
     if not type(loader.dataset).__module__.startswith("vl_plugins."):  # a reader of open_clip
         return [images, texts]
-    return (images, texts, labels, keys) if loader.dataset.with_keys else (images, texts, labels)
+    return (images, texts, labels, keys) if keys else (images, texts, labels)
 
 
 class Batches:

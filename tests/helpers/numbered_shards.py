@@ -1,75 +1,89 @@
 """Shards of numbered images: image i is red by i, and its captions are ``"i/0"``, ``"i/1"``, ..."""
 
 import io
+import os
 import tarfile
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import fsspec
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
-from vl_plugins.data.shards import write_shards
-from vl_plugins.data.sources import CaptionedImage
+from tests.helpers.archives import encode_archive, encode_picture
+from vl_plugins.data import Collection
+from vl_plugins.data.index import make_index, scan_shard, write_index
+from vl_plugins.data.samples import Record
 
 transform = PILToTensor()
 
 
-class NumberTokenizer:
-    """Turns the caption ``"image/number"`` into a row ``[image, number]``."""
-
-    def __call__(self, texts):
-        texts = [texts] if isinstance(texts, str) else texts
-        return torch.tensor([[int(number) for number in text.split("/")] for text in texts])
+def tokenizer(texts):
+    """Turn each caption ``"image/number"`` into a row ``[image, number]``."""
+    return torch.tensor([[int(number) for number in text.split("/")] for text in texts])
 
 
-tokenizer = NumberTokenizer()
+def numbered(counts):
+    """Return so many captions ``"image/number"`` for each image."""
+    return [[f"{image}/{number}" for number in range(count)] for image, count in enumerate(counts)]
 
 
-def write_captioned(folder, captions_of_images, samples_per_shard=4, dataset="numbered", groups=None):
-    """Write images whose red channel is their number; return the shards."""
+def write_captioned(folder, captions_of_images, images_per_shard=4, dataset="numbered", groups=None, index=True):
+    """Write images whose red channel is their number, with or without an index; return the shards."""
+    folder.mkdir(exist_ok=True)
     groups = groups or [None] * len(captions_of_images)
-    root = folder / f"{dataset}_root"
-    root.mkdir()
-    images = []
-    for index, captions in enumerate(captions_of_images):
-        Image.new("RGB", (4, 4), (index, 0, 0)).save(root / f"{index}.png")
-        ids = tuple(10 * index + number for number in range(len(captions)))
-        image = CaptionedImage(index, f"{index}.png", tuple(captions), ids, "train", dataset, f"{index}.png")
-        images.append(replace(image, group=groups[index]))
-    out = folder / dataset
-    write_shards(images, root, out, samples_per_shard=samples_per_shard)
-    return sorted(map(str, out.glob("*.tar")))
+    samples = []
+    for number, (captions, group) in enumerate(zip(captions_of_images, groups, strict=True)):
+        texts = {"image_id": number, "captions": captions, "dataset": dataset, "split": "train", "group": group}
+        picture = encode_picture((4, 4), color=(number, 0, 0), mode="RGB")
+        samples.append([(f"{dataset}-{number:03}.png", picture), (f"{dataset}-{number:03}.json", texts)])
+    shards = []
+    for start in range(0, len(samples), images_per_shard):
+        shards.append(str(folder / f"{dataset}-{len(shards):06}.tar"))
+        members = chain(*samples[start : start + images_per_shard])
+        Path(shards[-1]).write_bytes(encode_archive(members))
+        if index:
+            write_index(shards[-1], scan_shard(shards[-1]))
+    return shards
 
 
-def write_numbered(folder, captions_per_image, **options):
+def write_numbered(folder, counts, **options):
     """Write images with so many captions ``"image/number"``; return the shards."""
-    captions = [[f"{index}/{number}" for number in range(count)] for index, count in enumerate(captions_per_image)]
-    return write_captioned(folder, captions, **options)
+    return write_captioned(folder, numbered(counts), **options)
+
+
+def make_collection(captions_of_images, images_per_shard=4, dataset="numbered", groups=None):
+    """Return the collection of images that are in no file."""
+    groups = groups or [None] * len(captions_of_images)
+    records = [
+        Record(str(number), captions, number, [], dataset, "train", group)
+        for number, (captions, group) in enumerate(zip(captions_of_images, groups, strict=True))
+    ]
+    shards = [records[start : start + images_per_shard] for start in range(0, len(records), images_per_shard)]
+    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), bytes=0).head for shard in shards)
+    return Collection([f"{number}.tar" for number in range(len(shards))], heads)
 
 
 def in_memory(shards, monkeypatch):
-    """Copy shards with their index behind URLs that fsspec opens; return the URLs."""
+    """Copy shards and their indexes behind URLs that fsspec opens; return the URLs."""
     files = fsspec.filesystem("memory")
     monkeypatch.setattr(type(files), "store", {})
-    for file in Path(shards[0]).parent.iterdir():
-        files.pipe_file(f"/bucket/numbered/{file.name}", file.read_bytes())
-    return [f"memory://bucket/numbered/{Path(shard).name}" for shard in shards]
+    folder = Path(shards[0]).parent
+    for file in folder.rglob("*"):
+        if file.is_file():
+            files.pipe_file(f"/bucket/{file.relative_to(folder)}", file.read_bytes())
+    return [f"memory://bucket/{os.path.basename(shard)}" for shard in shards]
 
 
 def replace_member(shard, name, content):
-    """Rewrite a shard with other content of one member; None leaves the member out."""
+    """Rewrite a shard and its index with other content of one member; None leaves the member out."""
     with tarfile.open(shard) as tar:
-        members = [(member, tar.extractfile(member).read()) for member in tar]
-    assert name in [member.name for member, _ in members]
-    with tarfile.open(shard, "w") as tar:
-        for member, data in members:
-            data = content if member.name == name else data
-            if data is not None:
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    assert name in dict(members)
+    members = [(member, content if member == name else data) for member, data in members]
+    Path(shard).write_bytes(encode_archive((member, data) for member, data in members if data is not None))
+    write_index(shard, scan_shard(shard))
 
 
 def png_of_noise():
@@ -78,17 +92,5 @@ def png_of_noise():
     return stream.getvalue()
 
 
-def load(reader, workers=0, **options):
-    return list(DataLoader(reader, batch_size=None, num_workers=workers, **options))
-
-
 def numbers_of(images):
-    return images[:, 0, 0, 0].long()
-
-
-def read_images(batches):
-    return [number for images, *_ in batches for number in numbers_of(images).tolist()]
-
-
-def read_captions(batches):
-    return {tuple(row) for _, texts, *_ in batches for row in texts.tolist()}
+    return images[:, 0, 0, 0].tolist()

@@ -9,7 +9,7 @@ __all__ = ["data_flags", "without_rule"]
 
 # Beside those that it does not support.
 FOLLOWED = {"batch_size", "dataset_resampled", "dataset_type", "max_image_pixels", "seed", "train_data"}
-FOLLOWED |= {"train_num_samples", "val_data", "workers"}
+FOLLOWED |= {"val_data", "workers"}
 # Of other data, or of no consequence for what is read.
 UNRELATED = {"audio_ext", "audio_multiprocessing_context", "csv_caption_key", "csv_img_key", "csv_separator"}
 UNRELATED |= {"imagenet_v2", "imagenet_val", "naflex_batch_divisor", "naflex_max_tokens_per_batch"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.encoders.vocabulary import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, overrides
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, read_config

@@ -6,7 +6,7 @@ import tarfile
 import pytest
 import torch
 
-from vl_plugins.data.collection import read_collection
+from vl_plugins.data import read_collection
 from vl_plugins.errors import UserError
 from vl_plugins.plots import attention as attention_plot
 from vl_plugins.plots.attention import AttendedImage, attended_images, plot_attention

@@ -1,12 +1,11 @@
 import statistics
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from vl_plugins.data.collection import Collection
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval import EmbeddingSimilarities, protocols, retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
@@ -24,20 +23,21 @@ def benchmark():
         return Metrics()
 
 
+@dataclass(frozen=True)
+class Items:
+    """What protocols look at of a :class:`~vl_plugins.data.Collection`."""
+
+    image_ids: tuple
+    caption_ids: tuple
+    image_of_caption: torch.Tensor
+    splits: tuple
+
+
 def items(image_ids, captions, splits=("coco-test",)):
     """Images and captions that have ids and nothing else; ``captions`` holds the ids of each image's."""
     counts = torch.tensor([len(captions_of_image) for captions_of_image in captions])
     caption_ids = tuple(caption for captions_of_image in captions for caption in captions_of_image)
-    return Collection(
-        shards=("test.tar",),
-        sizes=(len(image_ids),),
-        keys=tuple(f"{number:05d}" for number in range(len(image_ids))),
-        image_ids=tuple(image_ids),
-        captions=tuple("" for _ in caption_ids),
-        caption_ids=caption_ids,
-        image_of_caption=torch.arange(len(image_ids)).repeat_interleave(counts),
-        splits=splits,
-    )
+    return Items(tuple(image_ids), caption_ids, torch.arange(len(image_ids)).repeat_interleave(counts), splits)
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,45 @@
 """``vl-plugins shards``: captioned images as WebDataset shards."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.commands import shards_info, shards_verify
-from vl_plugins.commands.shards_sources import OPTIONS, SOURCES, Source, read_source
-from vl_plugins.data.manifest import REJECTED_FILE
-from vl_plugins.data.parallel import usable_cores
-from vl_plugins.data.shards import TXT, write_shards
-from vl_plugins.data.sources import CaptionedImage, RejectedImage
-from vl_plugins.data.storage import Folder
-from vl_plugins.errors import UserError
-from vl_plugins.tables import align_columns
+from vl_plugins.commands import shards_info
+from vl_plugins.errors import UserError, one_of, require
+from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
 
 DEFAULT_QUALITY = 95
+
+HUB = "hugging-face"
+# What each source is, and examples.
+SOURCES = {
+    "coco": ("COCO with Karpathy's splits", "coco --annotations dataset_coco.json --images coco \\\n    --out shards"),
+    "flickr30k": (
+        "Flickr30K with Karpathy's splits",
+        "flickr30k --annotations dataset_flickr30k.json \\\n    --images flickr30k-images --out shards",
+    ),
+    "coco-captions": (
+        "COCO with its official splits",
+        "coco-captions --images coco --out shards \\\n    --annotations captions_train2017.json captions_val2017.json",
+    ),
+    "table": (
+        "images and captions of a table (CSV, TSV, JSON Lines)",
+        "table --annotations birds.csv --images pictures --out shards",
+    ),
+    HUB: (
+        "a data set of the Hugging Face hub or a local folder",
+        "hugging-face nlphuji/flickr30k \\\n    --revision refs/convert/parquet --out shards",
+        "hugging-face folder-of-parquet-files --out shards",
+    ),
+}
+# Options of reading that an index records.
+RECORDED = ("name", "config", "revision", "annotations", "coco_annotations", "leave_restval", "group_key")
+RECORDED += ("val_fraction", "test_fraction")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -25,139 +47,175 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "shards",
         help="write and check WebDataset shards of captioned images",
-        examples=[
-            "vl-plugins shards table --annotations birds.csv --images pictures --out shards",
-            "vl-plugins shards info shards",
-        ],
+        examples=[f"vl-plugins shards {SOURCES['table'][1]}", "vl-plugins shards info shards"],
         description="Write and check WebDataset shards of captioned images.",
     )
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    for name, source in SOURCES.items():
-        _register_source(actions, name, source)
-    shards_verify.register(actions)
-    shards_info.register(actions)
+    for source, (what, *examples) in SOURCES.items():
+        source_parser = actions.add_parser(
+            source,
+            help=f"write {what}",
+            usage=f"%(prog)s{' NAME_OR_FOLDER' if source == HUB else ''} [options]",
+            examples=[f"vl-plugins shards {example}" for example in examples],
+            description=f"Write {what} as WebDataset shards, which open_clip reads too. Run an interrupted command "
+            "again to resume it.",
+        )
+        source_parser.set_defaults(run=run, images=None, features=None)
+        _add_reading_options(source_parser.add_argument_group("what to read"), source)
+        _add_writing_options(source_parser)
+    shards_info.register_verify(actions)
+    shards_info.register_info(actions)
+
+
+def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
+    add = group.add_argument
+    if source == HUB:
+        add("name", metavar="NAME_OR_FOLDER", help="name on the hub, or a local folder")
+        add("--config", metavar="NAME", help="configuration (subset) of the data set")
+        add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
+        files = "download only these files, such as test='data/test-*'"
+        add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
+        add("--caption-lines", action="store_true", help="each line of a text is a caption, as in CLIP_benchmark")
+    else:
+        number: Any = "+" if source == "coco-captions" else 1
+        what = "the table: text with a row of column names, or .jsonl" if source == "table" else "annotation file"
+        add("--annotations", type=Path, nargs=number, required=True, metavar="FILE", help=what)
+        folders = group.add_mutually_exclusive_group(required=True)
+        folders.add_argument(
+            "--images", type=Path, metavar="DIR", help="folder of the images; paths are relative to it"
+        )
+        features = "folder of feature arrays (N, W) instead, one .npy per image id or image file name"
+        folders.add_argument("--features", type=Path, metavar="DIR", help=features)
+    if source in ("table", HUB):
+        images = "images, or their paths; rows with the same path are one image"
+        add("--image-column", metavar="COLUMN", help=f"{images} (default: image, filepath, ...)")
+        captions = "captions (default: the first of caption, captions, ..., and caption_0, caption_1, ...)"
+        add("--caption-column", nargs="+", default=(), metavar="COLUMN", help=captions)
+        add("--id-column", metavar="COLUMN", help="image ids (default: image_id, ...)")
+        add("--split-column", metavar="COLUMN", help="splits (default: split, if present)")
+    if source == "table":
+        delimiter = r"such as \t for a tab (default: the first of tab, comma, '| ' and semicolon in the first line)"
+        add("--delimiter", type=lambda text: text.replace(r"\t", "\t"), metavar="TEXT", help=delimiter)
+        name = "split if there is no split column (default: %(default)s)"
+        add("--split-name", default="train", metavar="NAME", help=name)
+        share = "share of the images for val, if there is no split column; new rows move no image"
+        add("--val-fraction", type=float, default=0.0, metavar="X", help=share)
+        add("--test-fraction", type=float, default=0.0, metavar="X", help="the same for test")
+    if source in ("coco", HUB):
+        official = "official caption files, for the caption ids that ECCV Caption and CxC need"
+        add("--coco-annotations", type=Path, nargs="+", metavar="FILE", help=official)
+    if source in ("coco", "flickr30k", HUB):
+        add("--leave-restval", action="store_true", help="keep restval separate from train")
+    add("--split", nargs="+", metavar="SPLIT", help="write only these splits")
+    add("--group-key", metavar="KEY", help="field or column that names an image's group, such as its video")
+
+
+def _add_writing_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to write").add_argument
+    add("--out", required=True, metavar="DIR", help="output folder, or an fsspec URL such as s3://...")
+    add("--dataset-name", metavar="NAME", help="prefix of shard names (default: from the source)")
+    add("--samples-per-shard", type=int, default=1000, metavar="N", help="images per shard (default: %(default)s)")
+    txt = "captions in .txt: the first, for open_clip, or all, one per line, for CLIP_benchmark (default: %(default)s)"
+    add("--txt", choices=("first", "all"), default="first", help=txt)
+    add("--resize", type=int, metavar="PIXELS", help="shrink larger images to this shorter side")
+    quality = f"JPEG and WebP quality of resized images, 1 to 100 (default: {DEFAULT_QUALITY})"
+    add("--quality", type=int, metavar="Q", help=quality)
+    add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
+    add = parser.add_argument_group("how to run").add_argument
+    add("--workers", type=int, metavar="N", help="shards written at a time (default: one per core)")
+    engine = "threads or processes here, or a Ray or Dask cluster (default: %(default)s)"
+    add("--engine", choices=("threads", "processes", "ray", "dask"), default="threads", help=engine)
+    skip = "stop at an unusable image, or skip it and list it in the index (default: %(default)s)"
+    add("--on-error", choices=("raise", "skip"), default="raise", help=skip)
+    add("--overwrite", action="store_true", help="replace existing shards that differ")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shards, or with ``--dry-run`` only check everything, and print what they contain."""
+    """Write the shards, and print which they are and what was left out."""
+    require(*("datasets", "hub") if arguments.action == HUB else ("msgspec", "data"))
+    from vl_plugins.data.engines import executor
+    from vl_plugins.data.writer import write_shards
+
     if arguments.quality is not None and arguments.resize is None:
         raise UserError("--quality needs --resize; without it the image files stay as they are")
-    rejected: list[RejectedImage] = []
-    images, files, source = read_source(arguments, rejected if arguments.on_error == "skip" else None)
-    _check_splits_left(images, rejected, arguments.split)
-    entries = write_shards(
-        images,
-        files,
-        arguments.out,
-        inputs="images" if arguments.features is None else "features",
-        samples_per_shard=arguments.samples_per_shard,
-        txt=arguments.txt,
-        resize=arguments.resize,
-        quality=DEFAULT_QUALITY if arguments.quality is None else arguments.quality,
-        workers=arguments.workers,
-        seed=arguments.seed,
-        on_error=arguments.on_error,
-        overwrite=arguments.overwrite,
-        dry_run=arguments.dry_run,
-        rejected=rejected,
-        source=source,
-    )
-    print(_format_summary(entries))
-    left_out = sum(entry["rejected"] for entry in entries.values())
-    if arguments.dry_run:
-        print("dry run: nothing was written")
-    elif left_out:
-        print(f"left out: {left_out:,}; the reasons are in {Folder(arguments.out) / REJECTED_FILE}")
+    images, files, source = _read_source(arguments)
+    names = ("samples_per_shard", "txt", "resize", "seed", "workers", "on_error", "overwrite")
+    options = {name: getattr(arguments, name) for name in names}
+    options |= {"inputs": "images" if arguments.features is None else "features", "source": source}
+    options["quality"] = DEFAULT_QUALITY if arguments.quality is None else arguments.quality
+    with executor(arguments.engine, arguments.workers) as pool:
+        written = write_shards(images, files, arguments.out, executor=pool, **options)
+    for _, shards in itertools.groupby(sorted(written.shards), lambda shard: shard.rpartition("-")[0]):
+        print(brace_pattern(list(shards)))
+    print(f"{len(written.shards):,} shards, {written.images:,} images, {written.captions:,} captions")
+    if written.rejected:
+        print(f"left out: {written.rejected:,}; the indexes list all, and these are the first:")
+    for item in written.examples:
+        print(f"  {printable(item.image)}: {printable(item.reason)}")
     return 0
 
 
-def brace_pattern(shards: list[str]) -> str:
+def brace_pattern(shards: Sequence[str]) -> str:
     """Return the pattern of shards ``NAME-000000.tar``, ... in order, as open_clip's ``--train-data`` takes it."""
     prefix, _, first = shards[0].removesuffix(".tar").rpartition("-")
     last = shards[-1].removesuffix(".tar").rpartition("-")[2]
     return shards[0] if first == last else f"{prefix}-{{{first}..{last}}}.tar"
 
 
-def _register_source(actions: argparse._SubParsersAction, name: str, source: Source) -> None:
-    parser = actions.add_parser(
-        name,
-        help=f"write {source.what}",
-        usage="%(prog)s [options]" if "--annotations" in source.options else "%(prog)s NAME_OR_FOLDER [options]",
-        examples=source.examples,
-        description=f"Write {source.what} as WebDataset shards, which open_clip reads too. Run an interrupted command "
-        "again to resume it.",
-    )
-    parser.set_defaults(run=run, features=None)
-    reading = parser.add_argument_group("what to read")
-    for option in source.options.split():
-        reading.add_argument(option, **{**OPTIONS[option], **source.differences.get(option, {})})
-    if "--annotations" in source.options:
-        files = reading.add_mutually_exclusive_group(required=True)
-        files.add_argument(
-            "--images",
-            type=Path,
-            metavar="DIR",
-            help="folder of the images; paths in the annotations are relative to it",
-        )
-        files.add_argument(
-            "--features",
-            type=Path,
-            metavar="DIR",
-            help="folder of feature arrays (N, W) instead, one .npy per image id or image file name",
-        )
+def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dict[str, Any]]:
+    """Return the images of the splits asked for, what they or their features are read from, and facts for the index."""
+    from vl_plugins.data import sources
+    from vl_plugins.data.files import sha256
 
-    writing = parser.add_argument_group("what to write")
-    writing.add_argument("--out", required=True, metavar="DIR", help="output folder, or an fsspec URL such as s3://...")
-    writing.add_argument("--dataset-name", metavar="NAME", help="prefix of shard names (default: from the source)")
-    writing.add_argument(
-        "--samples-per-shard", type=int, default=1000, metavar="N", help="images per shard (default: %(default)s)"
-    )
-    writing.add_argument(
-        "--txt",
-        choices=TXT,
-        default="first",
-        help="captions in .txt: the first, for open_clip, or all, one per line, for CLIP_benchmark "
-        "(default: %(default)s)",
-    )
-    writing.add_argument("--resize", type=int, metavar="PIXELS", help="shrink larger images to this shorter side")
-    writing.add_argument(
-        "--quality",
-        type=int,
-        metavar="Q",
-        help=f"JPEG and WebP quality of resized images, 1 to 100 (default: {DEFAULT_QUALITY})",
-    )
-    writing.add_argument("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
+    options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
+    names = {"table": ("delimiter", "split_name", "val_fraction", "test_fraction")}
+    names[HUB] = ("config", "revision", "caption_lines")
+    common = {name: options[name] for name in ("dataset_name", "on_error", *names.get(action, ()))}
+    if action in names:
+        columns = (options[f"{name}_column"] for name in ("image", "caption", "split", "id"))
+        common["columns"] = sources.Columns(*columns, arguments.group_key)
+    else:
+        common["group_key"] = arguments.group_key
+    if "leave_restval" in options:
+        common["join_restval"] = not arguments.leave_restval
+    if action == HUB:
+        from vl_plugins.data.hugging_face import read_hugging_face
 
-    running = parser.add_argument_group("how to run")
-    running.add_argument(
-        "--workers", type=int, default=usable_cores(), metavar="N", help="worker processes (default: %(default)s)"
-    )
-    running.add_argument(
-        "--on-error",
-        choices=("raise", "skip"),
-        default="raise",
-        help=f"stop at an unusable image, or skip it and list it in {REJECTED_FILE} (default: %(default)s)",
-    )
-    running.add_argument("--overwrite", action="store_true", help="replace existing shards that differ")
-    running.add_argument("--dry-run", action="store_true", help="check everything and print counts, but write nothing")
+        images, files = read_hugging_face(arguments.name, data_files=dict(arguments.data_files or ()) or None, **common)
+    elif action == "table":
+        images = sources.read_table(*arguments.annotations, image_root=files, **common)
+    elif action == "coco-captions":
+        common["dataset_name"] = arguments.dataset_name or "coco"
+        images = sources.read_coco_captions(arguments.annotations, image_root=arguments.images, **common)
+    else:
+        images = sources.read_karpathy(*arguments.annotations, action, **common)
+    images = _of_splits(images, arguments.split, arguments.group_key)
+    # Only now: the official files need not cover splits that are not written.
+    if official := options.get("coco_annotations"):
+        images = sources.with_annotation_ids(images, official, on_error=arguments.on_error)
+    facts = {name: options[name] for name in RECORDED if options.get(name)}
+    for name in facts.keys() & {"annotations", "coco_annotations"}:
+        facts[name] = [{"file": file.name, "sha256": sha256(file)} for file in facts[name]]
+    if "name" in facts and Path(facts["name"]).is_dir():
+        facts["name"] = Path(facts["name"]).name
+    return images, files, {"format": action, **facts}
 
 
-def _check_splits_left(
-    images: Sequence[CaptionedImage], rejected: Sequence[RejectedImage], splits: Sequence[str] | None
-) -> None:
-    """Raise where all images of a split were rejected; without shards they would not even be counted."""
-    left = {image.split for image in images}
-    for item in rejected:
-        if item.split not in left and (splits is None or item.split in splits):
-            raise UserError(f"none of the images of {item.split} can be used; {item.image}: {item.reason}")
+def _of_splits(images: Iterable[Any], splits: Sequence[str] | None, group_key: str | None) -> Iterator[Any]:
+    """Yield the images of some splits; raise an error at the end for a split without any, or if none has a group."""
+    seen, has_groups = set(), False
+    for image in images:
+        seen.add(image.split)
+        if splits is None or image.split in splits:
+            has_groups = has_groups or getattr(image, "group", None) is not None
+            yield image
+    for split in splits or ():
+        one_of("split", split, seen)
+    if group_key is not None and not has_groups:
+        raise UserError(f"--group-key {group_key}: no image has a group there")
 
 
-def _format_summary(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one line for each entry of the manifest."""
-    rows = [["shards", "images", "captions", "rejected", "size"]]
-    for entry in entries.values():
-        shards = sorted(entry["shards"])
-        size = sum(facts["bytes"] for facts in entry["shards"].values())
-        numbers = (f"{entry[key]:,}" for key in ("images", "captions", "rejected"))
-        rows.append([brace_pattern(shards), *numbers, f"{size / 1e6:,.1f} MB"])
-    return "\n".join("  ".join(row) for row in align_columns(rows))
+def _split_pattern(text: str) -> list[str]:
+    if not re.fullmatch("[^=]+=.+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=PATTERN, such as test='data/test-*'")
+    return text.split("=", 1)

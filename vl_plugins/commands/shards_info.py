@@ -1,132 +1,163 @@
-"""``vl-plugins shards info``: what is in shards, and what in them misleads training."""
+"""``vl-plugins shards verify`` and ``info``: whether shards are what was written, and what is in them."""
 
 import argparse
-import itertools
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from vl_plugins.errors import UserError
-from vl_plugins.tables import align_columns, printable
+from vl_plugins.errors import UserError, require, unknown_name
+from vl_plugins.tables import printable
 
-if TYPE_CHECKING:
-    from vl_plugins.data.statistics import Range, Repeats, SplitStatistics
+__all__ = ["register_info", "register_verify"]
 
-__all__ = ["format_statistics", "register", "run"]
-
+MOST_PROBLEMS = 100
+MOST_SAMPLES = 60
 WIDTH = 100  # characters
-
 REPEATS = """\
 A repeat in a batch is a false negative: two images that show or say the same, which a contrastive loss pushes apart. \
-The training reader of vl-plugins keeps equal captions of different images out of a batch of one process. It does not \
-compare pictures: leave repeated ones out when you make the shards, or give them a common group (--group-key)."""
+The sampler of vl-plugins keeps equal captions of different images apart. It does not compare pictures: leave repeated \
+ones out when you write the shards, or give them a common group (--group-key)."""
 
 
-def register(subparsers: argparse._SubParsersAction) -> None:
+def register_verify(actions: argparse._SubParsersAction) -> None:
+    """Add the ``verify`` subcommand."""
+    parser = actions.add_parser(
+        "verify",
+        help="check shards against their indexes",
+        examples=["vl-plugins shards verify shards --split coco-train coco-val"],
+        description="Check shards against their indexes, and decode every image. The exit status is 1 if anything is "
+        "wrong.",
+    )
+    _add_arguments(parser, _verify)
+
+
+def register_info(actions: argparse._SubParsersAction) -> None:
     """Add the ``info`` subcommand."""
-    parser = subparsers.add_parser(
+    parser = actions.add_parser(
         "info",
         help="print statistics of shards, or draw a contact sheet",
         examples=["vl-plugins shards info shards", "vl-plugins shards info shards --contact-sheet sheet.png"],
         description="Print counts, lengths of captions, sizes of images, and repeated images and captions. Shards of "
         "img2dataset and other programs work too.",
     )
-    parser.add_argument("folder", metavar="DIR", help="folder of shards, or an fsspec URL such as s3://...")
-    parser.add_argument("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
-    number = {"type": int, "metavar": "N"}
-    parser.add_argument("--contact-sheet", type=Path, metavar="FILE", help="draw samples to this .png file")
-    parser.add_argument("--samples", **number, default=12, help="samples on the sheet, up to 60 (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_arguments(parser, _info)
+    parser.add_argument("--contact-sheet", metavar="FILE", help="draw samples to this .png file")
+    samples = f"samples on the sheet, up to {MOST_SAMPLES} (default: %(default)s)"
+    parser.add_argument("--samples", type=int, default=12, metavar="N", help=samples)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
+    add, engines = parser.add_argument, ("threads", "processes", "ray", "dask")
+    shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or a URL such as s3://..."
+    add("shards", nargs="+", metavar="SHARDS", help=shards)
+    add("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
+    add("--workers", type=int, metavar="N", help="shards read at a time (default: one per core)")
+    engine = "threads or processes here, or a Ray or Dask cluster (default: %(default)s)"
+    add("--engine", choices=engines, default="threads", help=engine)
+    add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Read the shards, print what they contain, and draw a contact sheet; the progress bar goes to standard error."""
-    # Here, because every command imports this module and most need no shards.
-    from vl_plugins.data.contact_sheet import check_contact_sheet, draw_contact_sheet
-    from vl_plugins.data.statistics import read_place, shard_statistics
-    from vl_plugins.data.storage import Folder
+def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the shards, and the folders that are read as a whole."""
+    from vl_plugins.data.collection import expand_shards
+    from vl_plugins.data.files import join, names
+    from vl_plugins.data.inspection import split_of
 
-    sheet, folder = arguments.contact_sheet, Folder(arguments.folder)
-    if sheet is not None:
-        # Before the shards are read, which may take minutes.
-        check_contact_sheet(sheet, arguments.samples)
-    statistics = shard_statistics(folder, splits=arguments.split)
+    places = [place.rstrip("/") for place in arguments.shards]
+    folders = [place for place in places if not place.endswith(".tar")]
+    shards: list[str] = []
+    for place in places:
+        found = [join(place, name) for name in names(place, "[!.]*.tar")] if place in folders else expand_shards(place)
+        if not found:
+            raise UserError(f"{place} holds no shards; expected .tar files")
+        shards += found
+    if arguments.split is None:
+        return shards, folders
+    selected: list[str] = []
+    for split in arguments.split:
+        found = [shard for shard in shards if split_of(shard) == split or split_of(shard).endswith(f"-{split}")]
+        if not found:
+            raise unknown_name("split", split, {*map(split_of, shards)})
+        selected += found
+    return sorted({*selected}, key=shards.index), []
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from vl_plugins.data.engines import executor, usable_cores
+    from vl_plugins.data.verification import verify_shards
+
+    shards, folders = _find_shards(arguments)
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    with executor(arguments.engine, workers) as pool:
+        result = verify_shards(shards, folders=folders, workers=workers, executor=pool)
     if arguments.json:
-        splits = {
-            name: {key: value for key, value in vars(split).items() if key != "places"}
-            for name, split in statistics.items()
-        }
-        print(json.dumps({"splits": splits}, indent=2, default=vars))
+        print(json.dumps(vars(result), indent=2))
     else:
-        print(format_statistics(statistics))
+        for problem in result.problems[:MOST_PROBLEMS]:
+            print(problem)
+        if len(result.problems) > MOST_PROBLEMS:
+            print(f"... and {len(result.problems) - MOST_PROBLEMS:,} more; --json lists all")
+        counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
+        print(f"{counts}: {f'{len(result.problems):,}' if result.problems else 'no'} problems")
+    return 1 if result.problems else 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from vl_plugins.data.engines import executor, usable_cores
+    from vl_plugins.data.inspection import draw_contact_sheet, inspect_shards, split_of
+
+    sheet = arguments.contact_sheet
+    if sheet is not None:  # before the shards are read, which may take minutes
+        require("matplotlib", extra="eval")
+        if not sheet.lower().endswith(".png") or not 1 <= arguments.samples <= MOST_SAMPLES:
+            raise UserError(
+                f"a contact sheet is a .png file of 1 to {MOST_SAMPLES} samples, got {sheet} and {arguments.samples}"
+            )
+    shards, _ = _find_shards(arguments)
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    with executor(arguments.engine, workers) as pool:
+        statistics, starts = inspect_shards(shards, workers=workers, executor=pool)
+    if arguments.json:
+        print(json.dumps({"splits": statistics}, indent=2))
+    else:
+        for name, split in statistics.items():
+            print(printable(name))
+            for label, value in _rows(split):
+                indent = f"  {label:<18}  "
+                print(
+                    textwrap.fill(printable(value), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+                )
+            print()
+        print(textwrap.fill(REPEATS, WIDTH))
     if sheet is not None:
-        pictured = {name: split.places for name, split in statistics.items() if split.features is None}
-        every = list(itertools.chain(*pictured.values()))
-        if not every:
-            raise UserError("no contact sheet: the shards hold no pictures")
-        number = min(arguments.samples, len(every))
-        # Each from the middle of an equal part of all.
-        places = [every[(2 * index + 1) * len(every) // (2 * number)] for index in range(number)]
-        title = f"{', '.join(pictured)}: {number:,} of {len(every):,} samples"
-        draw_contact_sheet([read_place(folder, place) for place in places], sheet, title=title)
+        pictured = [name for name, split in statistics.items() if split["features"] is None]
+        starts = {shard: places for shard, places in starts.items() if split_of(shard) in pictured}
+        draw_contact_sheet(starts, sheet, arguments.samples, ", ".join(pictured))
     return 0
 
 
-def format_statistics(statistics: Mapping[str, "SplitStatistics"]) -> str:
-    """Return statistics by split as text of at most 100 columns, as long as no split has a long name."""
-    rows = [["", "shards", "images", "captions", "rejected", "size"]]
-    for name, split in statistics.items():
-        rejected = "-" if split.rejected is None else f"{split.rejected:,}"
-        numbers = (f"{number:,}" for number in (split.shards, split.images, split.captions))
-        rows.append([printable(name), *numbers, rejected, f"{split.bytes / 1e6:,.1f} MB"])
-    lines = ["  ".join(row) for row in align_columns(rows)]
-    for name, split in statistics.items():
-        lines += ["", printable(name)]
-        for label, value in _rows(split):
-            first = f"  {label:<18}  "
-            lines += textwrap.wrap(printable(value), WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
-    return "\n".join([*lines, "", *textwrap.wrap(REPEATS, WIDTH)])
-
-
-def _rows(split: "SplitStatistics") -> Iterator[tuple[str, str]]:
+def _rows(split: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield labels and values."""
-    source = [f"{key} {value}" for key, value in (split.source or {}).items() if isinstance(value, str)]
-    if source:
-        yield "source", ", ".join(source)
-    if split.unusable:
-        yield "unusable", f"{split.unusable:,} samples without a picture, or features, or a caption, not counted"
-    if split.words is None:  # there are no images
-        return
-    yield "captions per image", _histogram(split.captions_per_image)
-    if split.groups:
-        yield "groups", f"{split.groups:,}"
-    yield "words per caption", _range(split.words)
-    if split.widths is not None and split.heights is not None:
-        yield "width", f"{_range(split.widths)} pixels"
-        yield "height", f"{_range(split.heights)} pixels"
-    if split.features is not None:
-        yield "features per image", _range(split.features)
-        yield "values per feature", _histogram(split.feature_dims)
-    yield from _repeats("repeated pictures", split.repeated_pictures, "images", "the picture of")
-    yield from _repeats("repeated captions", split.repeated_captions, "captions", "the text")
-
-
-def _histogram(counts: Mapping[int, int]) -> str:
-    total = sum(counts.values())
-    return ", ".join(f"{key:,}: {images:,} ({images / total:.1%})" for key, images in counts.items() if images)
-
-
-def _range(numbers: "Range") -> str:
-    return f"min {numbers.minimum:,}, median {numbers.median:,.10g}, max {numbers.maximum:,}"
-
-
-def _repeats(label: str, repeats: "Repeats", unit: str, what: str) -> Iterator[tuple[str, str]]:
-    if repeats.example is None:
-        yield label, "none"
-        return
-    yield label, f"{repeats.number:,} {unit} ({repeats.share:.2%}), {repeats.different:,} different"
-    example = textwrap.shorten(repeats.example, 50, placeholder=" ...")
-    yield "", f"most frequent: {what} {example!r}, {repeats.example_images:,} images"
+    yield "shards", f"{split['shards']:,}, {split['bytes'] / 1e6:,.1f} MB"
+    source = [f"{key} {value}" for key, value in (split["source"] or {}).items() if isinstance(value, str)]
+    yield from [("source", ", ".join(source))] if source else []
+    for name in ("images", "captions", "groups", "rejected"):
+        yield from [(name, f"{split[name]:,}")] if split[name] or name in ("images", "captions") else []
+    if split["unusable"]:
+        yield "unusable", f"{split['unusable']:,} samples without a picture, or features, or a caption, not counted"
+    labels = {"captions_per_image": "captions per image", "feature_dims": "values per feature"}
+    labels |= {"words": "words per caption", "widths": "width", "heights": "height", "features": "features per image"}
+    for name, label in labels.items():
+        if (numbers := split[name]) and "median" in numbers:
+            yield label, "min {minimum:,}, median {median:,.10g}, max {maximum:,}".format(**numbers)
+        elif numbers:
+            total = sum(numbers.values())
+            yield label, ", ".join(f"{key:,}: {images:,} ({images / total:.1%})" for key, images in numbers.items())
+    for unit, what in (("pictures", "the picture of"), ("captions", "the text")):
+        repeats = split[f"repeated_{unit}"]
+        numbers = f"{repeats['number']:,} ({repeats['share']:.2%}), {repeats['different']:,} different"
+        example = textwrap.shorten(str(repeats["example"]), 50, placeholder=" ...")
+        most = f"most frequent: {what} {example!r}, {repeats['example_images']:,} images"
+        yield f"repeated {unit}", f"{numbers}; {most}" if repeats["number"] else "none"

@@ -1,5 +1,6 @@
 """Images with their captions, as every source yields them, and the comparison of captions."""
 
+import functools
 import hashlib
 import re
 from dataclasses import dataclass
@@ -8,9 +9,6 @@ from pathlib import PureWindowsPath
 from vl_plugins.errors import UserError
 
 __all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "normalize_caption"]
-
-LABEL = re.compile(r"[A-Za-z0-9_-]+")
-UNSAFE = re.compile(r"^/|[\\:]|\.\.")  # may lead out of a folder
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,13 @@ class CaptionedImage:
     def __post_init__(self) -> None:
         # Both become part of keys and shard names, where dots and slashes are separators.
         for kind, name in (("split", self.split), ("data set", self.dataset)):
-            if not LABEL.fullmatch(name):
+            if not is_label(name):
                 raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
         # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
-        if UNSAFE.search(self.file) and ((path := PureWindowsPath(self.file)).anchor or ".." in path.parts):
-            raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
+        if ".." in self.file or ":" in self.file or "\\" in self.file or self.file.startswith("/"):
+            path = PureWindowsPath(self.file)
+            if path.anchor or ".." in path.parts:
+                raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
         if isinstance(self.group, str) and not self.group.strip():
             object.__setattr__(self, "group", None)
         if not self.captions:
@@ -61,6 +61,12 @@ class CaptionedImage:
         except UnicodeEncodeError as error:
             text = error.object[: error.end].splitlines()[-1]
             raise UserError(f"{text[-60:]!r} is not valid Unicode: {error.reason}") from error
+
+
+@functools.lru_cache
+def is_label(name: str) -> bool:
+    """Return whether a name may be a split or a data set."""
+    return re.fullmatch("[A-Za-z0-9_-]+", name) is not None
 
 
 @dataclass(frozen=True)

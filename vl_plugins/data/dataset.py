@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,9 +113,11 @@ class ShardDataset(Dataset):
         items: list[Item | UserError] = []
         for draw, data in zip(draws, self.collection.read([draw.image for draw in draws]), strict=True):
             try:
-                items.append(self._item(draw, data))
+                decoded = self._decode(draw, data)
             except Exception as error:  # decoders of damaged files raise nearly anything
                 items.append(self._problem(draw.image, error))
+            else:
+                items.append(self._item(draw, *decoded))
         good = [number for number, item in enumerate(items) if isinstance(item, Item)]
         for number, item in enumerate(items):
             if isinstance(item, Item):
@@ -122,16 +125,15 @@ class ShardDataset(Dataset):
             if self.on_error == "raise" or not good:
                 raise item
             # Another image of the batch has its own captions and label, so it makes no wrong pairs.
-            stand_in = draws[good[number % len(good)]]
-            items[number] = self._item(
-                stand_in._replace(seed=draws[number].seed), self.collection.read([stand_in.image])[0]
-            )
+            stand_in = draws[good[number % len(good)]]._replace(seed=draws[number].seed)
+            items[number] = self._item(stand_in, *self._decode(stand_in, *self.collection.read([stand_in.image])))
         return items
 
     def _captions_of(self, image: int) -> range:
         return range(int(self.collection.first_caption[image + 1] - self.collection.first_caption[image]))
 
-    def _item(self, draw: Draw, data: bytes | Exception) -> Item:
+    def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
+        """Return the picture or features, the captions that were asked for, and the key."""
         if isinstance(data, Exception):
             raise data
         sample = parse_sample(data)
@@ -140,10 +142,12 @@ class ShardDataset(Dataset):
         texts = [captions[number] for number in draw.captions]
         if [caption_hash(text) for text in texts] != hashes.tolist():
             raise UserError("its captions are not those of the index; write the index or the shards again")
-        image = decode(sample.members, self.inputs, self.max_pixels)
+        return decode(sample.members, self.inputs, self.max_pixels), texts, sample.key
+
+    def _item(self, draw: Draw, image: Any, captions: list[str], key: str) -> Item:
         with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
             image = self.transform(image)
-        return Item(image, texts, int(self.collection.labels[draw.image]), draw.image, sample.key)
+        return Item(image, captions, int(self.collection.labels[draw.image]), draw.image, key)
 
     def _problem(self, index: int, error: Exception) -> UserError:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -220,18 +224,18 @@ def evaluation_loader(
         [Draw(image, range(counts[image])) for image in range(start, min(start + batch_size, len(dataset)))]
         for start in starts
     ]
-
-    def collate(items: Sequence[Item]) -> EvaluationBatch:
-        texts = dataset.tokenizer([caption for item in items for caption in item.captions])
-        numbers = torch.tensor([len(item.captions) for item in items])
-        image_of_caption = torch.arange(len(items)).repeat_interleave(numbers)
-        return EvaluationBatch(stack_inputs([item.image for item in items]), texts, image_of_caption, items[0].index)
-
     return DataLoader(
         dataset,
         batch_sampler=batches,
-        collate_fn=collate,
+        collate_fn=partial(_collate_evaluation, dataset.tokenizer),
         num_workers=workers,
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # which leaves torch's random numbers alone
     )
+
+
+def _collate_evaluation(tokenizer: Callable[[list[str]], Tensor], items: Sequence[Item]) -> EvaluationBatch:
+    texts = tokenizer([caption for item in items for caption in item.captions])
+    numbers = torch.tensor([len(item.captions) for item in items])
+    image_of_caption = torch.arange(len(items)).repeat_interleave(numbers)
+    return EvaluationBatch(stack_inputs([item.image for item in items]), texts, image_of_caption, items[0].index)

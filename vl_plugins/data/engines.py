@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from vl_plugins.errors import UserError, first_line, number, one_of, require
+from vl_plugins.errors import UserError, first_line, one_of, require
 
 __all__ = ["ENGINES", "executor", "run_jobs", "usable_cores"]
 
@@ -39,13 +39,17 @@ def executor(engine: str = "threads", workers: int | None = None) -> Iterator[An
     Raises:
         UserError: the engine is unknown or not installed.
     """
-    workers = number("workers", usable_cores() if workers is None else workers, least=1, kind=int)
+    workers = usable_cores() if workers is None else workers
+    if workers < 1:
+        raise UserError(f"workers must be at least 1, got {workers}")
     engines = {"threads": _threads, "processes": _processes, "ray": _ray, "dask": _dask}
     with engines[one_of("engine", engine, engines)](workers) as pool:
         yield pool
 
 
-def run_jobs(function: Callable[[Job], Result], jobs: Iterable[Job], executor: Any, in_flight: int) -> Iterator[Result]:
+def run_jobs(
+    function: Callable[[Job], Result], jobs: Iterable[Job], executor: Any, in_flight: int
+) -> Generator[Result, None, None]:
     """Yield ``function(job)`` in the order of the jobs, of which at most ``in_flight`` are submitted at a time.
 
     Raises:

@@ -74,7 +74,14 @@ def exists(url: Url) -> bool:
     """Return whether there is a file; a folder does not count."""
     with file_errors("look for", url):
         files, path = _locate(url)
-        return files.isfile(path)
+        if isinstance(files, LocalFileSystem):
+            return files.isfile(path)
+        try:
+            return files.info(path)["type"] == "file"  # `isfile` would start to download an HTTP file
+        except FileNotFoundError as error:
+            if isinstance(error.__cause__, OSError):  # no connection to an HTTP server
+                raise error.__cause__ from error
+            return False
 
 
 def names(folder: Url, pattern: str = "*") -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.data.storage import MAX_FILE_BYTES, read_file
+from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.errors import UserError, require
 
 __all__ = ["IMAGE_EXTENSIONS", "FileFolder", "inspect_image", "resize_image", "scaled_picture"]
@@ -32,7 +32,7 @@ class FileFolder:
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_file(self.root / file, "the file", MAX_FILE_BYTES)
+        return read_bytes(self.root / file, name="the file", max_bytes=MAX_FILE_BYTES)
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None of what cannot be read."""

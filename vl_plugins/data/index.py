@@ -123,7 +123,8 @@ def read_head(shard: str) -> IndexHead:
     """
     file = index_file(shard)
     try:
-        with fsspec.open(file, "rb", block_size=BLOCK_BYTES) as stream:
+        files, path = fsspec.core.url_to_fs(file)
+        with files.open(path, block_size=BLOCK_BYTES) as stream:
             head = msgspec.json.decode(stream.readline(), type=IndexHead)
     except FileNotFoundError:
         return scan_shard(shard).head

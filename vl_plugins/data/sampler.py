@@ -171,7 +171,8 @@ class CaptionSampler(Sampler[Draw]):
             ends = counts.cumsum()
             numbers = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
             if self.captions_per_image not in ("first", "all"):
-                numbers = numbers[np.lexsort((rng.random(len(numbers)), np.repeat(images, counts)))]
+                places = np.repeat(np.arange(len(images)), counts)
+                numbers = numbers[np.lexsort((rng.random(len(numbers)), places))]
             hashes = collection.caption_hashes[np.repeat(first, counts) + numbers]
             parts = (ends - counts).tolist(), ends.tolist()
             for image, label, begin, end in zip(

@@ -132,7 +132,7 @@ def parse_sample(data: bytes) -> Sample:
     Raises:
         UserError: the bytes are not those of one sample.
     """
-    samples = list(scan(io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), {*TEXTS, *sum(INPUTS.values(), ())}))
+    samples = list(scan(io.BytesIO(data + bytes(tarfile.BLOCKSIZE)), {*TEXTS, *sum(INPUTS.values(), ())}))
     if len(samples) != 1:
         raise UserError(f"expected the files of one image, found those of {len(samples)}")
     return samples[0]
@@ -154,7 +154,10 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         found = found if isinstance(found, dict) else {}
     captions = found.get("captions")
     if captions is None and "txt" in members:
-        captions = [members["txt"].decode(errors="strict")]
+        try:
+            captions = [members["txt"].decode()]
+        except UnicodeDecodeError as error:
+            raise UserError(f"its txt is not valid Unicode: {error}") from error
     if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
         raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
     image_id = found["image_id"] if _is_id(found.get("image_id")) else key
@@ -163,7 +166,12 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
     dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
     group = found.get("group")
-    return Record(key, captions, image_id, caption_ids, dataset, split, group if _is_id(group) else None)
+    record = Record(key, captions, image_id, caption_ids, dataset, split, group if _is_id(group) else None)
+    try:
+        msgspec.json.encode(record)
+    except UnicodeEncodeError as error:  # half a character, as JSON can have it
+        raise UserError(f"its texts are not valid Unicode: {error}") from error
+    return record
 
 
 def _is_id(value: Any) -> bool:

@@ -5,159 +5,146 @@ import csv
 import hashlib
 import io
 import itertools
-import operator
+import json
 import os
 import re
-import tempfile
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypedDict
 
-from vl_plugins.data.captions import LABEL, CaptionedImage, RejectedImage, normalize_caption
-from vl_plugins.data.json_text import check_type, parse_json
-from vl_plugins.data.storage import open_regular, read_file
-from vl_plugins.errors import UserError, one_of, require, unknown_name, user_errors
+import msgspec
 
-__all__ = [
-    "CaptionedImage",
-    "Columns",
-    "PlacedRow",
-    "RejectedImage",
-    "as_id",
-    "group_rows",
-    "is_integer",
-    "join_rows",
-    "read_coco_captions",
-    "read_karpathy",
-    "read_table",
-    "with_annotation_ids",
-]
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_label, normalize_caption
+from vl_plugins.data.files import open_regular, read_bytes
+from vl_plugins.data.out_of_core import Row, group_rows
+from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
 
-CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
+__all__ = ["Columns", "join_rows", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"]
 
-Rejected = list["RejectedImage"] | None
-Row = dict[str, Any]
-PlacedRow = tuple[str, Row]
+Images = Iterator[CaptionedImage | RejectedImage]
 
 
-def group_rows(rows: Iterable[PlacedRow]) -> Iterable[list[PlacedRow]]:
-    """Return the rows of each image: those with the same path, at the position of the first."""
-    groups: dict[str, list[PlacedRow]] = {}
-    for place, row in rows:
-        key = place
-        if isinstance(row.get("file"), str) and row["file"].strip():
-            row["file"] = key = str(PurePosixPath(row["file"]))
-        groups.setdefault(key, []).append((place, row))
-    return groups.values()
-
-
-def join_rows(images: Iterable[Sequence[PlacedRow]], rejected: Rejected = None) -> Iterator[CaptionedImage]:
+def join_rows(groups: Iterable[tuple[list[Row], bool]], dataset: Any, source: str, on_error: str) -> Images:
     """Yield the images of a source, each with the captions of all its rows.
 
     Args:
-        images: the rows of each image: file and position, for messages, and arguments of :class:`CaptionedImage`.
-            Without ``caption_ids``, and with None as ``image_id``, ids are running numbers. The split ``validation``
-            becomes ``val``. A row that cannot be used has only ``split`` and ``problem``, the reason.
-        rejected: receives the images with a wrong row; None raises an error for the first one.
+        groups: the rows of each image, and whether another image may have its id; see
+            :func:`~vl_plugins.data.out_of_core.group_rows`. The split ``validation`` becomes ``val``.
+        dataset: name of the data set.
+        source: begins the message about a row, before its place.
+        on_error: ``"raise"``, or ``"skip"`` to yield a :class:`RejectedImage` in place of an image with a wrong row.
 
     Raises:
         UserError: a value has the wrong type or is not allowed in a :class:`CaptionedImage`, an id is not unique, or
-            rows of an image disagree. With ``rejected`` only if the split is unknown.
+            rows of an image disagree. With ``"skip"`` only if the split is unknown.
     """
-    convert = require("msgspec", extra="data").convert
-    used: dict[str, set] = {"image": set(), "caption": set()}
+    image_ids: set[str] = set()
+    caption_ids: set[int | str] = set()
     total = 0  # captions
-
-    def join(index: int, rows: Sequence[PlacedRow]) -> CaptionedImage:
-        place, first = rows[0]
-        captions: list[str] = []
-        caption_ids: list[int | str] = []
-        for _, row in rows:
-            if "problem" in row:
-                raise UserError(row["problem"])
-            for key in ("split", "image_id", "group") if row is not first else ():
-                # As text: JSON may have a number in one line and the same in quotes in another.
-                if row[key] != first[key] and str(row[key]) != str(first[key]):
-                    reason = f"{key} {row[key]!r}, but {first[key]!r} in {_label(place, first)}"
-                    raise UserError(f"{reason}; rows of one image must agree")
-            captions += row["captions"]
-            # Running numbers, unless the source has ids.
-            caption_ids += row.get("caption_ids", range(total + len(caption_ids), total + len(captions)))
-        for key, kind in (("file", "path"), ("image_id", "image id")):
-            if isinstance(first[key], str) and not first[key].strip():
-                raise UserError(f"its {kind} is blank")
-        changes = {
-            "captions": captions,
-            "caption_ids": caption_ids,
-            "image_id": index if first["image_id"] is None else first["image_id"],
-            "split": "val" if first["split"] == "validation" else first["split"],
-        }
-        return convert(first | changes, CaptionedImage)
-
-    for index, rows in enumerate(images):
-        first = rows[0][1]
+    for index, (rows, may_repeat) in enumerate(groups):
         try:
-            image = join(index, rows)
-            # Running numbers are unique.
-            ids = {
-                "image": [] if first["image_id"] is None else [str(image.image_id)],
-                "caption": image.caption_ids if "caption_ids" in first else [],
-            }
-            for kind, values in ids.items():
-                if len(set(values)) < len(values) or not used[kind].isdisjoint(values):
-                    value = next(value for value in values if value in used[kind] or values.count(value) > 1)
-                    raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
+            image = _join(rows, index, total, dataset, source)
+            if may_repeat:
+                _check_unused("image", [str(image.image_id)], image_ids)
+            if rows[0].caption_ids is not None:
+                _check_unused("caption", image.caption_ids, caption_ids)
         except ValueError as error:
-            place, row, reason = *rows[0], str(error)
-            for place, row in rows:
+            wrong, reason = rows[0], error
+            for row in rows:
                 try:
-                    join(index, [rows[0], (place, row)])
+                    _join([rows[0], row], index, total, dataset, source)
                 except ValueError as row_error:
-                    reason = str(row_error)
+                    wrong, reason = row, row_error
                     break
-                total += len(row["captions"])
-            else:
-                place, row = rows[0]
-            split = "val" if first["split"] == "validation" else first["split"]
-            if rejected is None or not (isinstance(split, str) and LABEL.fullmatch(split)):
-                raise UserError(f"{_label(place, row)}: {reason}") from error
-            rejected.append(RejectedImage(_label(place, row), split, reason))
+            yield _reject(_label(source, wrong), _split(rows[0]), reason, on_error)
         else:
-            for kind, values in ids.items():
-                used[kind].update(values)
-            total += len(image.captions)
             yield image
+            # Only now: the ids of an image that is rejected stay free.
+            if may_repeat:
+                image_ids.add(str(image.image_id))
+            if rows[0].caption_ids is not None:
+                caption_ids.update(image.caption_ids)
+        total += sum(len(row.captions) for row in rows)
 
 
-def _label(place: str, row: Row) -> str:
-    """Return ``place (file name)`` as one line of UTF-8."""
-    name = row.get("filename")
-    return f"{place} ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else place
+def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str) -> CaptionedImage:
+    """Return the image of some rows; ``index`` and ``total`` are the ids of an image and a caption without ids."""
+    first = rows[0]
+    for row in rows:
+        if row.problem is not None:
+            raise UserError(row.problem)
+        for key in ("split", "image_id", "group") if row is not first else ():
+            value, expected = getattr(row, key), getattr(first, key)
+            # As text: JSON may have a number in one line and the same in quotes in another.
+            if value != expected and str(value) != str(expected):
+                reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
+                raise UserError(f"{reason}; rows of one image must agree")
+    for kind, name in (("path", first.file), ("image id", first.image_id)):
+        if isinstance(name, str) and not name.strip():
+            raise UserError(f"its {kind} is blank")
+    captions = [caption for row in rows for caption in row.captions]
+    if first.caption_ids is None:
+        caption_ids: list[Any] = list(range(total, total + len(captions)))
+    else:
+        caption_ids = [caption_id for row in rows for caption_id in row.caption_ids or ()]
+    fields = {
+        "image_id": index if first.image_id is None else first.image_id,
+        "file": first.file,
+        "captions": captions,
+        "caption_ids": caption_ids,
+        "split": _split(first),
+        "dataset": dataset,
+        "filename": first.filename,
+        "group": first.group,
+    }
+    return msgspec.convert(fields, CaptionedImage)
 
 
-def is_integer(image_id: Any) -> bool:
-    """True for ints, canonical decimals of up to 18 digits, and blank ids: if all are such, ids become ints."""
-    return not isinstance(image_id, str) or not image_id.strip() or CANONICAL_INT.fullmatch(image_id) is not None
+def _split(row: Row) -> Any:
+    return "val" if row.split == "validation" else row.split
 
 
-def as_id(image_id: Any, integers: bool) -> Any:
-    """Return an id as an int or as a string; another type, or blank text, stays for the error of its row."""
-    if integers:
-        return int(image_id) if isinstance(image_id, str) and image_id.strip() else image_id
-    return str(image_id) if type(image_id) is int else image_id
+def _check_unused(kind: str, ids: Sequence[int | str], used: Collection[int | str]) -> None:
+    for value, count in Counter(ids).items():
+        if count > 1 or value in used:
+            raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
+
+
+def _label(source: str, row: Row) -> str:
+    """Return ``source place (file name)`` as one line of UTF-8."""
+    name = row.filename
+    shown = f" ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else ""
+    return f"{source}{row.place}{shown}"
+
+
+def _reject(label: str, split: Any, error: ValueError, on_error: str) -> RejectedImage:
+    if on_error == "skip" and isinstance(split, str) and is_label(split):
+        return RejectedImage(label, split, str(error))
+    raise UserError(f"{label}: {error}") from error
 
 
 def _read_json(file: str | Path, hint: str, **fields: Any) -> dict[str, Any]:
     """Read a JSON file whose fields have these types; ``hint`` follows the error about another format."""
-    with user_errors(str(file)):
-        document = parse_json(read_file(file), str(file))
-        try:
-            check_type(document, TypedDict("Document", fields))  # type: ignore[operator]
-        except UserError as error:
-            raise UserError(f"{file}: {error}; {hint}") from error
+    data = read_bytes(file)
+    try:
+        document = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    try:
+        msgspec.convert(document, TypedDict("Document", fields))  # type: ignore[operator]
+    except msgspec.ValidationError as error:
+        raise UserError(f"{file}: {error}; {hint}") from error
     return document
+
+
+def _group(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
+    """Yield the rows of each image of a file that is in memory: those with the same path."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.file or row.place, []).append(row)
+    return ((group, True) for group in groups.values())
 
 
 class _Sentence(TypedDict):
@@ -183,9 +170,9 @@ def read_karpathy(
     dataset_name: str | None = None,
     join_restval: bool = True,
     group_key: str | None = None,
-    rejected: Rejected = None,
-) -> list[CaptionedImage]:
-    """Read an annotation file in the format of Karpathy's COCO and Flickr30K splits.
+    on_error: str = "raise",
+) -> Images:
+    """Yield the images of an annotation file in the format of Karpathy's COCO and Flickr30K splits.
 
     Args:
         annotation_file: ``dataset_coco.json``, ``dataset_flickr30k.json``, or another file in their format. Images need
@@ -195,11 +182,11 @@ def read_karpathy(
         dataset_name: by default the name in the file, or else ``dataset``.
         join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO).
         group_key: field of an image with its ``group``.
-        rejected: receives images that cannot be used, see :func:`join_rows`.
+        on_error: see :func:`join_rows`.
 
-    Returns:
-        The images of all splits in the order of the file. Caption ids are ``sentid``, or running numbers where an image
-        of the file has none.
+    Yields:
+        The images of all splits in the order of the file. Caption ids are ``sentid``, or running numbers if any is
+        missing.
 
     Raises:
         UserError: the file is missing or not in this format; an image cannot be used, see :func:`join_rows`.
@@ -208,23 +195,23 @@ def read_karpathy(
     hint = "expected Karpathy's format, with the splits train, restval, val and test; "
     hint += "`vl-plugins shards coco-captions` converts COCO's own caption files"
     document = _read_json(annotation_file, hint, images=list[_KarpathyImage])
-    id_keys = ("cocoid", "imgid") if dataset == "coco" else ("imgid",)
     has_ids = all("sentid" in sentence for item in document["images"] for sentence in item["sentences"])
-    rows = []
-    for position, item in enumerate(document["images"]):
-        row = {
-            "image_id": next((item[key] for key in id_keys if key in item), None),
-            "file": str(PurePosixPath(item.get("filepath", "") if dataset == "coco" else "", item["filename"])),
-            "captions": [sentence["raw"] for sentence in item["sentences"]],
-            "split": "train" if item["split"] == "restval" and join_restval else item["split"],
-            "dataset": document.get("dataset", dataset) if dataset_name is None else dataset_name,
-            "filename": item["filename"],
-            "group": item.get(group_key),
-        }
-        if has_ids:
-            row["caption_ids"] = [sentence["sentid"] for sentence in item["sentences"]]
-        rows.append((f"{annotation_file}: image {position}", row))
-    return list(join_rows(group_rows(rows), rejected))
+    id_keys = ("cocoid", "imgid") if dataset == "coco" else ("imgid",)
+    rows = (
+        Row(
+            place=position,
+            file=str(PurePosixPath(item.get("filepath", "") if dataset == "coco" else "", item["filename"])),
+            captions=[sentence["raw"] for sentence in item["sentences"]],
+            split="train" if item["split"] == "restval" and join_restval else item["split"],
+            image_id=next((item[key] for key in id_keys if key in item), None),
+            filename=item["filename"],
+            group=item.get(group_key),
+            caption_ids=[sentence["sentid"] for sentence in item["sentences"]] if has_ids else None,
+        )
+        for position, item in enumerate(document["images"])
+    )
+    name = document.get("dataset", dataset) if dataset_name is None else dataset_name
+    yield from join_rows(_group(rows), name, f"{annotation_file}: image ", on_error)
 
 
 class _Image(TypedDict):
@@ -247,9 +234,9 @@ def read_coco_captions(
     image_root: str | Path | None = None,
     dataset_name: str = "coco",
     group_key: str | None = None,
-    rejected: Rejected = None,
-) -> list[CaptionedImage]:
-    """Read COCO's official caption files, or others in their format.
+    on_error: str = "raise",
+) -> Images:
+    """Yield the images of COCO's official caption files, or of others in their format.
 
     Args:
         annotation_files: files with ``images`` (``id``, ``file_name``) and ``annotations`` (``id``, ``image_id``,
@@ -257,73 +244,78 @@ def read_coco_captions(
         image_root: folder of the images. Those of a split are in the folder with its name, if there is one.
         dataset_name: name of the data set.
         group_key: field of an image with its ``group``.
-        rejected: receives images that cannot be used, also those that only annotations mention.
+        on_error: see :func:`join_rows`.
 
-    Returns:
+    Yields:
         The images and captions in the order of the files, with the annotation ids as ``caption_ids``.
 
     Raises:
         UserError: a file is missing or not in this format; files have the same split; an image cannot be used, or an id
-            occurs in two files.
+            occurs in two files; annotations are of an image that the file does not list.
     """
     files = {Path(file).stem.removeprefix("captions_"): file for file in annotation_files}
     if len(files) < len(annotation_files):
         raise UserError(f"two files of one split, among {', '.join(map(str, annotation_files))}; rename one")
-    rows: list[PlacedRow] = []
-    for split, file in files.items():
-        document = _read_json(file, COCO_HINT, images=list[_Image], annotations=list[_Annotation])
-        annotations = _by_image(document["annotations"])
-        folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
-        for position, item in enumerate(document["images"]):
-            found = annotations.get(item["id"], ())
-            row = {
-                "image_id": item["id"],
-                "file": str(PurePosixPath(folder, item["file_name"])),
-                "captions": [annotation["caption"] for annotation in found],
-                "caption_ids": [annotation["id"] for annotation in found],
-                "split": split,
-                "dataset": dataset_name,
-                "filename": item["file_name"],
-                "group": item.get(group_key),
-            }
-            rows.append((f"{file}: image {position}", row))
-        for image_id in sorted(annotations.keys() - {item["id"] for item in document["images"]}):
-            problem = "it has annotations, but is not among the images of the file"
-            rows.append((f"{file}: image id {image_id}", {"split": split, "problem": problem}))
-    return list(join_rows(group_rows(rows), rejected))
+
+    def rows() -> Iterator[Row]:
+        for split, file in files.items():
+            document = _read_json(file, COCO_HINT, images=list[_Image], annotations=list[_Annotation])
+            annotations = _by_image(document["annotations"])
+            folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
+            for position, item in enumerate(document["images"]):
+                found = annotations.pop(item["id"], ())
+                yield Row(
+                    place=f"{file}: image {position}",
+                    file=str(PurePosixPath(folder, item["file_name"])),
+                    captions=[annotation["caption"] for annotation in found],
+                    split=split,
+                    image_id=item["id"],
+                    filename=item["file_name"],
+                    group=item.get(group_key),
+                    caption_ids=[annotation["id"] for annotation in found],
+                )
+            for image_id in sorted(annotations):
+                problem = "it has annotations, but is not among the images of the file"
+                yield Row(f"{file}: image id {image_id}", None, [], split, problem=problem)
+
+    yield from join_rows(_group(rows()), dataset_name, "", on_error)
 
 
-def with_annotation_ids(
-    images: Iterable[CaptionedImage], annotation_files: Sequence[str | Path], *, rejected: Rejected = None
-) -> list[CaptionedImage]:
+def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path], on_error: str = "raise") -> Images:
     """Replace the caption ids of Karpathy's COCO images by COCO's annotation ids, which ECCV Caption and CxC use.
 
-    Captions are matched within their image by :func:`~vl_plugins.data.batching.normalize_caption`; equal ones take
+    Captions are matched within their image by :func:`~vl_plugins.data.captions.normalize_caption`; equal ones take
     their ids in the order of the official file.
 
     Args:
         images: images whose ``image_id`` is that of COCO (``cocoid``).
         annotation_files: official caption files that have all these images between them; for Karpathy's splits, that is
             ``captions_train2014.json`` and ``captions_val2014.json``, or both of 2017.
-        rejected: receives images that have no annotations, or not one for each caption.
-
-    Returns:
-        The images in the same order with the annotation ids as ``caption_ids``; each id occurs once.
+        on_error: ``"raise"``, or ``"skip"`` to yield a :class:`RejectedImage` in place of an image without an
+            annotation for each caption.
 
     Raises:
         UserError: an official file is missing or not in this format; an image or a caption of it is not in the files.
     """
-    documents = [_read_json(file, COCO_HINT, annotations=list[_Annotation]) for file in annotation_files]
-    official = _by_image(annotation for document in documents for annotation in document["annotations"])
-    files = ", ".join(map(str, annotation_files))
-    rows = (
-        (
-            f"{files}: image id {image.image_id}",
-            vars(image) | _match_captions(image.captions, official.get(image.image_id, ())),
-        )
-        for image in images
+    official = _by_image(
+        annotation
+        for file in annotation_files
+        for annotation in _read_json(file, COCO_HINT, annotations=list[_Annotation])["annotations"]
     )
-    return list(join_rows(group_rows(rows), rejected))
+    files = ", ".join(map(str, annotation_files))
+    used: set[int] = set()
+    for image in images:
+        if isinstance(image, CaptionedImage):
+            try:
+                caption_ids = _match_captions(image.captions, official.get(image.image_id, ()))
+                _check_unused("caption", caption_ids, used)
+            except UserError as error:
+                row = Row(f"{files}: image id {image.image_id}", None, [], image.split, filename=image.filename)
+                image = _reject(_label("", row), image.split, error, on_error)
+            else:
+                used.update(caption_ids)
+                image = replace(image, caption_ids=tuple(caption_ids))
+        yield image
 
 
 def _by_image(annotations: Iterable[dict[str, Any]]) -> dict[int | str, list[dict[str, Any]]]:
@@ -333,20 +325,17 @@ def _by_image(annotations: Iterable[dict[str, Any]]) -> dict[int | str, list[dic
     return dict(by_image)
 
 
-def _match_captions(captions: Sequence[str], annotations: Sequence[dict[str, Any]]) -> Row:
-    """Return the annotation id of each caption, each id once, or the problem, as fields of a row."""
-    unused: dict[str, deque[int]] = defaultdict(deque)
-    for annotation in annotations:
+def _match_captions(captions: Sequence[str], annotations: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the annotation id of each caption, each id once."""
+    unused: dict[str, list[int]] = defaultdict(list)
+    for annotation in reversed(annotations):
         unused[normalize_caption(annotation["caption"])].append(annotation["id"])
     if not unused:
-        return {"problem": "it has no annotations there; Karpathy's splits need those of train2014 and val2014"}
-    caption_ids = []
-    for caption in captions:
-        ids = unused[normalize_caption(caption)]
-        if not ids:
-            return {"problem": f"caption {caption!r} is not, or not as often, among the annotations of its image"}
-        caption_ids.append(ids.popleft())
-    return {"caption_ids": caption_ids}
+        raise UserError("it has no annotations there; Karpathy's splits need those of train2014 and val2014")
+    for caption, count in Counter(map(normalize_caption, captions)).items():
+        if count > len(unused[caption]):
+            raise UserError(f"caption {caption!r} is not, or not as often, among the annotations of its image")
+    return [unused[normalize_caption(caption)].pop() for caption in captions]
 
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
@@ -356,7 +345,6 @@ NUMBERED_CAPTIONS = re.compile(r"caption[_ ]?\d+")
 # Keys of the texts in an object: Karpathy's sentences, COCO's annotations, the .json of WebDataset tars.
 TEXT_KEYS = ("raw", "caption", "captions", "text")
 DELIMITERS = ("\t", ",", "| ", ";")
-ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
 
 
 @dataclass(frozen=True)
@@ -403,9 +391,8 @@ class Columns:
             return next((name for name in candidates if name in free), None)
 
         image = self.image or first(image_columns)
-        captions = self.captions or [
-            name for name in free if name == first(CAPTION_COLUMNS) or NUMBERED_CAPTIONS.fullmatch(name)
-        ]
+        caption = first(CAPTION_COLUMNS)
+        captions = self.captions or [name for name in free if name == caption or NUMBERED_CAPTIONS.fullmatch(name)]
         for what, found in (("image", image), ("caption", captions)):
             if not found:
                 raise UserError(
@@ -415,9 +402,9 @@ class Columns:
         return Columns(image, captions, self.split or first(["split"]), self.id or first(id_columns), self.group)
 
     def picker(
-        self, names: Sequence[str], dataset: str, split: str, caption_lines: bool = False
-    ) -> Callable[[Sequence[Any]], Row]:
-        """Return a function from the values of a row, in the order of ``names``, to a row for :func:`join_rows`.
+        self, names: Sequence[str], split: str, caption_lines: bool = False
+    ) -> Callable[[int | str, Sequence[Any]], Row]:
+        """Return a function from a place and the values there, in the order of ``names``, to a row.
 
         ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
         """
@@ -425,20 +412,22 @@ class Columns:
         captions_at = [position_of[name] for name in self.captions]
         image_at, split_at, id_at, group_at = map(position_of.get, (self.image, self.split, self.id, self.group))
 
-        def pick(values: Sequence[Any]) -> Row:
+        def pick(place: int | str, values: Sequence[Any]) -> Row:
             texts = [values[position] for position in captions_at]
             if len(texts) > 1:
                 texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-            if caption_lines or [text for text in texts if type(text) is not str]:
+            if caption_lines or not all(type(text) is str for text in texts):
                 texts = [text for value in texts for text in _texts(value, caption_lines)]
-            return {
-                "image_id": None if id_at is None else "" if values[id_at] is None else values[id_at],
-                "captions": texts,
-                "split": split if split_at is None else values[split_at],
-                "dataset": dataset,
-                "filename": None if image_at is None else values[image_at],
-                "group": None if group_at is None else values[group_at],
-            }
+            image = None if image_at is None else values[image_at]
+            return Row(
+                place,
+                image,
+                texts,
+                split if split_at is None else values[split_at],
+                None if id_at is None else "" if values[id_at] is None else values[id_at],
+                image,
+                None if group_at is None else values[group_at],
+            )
 
         return pick
 
@@ -453,26 +442,26 @@ def read_table(
     split_name: str = "train",
     val_fraction: float = 0.0,
     test_fraction: float = 0.0,
-    rejected: Rejected = None,
-) -> Iterator[CaptionedImage]:
+    on_error: str = "raise",
+) -> Images:
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
     Text tables start with a row of column names and quote fields as spreadsheets do; JSON Lines have an object in each
     line. Rows with the same path are one image, at the position of the first. With several caption columns an empty one
     means that the row has fewer captions. Without an id column ids are running numbers. Tables of any size are grouped
-    on disk.
+    on disk, in the folder for temporary files.
 
     Args:
         file: UTF-8 text; JSON Lines if the name ends in ``.jsonl``.
         columns: which column holds what; by default they are found by their names.
         image_root: folder that absolute paths of the table are in.
-        delimiter: one character, or one and a space, as in Kaggle's ``results.csv``, where quotes are characters like
-            others. By default the first of tab, comma, ``"| "`` and semicolon that the first line has.
+        delimiter: one character, or one and a space, as in Kaggle's ``results.csv``, where quotes have no meaning. By
+            default the first of tab, comma, ``"| "`` and semicolon that the first line has.
         dataset_name: by default the name of the file.
         split_name: split of all rows when there is no split column.
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
-            ``val`` and ``test`` instead; the rows of other images do not matter.
-        rejected: receives images that cannot be used, see :func:`join_rows`.
+            ``val`` and ``test`` instead; other rows of the table do not matter.
+        on_error: see :func:`join_rows`.
 
     Yields:
         The images in the order in which they first appear; the caption ids are running numbers.
@@ -481,61 +470,49 @@ def read_table(
         UserError: the file has no rows, or a line that cannot be read; the columns cannot be found; an image cannot be
             used. The message names the file and the line where the row starts.
     """
-    file, name = Path(file), str(file)
+    file = Path(file)
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise UserError("val_fraction and test_fraction must be at least 0, and below 1 together")
-    with user_errors(name):
-        is_json = file.suffix.lower() == ".jsonl"
-        rows = _read_json_rows(file) if is_json else _read_csv_rows(file, delimiter)
-        _, names = next(rows, (0, []))
+    with user_errors(str(file)):
+        table = _read_json_rows(file) if file.suffix.lower() == ".jsonl" else _read_csv_rows(file, delimiter)
+        _, names = next(table, (0, []))
         if len(set(names)) < len(names):
             raise UserError(f"{file}: two columns have the same name: {', '.join(map(repr, names))}")
-        if (first := next(rows, None)) is None:
+        if (first := next(table, None)) is None:
             raise UserError(f"{file} has no rows")
-        rows = itertools.chain([first], rows)
         found = (columns or Columns()).find(file, names)
         if (val_fraction or test_fraction) and found.split is not None:
             raise UserError(f"{file} has splits in column {found.split!r}; leave out val_fraction and test_fraction")
         folders = [] if image_root is None else [os.path.abspath(image_root), os.path.realpath(image_root)]
         roots = tuple(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders)
-        dataset = re.sub(r"[^A-Za-z0-9_-]", "_", file.stem) if dataset_name is None else dataset_name
-        integers = True
+        pick = found.picker(names, split_name)
 
-        image_column, id_column = names.index(found.image), names.index(found.id) if found.id else None
-
-        def keyed_rows() -> Iterator[tuple[int, str, list[Any]]]:
-            nonlocal integers
-            for line, values in rows:
+        def rows() -> Iterator[tuple[str, Row]]:
+            for line, values in itertools.chain([first], table):
+                problem = None
                 if len(values) != len(names):
                     problem = f"{len(values)} fields, but {len(names)} column names"
-                    values = [*itertools.islice(itertools.chain(values, itertools.repeat(None)), len(names)), problem]
-                path = values[image_column]
-                key = _clean(path, roots) if isinstance(path, str) and path.strip() else f"{line}/"
-                integers = integers and (id_column is None or is_integer(values[id_column]))
-                yield line, key, values
+                    values = [*values, *[None] * len(names)][: len(names)]
+                row = pick(line, values)
+                row.problem = problem
+                key = f"{line}/"  # no path ends so
+                if isinstance(row.file, str) and row.file.strip():
+                    key = row.file = _clean(row.file, roots)
+                    if roots and row.filename.startswith(roots):
+                        row.filename = key
+                if val_fraction or test_fraction:
+                    group = "" if row.group is None else str(row.group)
+                    row.split = _draw_split(group.strip() or key, val_fraction, test_fraction) or split_name
+                yield key, row
 
-        pick = found.picker(names, dataset, split_name)
-
-        def placed(key: str, line: int, values: list[Any]) -> PlacedRow:
-            row = pick(values)
-            row["file"] = row["filename"] if key[-1] == "/" else key
-            if id_column is not None:
-                row["image_id"] = as_id(row["image_id"], integers)
-            if roots and str(row["filename"]).startswith(roots):
-                row["filename"] = key
-            if len(values) > len(names):
-                row["problem"] = values[-1]
-            if val_fraction or test_fraction:
-                row["split"] = _draw_split(str(row["group"] or key), val_fraction, test_fraction) or split_name
-            return f"{name}: line {line}", row
-
-        grouped = _grouped(file, keyed_rows())
-        yield from join_rows(([placed(*member) for member in members] for members in grouped), rejected)
+        dataset = re.sub(r"[^A-Za-z0-9_-]", "_", file.stem) if dataset_name is None else dataset_name
+        source = f"{file}: line "
+        yield from join_rows(group_rows(rows(), source), dataset, source, on_error)
 
 
 def _read_json_rows(file: Path) -> Iterator[tuple[int, list[Any]]]:
     """Yield the names of all keys, and then the values of each line that is not empty, with its number."""
-    decode = require("msgspec.json", extra="data").Decoder(dict[str, Any]).decode
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def objects() -> Iterator[tuple[int, dict[str, Any]]]:
         with open_regular(file) as stream:
@@ -571,33 +548,6 @@ def _read_csv_rows(file: Path, delimiter: str | None) -> Iterator[tuple[int, lis
         except (csv.Error, TypeError) as error:
             hint = "; is a quote missing, or one too many?" if isinstance(error, csv.Error) else ""
             raise UserError(f"{file}: line {line}: {error}{hint}") from error
-
-
-def _grouped(file: Path, rows: Iterator[tuple[int, str, Any]]) -> Iterator[Iterator[tuple[str, int, Any]]]:
-    """Yield the rows of each key in the order of lines, grouped and sorted by DuckDB in limited memory."""
-    duckdb, numpy, json = (require(name, extra="data") for name in ("duckdb", "numpy", "msgspec.json"))
-    encode, decode = json.Encoder().encode, json.Decoder().decode
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        duckdb.connect(config={"memory_limit": "200MB", "temp_directory": folder, "threads": 1}) as database,
-    ):
-        database.execute("CREATE TEMP TABLE rows (line BIGINT, image VARCHAR, row VARCHAR)")
-        while part := list(itertools.islice(rows, ROWS_INSERTED)):
-            texts = []
-            for line, _, row in part:
-                try:
-                    texts.append(encode(row).decode())
-                except UnicodeEncodeError as error:
-                    raise UserError(f"{file}: line {line}: it is not UTF-8") from error
-            lines, keys, _ = zip(*part, strict=True)
-            arrays = [numpy.array(lines), *(numpy.array(column, dtype=object) for column in (keys, texts))]
-            database.register("part", dict(zip(("line", "image", "row"), arrays, strict=True)))
-            database.execute("INSERT INTO rows SELECT line, image, row FROM part")
-        database.execute("CREATE TEMP TABLE firsts AS SELECT image, min(line) AS first FROM rows GROUP BY image")
-        ordered = database.execute("SELECT image, line, row FROM rows JOIN firsts USING (image) ORDER BY first, line")
-        fetched = itertools.chain.from_iterable(iter(lambda: ordered.fetchmany(ROWS_FETCHED), []))
-        for _, members in itertools.groupby(fetched, operator.itemgetter(0)):
-            yield ((key, line, decode(row)) for key, line, row in members)
 
 
 def _clean(path: str, roots: tuple[str, ...]) -> str:

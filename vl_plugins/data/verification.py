@@ -1,30 +1,32 @@
-"""Whether shards are still what was written, and whether everything in them can be decoded."""
+"""Checks that shards hold what was written, and that everything in them can be decoded."""
 
-import os
-import re
-import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
-from vl_plugins.data.feature_arrays import decode_features
-from vl_plugins.data.images import inspect_image
-from vl_plugins.data.manifest import MANIFEST_FILE, SIZES_FILE, ShardFacts, read_manifest, read_sizes, select_splits
-from vl_plugins.data.parallel import map_in_processes
-from vl_plugins.data.shard_files import INPUTS, input_of, read_texts, scan_samples
-from vl_plugins.data.storage import Folder, error_text
-from vl_plugins.errors import UserError, require
+import fsspec
+from tqdm import tqdm
+
+from vl_plugins.data import engines
+from vl_plugins.data.files import exists, join, names, read_bytes
+from vl_plugins.data.index import INDEX_FOLDER, ShardIndex, index_file, make_index, read_head, read_records
+from vl_plugins.data.inspection import MEMBERS, read_sample
+from vl_plugins.data.samples import parse_record, scan
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.tables import printable
 
 __all__ = ["Verification", "verify_shards"]
 
-LEFT_OVER = re.compile(r"\..+(\.tar\.done|\.[0-9a-f]{8}\.partial)")
+CHUNK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Numbers of shards, samples and captions read, and problems: ``<file>: <problem>``, ``<shard>: <key>: ...``."""
+    """Numbers of shards, samples and captions, and problems: ``<shard>: <problem>`` or ``<shard>: <key>: ...``."""
 
     shards: int
     samples: int
@@ -33,86 +35,122 @@ class Verification:
 
 
 def verify_shards(
-    folder: Folder | str | os.PathLike, *, splits: Sequence[str] | None = None, workers: int = 1
+    shards: Sequence[str], *, folders: Sequence[str] = (), workers: int = 1, executor: Any = None
 ) -> Verification:
-    """Compare shards with the SHA-256 and counts of ``manifest.json``, and decode every picture or array of features.
+    """Compare shards with their indexes, or with ``manifest.json`` of version 0.2, and decode all pictures and arrays.
 
-    A shard is read twice, for its hash and for its samples. The order of problems does not depend on ``workers``.
+    A shard that has neither is only decoded. Each shard is read once; a worker holds one sample at a time.
 
     Args:
-        folder: of the shards, a path or a URL of fsspec.
-        splits: only the shards of these; by default all that the manifest lists, and what else is in the folder.
-        workers: number of processes; each holds one sample at a time.
+        shards: paths or URLs.
+        folders: those with all of their shards in ``shards``; their other files are checked too.
+        workers: number of threads, or of the workers of ``executor``.
+        executor: see :func:`vl_plugins.data.engines.executor`; threads by default.
 
     Raises:
-        UserError: the manifest is missing, unreadable or of another program, or does not list one of ``splits``.
+        UserError: a folder cannot be listed, or its ``manifest.json`` is damaged.
     """
-    folder = Folder(folder)
-    entries = read_manifest(folder)
-    if entries is None:
-        raise UserError(f"there is no {folder / MANIFEST_FILE}: no shards of vl-plugins, or an interrupted conversion")
-    problems = list(_check_folder(folder, entries)) if splits is None else []
-    present = set(folder.names())
-    tasks: list[tuple[str, ShardFacts, str]] = []
-    for name in select_splits(entries, splits):
-        inputs = "features" if entries[name]["options"].get("inputs") == "features" else "images"
-        for file, facts in sorted(entries[name]["shards"].items()):
-            # A name such as ../x.tar is not in the folder either.
-            if file in present:
-                tasks.append((file, facts, inputs))
-            else:
-                problems.append(f"{file}: does not exist")
-    samples = captions = 0
-    read_again = map_in_processes(partial(_verify_shard, folder), tasks, workers)
-    with require("tqdm", extra="data").tqdm(total=len(tasks), desc="verify", unit="shard", disable=None) as bar:
-        for shard_samples, shard_captions, shard_problems in read_again:
-            samples += shard_samples
-            captions += shard_captions
-            problems += shard_problems
-            bar.update()
-    return Verification(len(tasks), samples, captions, tuple(map(printable, problems)))
+    manifests = {folder: _read_manifest(folder) for folder in {*map(posixpath.dirname, shards), *folders}}
+    jobs = [(shard, manifests[posixpath.dirname(shard)].get(posixpath.basename(shard))) for shard in shards]
+    with contextlib.nullcontext(executor) if executor else engines.executor("threads", workers) as pool:
+        results = engines.run_jobs(_verify_shard, jobs, pool, 2 * workers)
+        results = list(tqdm(results, "verify", len(jobs), unit="shard", disable=None))
+    problems = [f"{shard}: {each}" for shard, (*_, found) in zip(shards, results, strict=True) for each in found]
+    samples = {shard: number for shard, (number, *_) in zip(shards, results, strict=True)}
+    for folder in folders:
+        here = {posixpath.basename(shard): samples[shard] for shard in shards if posixpath.dirname(shard) == folder}
+        problems += _check_folder(folder, manifests[folder].keys(), here)
+    captions = sum(number for _, number, _ in results)
+    return Verification(len(shards), sum(samples.values()), captions, tuple(map(printable, problems)))
 
 
-def _verify_shard(folder: Folder, task: tuple[str, ShardFacts, str]) -> tuple[int, int, list[str]]:
-    """Return the numbers of samples and captions of a shard, and its problems."""
-    file, facts, inputs = task
-    decode: Callable[[bytes], Any] = inspect_image if inputs == "images" else decode_features
-    problems: list[str] = []
-    samples = captions = 0
+def _verify_shard(job: tuple[str, Mapping[str, Any] | None]) -> tuple[int, int, list[str]]:
+    """Return the numbers of samples and captions of a shard, and its problems, given what a manifest says of it."""
+    shard, manifest = job
+    problems, records, starts, sizes, samples = [], [], [], [], 0
     try:
-        if folder.sha256(file) != facts["sha256"]:
-            problems.append(f"its content is not what was written (SHA-256 differs from {MANIFEST_FILE})")
-        with folder.open(file) as stream:
-            for sample in scan_samples(stream, {*INPUTS[inputs], "json"}):
-                samples += 1
-                try:
-                    captions += len(read_texts(sample)[1])
-                    decode(input_of(sample, inputs))
-                except UserError as error:
-                    problems.append(f"{sample.key}: {error}")
-    except (tarfile.TarError, OSError, UserError) as error:
-        problems.append(f"cannot be read to its end: {error_text(error)}")
-    else:
-        if (samples, captions) != (facts["samples"], facts["captions"]):
-            expected = f"{facts['samples']:,} and {facts['captions']:,}"
-            problems.append(f"has {samples:,} samples and {captions:,} captions, {MANIFEST_FILE} says {expected}")
-    return samples, captions, [f"{file}: {problem}" for problem in problems]
+        with fsspec.open(shard, "rb") as stream:
+            reader: Any = _HashingReader(stream)
+            damage = ""
+            try:
+                for sample in scan(reader, MEMBERS):
+                    samples += 1
+                    try:
+                        records.append(parse_record(sample.key, sample.members))
+                        starts.append(sample.start)
+                        sizes.append(sample.end - sample.start)
+                        read_sample(sample, decode=True)
+                    except UserError as error:
+                        problems.append(f"{sample.key}: {error}")
+            except UserError as error:
+                damage = f"it cannot be read to its end: {error}"
+            # An archive ends with zeros. They are read for the hash.
+            other_data = max((any(chunk) for chunk in iter(lambda: reader.read(CHUNK), b"")), default=False)
+            if damage or other_data or not samples:
+                problems.append(damage or ("it has other data after its end" if other_data else "it has no samples"))
+        found = make_index(records, starts, sizes, bytes=reader.end, sha256=reader.digest.hexdigest())
+        if exists(index_file(shard)):
+            index = ShardIndex(read_head(shard), read_records(shard))
+            parts = ("starts", "sizes", "counts", "captions", "groups")
+            wrong = [name for name in parts if getattr(found.head, name) != getattr(index.head, name)]
+            wrong += [] if found.records == index.records else ["records"]
+            if index.head.sha256 not in ("", found.head.sha256):
+                problems.append("it is not what was written: its index has another SHA-256")
+            elif wrong:
+                problems.append(f"its index has other {', '.join(wrong)}")
+        elif manifest and (samples, found.head.sha256) != (manifest["samples"], manifest["sha256"]):
+            problems.append("it is not what was written: manifest.json has another SHA-256 or number of samples")
+    except (UserError, OSError) as error:
+        problems.append(str(error))
+    return samples, sum(len(record.captions) for record in records), problems
 
 
-def _check_folder(folder: Folder, entries: Mapping[str, Any]) -> Iterator[str]:
-    """Compare the names of files, and ``sizes.json``, with the manifest."""
-    listed = {file: facts["samples"] for entry in entries.values() for file, facts in entry["shards"].items()}
-    for name in folder.names():
-        if LEFT_OVER.fullmatch(name):
-            yield f"{name}: left over from an interrupted conversion; run it again"
-        elif re.fullmatch(r"[^.].*-\d{6}\.tar", name) and name not in listed:
-            yield f"{name}: {MANIFEST_FILE} does not list it"
-    try:
-        sizes = read_sizes(folder) or {}
-    except UserError as error:
-        yield str(error)
-        return
-    for file in sorted(listed.keys() | sizes.keys()):
-        if sizes.get(file) != listed.get(file):
-            found, expected = (samples.get(file, "not listed") for samples in (sizes, listed))
-            yield f"{SIZES_FILE}: number of samples of {file}: {found}, in {MANIFEST_FILE}: {expected}"
+def _check_folder(folder: str, manifest: Set[str], samples: Mapping[str, int]) -> Iterator[str]:
+    """Yield the problems of a folder, given the shards of its manifest, and the number of samples of each shard."""
+    indexes = join(folder, INDEX_FOLDER)
+    for place, pattern in ((folder, ".*.partial"), (folder, ".*.done"), (indexes, ".*.partial")):
+        for name in names(place, pattern):
+            yield f"{join(place, name)}: left over from an interrupted run; run it again, or delete this file"
+    indexed = {name.removesuffix(".jsonl") for name in names(indexes, "*.tar.jsonl")}
+    sizes, file = samples, join(folder, "sizes.json")
+    if indexed or exists(file):
+        try:
+            sizes = {**json.loads(read_bytes(file))}
+        except (ValueError, TypeError) as error:
+            yield f"{file}: {error}"
+    for name in sorted({*samples, *sizes, *indexed, *manifest}):
+        if name not in samples:
+            yield f"{join(folder, name)}: does not exist, but sizes.json, manifest.json or an index has it"
+        elif indexed and name not in indexed:
+            yield f"{join(folder, name)}: has no index, unlike other shards of the folder"
+        elif sizes.get(name) != samples[name]:
+            yield f"{join(folder, name)}: has {samples[name]:,} samples, sizes.json says {sizes.get(name)}"
+
+
+def _read_manifest(folder: str) -> dict[str, Any]:
+    """Return what ``manifest.json`` of version 0.2 says of each shard; {} without one, or with another program's."""
+    file = join(folder, "manifest.json")
+    data = read_bytes(file) if exists(file) else b""
+    if b'"vl_plugins 0.' not in data:
+        return {}
+    with user_errors(file):
+        return {name: facts for split in json.loads(data)["splits"].values() for name, facts in split["shards"].items()}
+
+
+class _HashingReader:
+    """A stream that hashes all that it passes, also what :func:`scan` skips, so that a shard is read once."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream, self.tell, self.digest, self.end = stream, stream.tell, hashlib.sha256(), 0
+
+    def read(self, size: int) -> bytes:
+        start, data = self.tell(), self.stream.read(size)
+        self.digest.update(data[max(self.end - start, 0) :])
+        self.end = max(self.end, start + len(data))
+        return data
+
+    def seek(self, position: int) -> int:
+        self.stream.seek(min(position, self.end))
+        while self.tell() < position and self.read(min(position - self.tell(), CHUNK)):
+            pass
+        return self.tell()

@@ -1,3 +1,4 @@
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import open_clip_train.main
 import pytest
 import torch
 
+from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_data_flags import data_flags, without_rule
 from tests.reference import losses as reference
 from vl_plugins.errors import UserError
@@ -30,60 +32,61 @@ def args(toy_shards):
 
 
 @pytest.mark.parametrize(
-    ("options", "flags", "expected"),
+    ("options", "flags", "captions_per_image", "validation"),
     [
-        (PluginOptions(), [], Reader()),
-        (UNIFIED, [], Reader("random", validation=True)),
-        (PluginOptions(loss="unified", captions_per_image=3), [], Reader(3, validation=True)),
-        (UNIFIED, ["--dataset-resampled"], Reader(None, validation=True)),
-        (UNIFIED, ["--dataset-type", "synthetic"], Reader()),
+        (PluginOptions(), [], None, False),
+        (UNIFIED, [], "random", True),
+        (PluginOptions(loss="unified", captions_per_image="3"), [], 3, True),
+        (UNIFIED, ["--dataset-resampled"], None, True),
+        (UNIFIED, ["--dataset-type", "synthetic"], None, False),
     ],
 )
-def test_who_reads_what(args, options, flags, expected):
-    assert choose_reader(options, args(*flags)) == expected
+def test_who_reads_what(args, options, flags, captions_per_image, validation):
+    assert who_reads(options, args(*flags)) == (captions_per_image, validation)
 
 
-def test_shards_of_others_are_left_to_open_clip_unless_captions_are_asked_for(args, toy_shards, tmp_path):
-    for shard in toy_shards.glob("toy-*-000000.tar"):
-        (tmp_path / shard.name).write_bytes(shard.read_bytes())
-    flags = ["--train-data", f"{tmp_path}/toy-train-000000.tar", "--val-data", f"{tmp_path}/toy-val-000000.tar"]
-    flags = [*flags, "--train-num-samples", "8"]
-    for _ in range(2):
-        assert choose_reader(PluginOptions(), args(*flags)) == Reader()
-        assert choose_reader(UNIFIED, args(*flags)) == Reader()
-        assert choose_reader(RANDOM, args(*flags)) == Reader("random", validation=False)
-        # The name of our manifest is a common one.
-        (tmp_path / "sizes.json").write_bytes((toy_shards / "sizes.json").read_bytes())
-        (tmp_path / "manifest.json").write_text('{"files": []}')
+def who_reads(options, args):
+    """Return the captions per image if our reader serves the training split, and whether it serves the other."""
+    reader = choose_reader(options, args)
+    return reader.sampler and reader.sampler.captions_per_image, reader.validation is not None
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:4000], "cut off|unexpected end of data|ends"),
-        (lambda data: data[: data.index(b"toy-val-00000009.")] + bytes(1024), "has 1 samples, sizes.json says 8"),
-    ],
-    ids=["cut off", "fewer samples"],
-)
-def test_damaged_validation_shards_are_found_before_training(args, toy_shards, tmp_path, damage, message):
-    for file in toy_shards.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    flags = ["--val-data", f"{tmp_path}/toy-val-{{000000..000002}}.tar"]
-    assert choose_reader(UNIFIED, args(*flags)).validation
-    shard = tmp_path / "toy-val-000001.tar"
-    shard.write_bytes(damage(shard.read_bytes()))
-    with pytest.raises(UserError, match=f"shard {shard}.*({message})"):
+def test_shards_without_lists_of_captions_are_left_to_open_clip_unless_captions_are_asked_for(args, tmp_path):
+    for split in ("train", "val"):
+        members = [(f"{number}.{name}", content) for number in range(9) for name, content in SAMPLE]
+        (tmp_path / f"{split}.tar").write_bytes(encode_archive(members))
+    arguments = args("--train-data", f"{tmp_path}/train.tar", "--val-data", f"{tmp_path}/val.tar")
+    assert who_reads(UNIFIED, arguments) == (None, False)
+    assert who_reads(RANDOM, arguments) == ("random", False)
+    # Shards of version 0.2, which have lists and no index.
+    for split in ("train", "val"):
+        members = [(f"{number}.{name}", content) for number in range(9) for name, content in [*SAMPLE, LIST]]
+        (tmp_path / f"{split}.tar").write_bytes(encode_archive(members))
+    assert who_reads(UNIFIED, arguments) == ("random", True)
+
+
+SAMPLE = [("png", encode_picture(mode="RGB")), ("txt", "a dog")]
+LIST = ("json", {"captions": ["a dog", "a cat"]})
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("damage", ["cut off", "first picture"])
+def test_damaged_shards_are_found_before_training(args, toy_shards, tmp_path, split, damage):
+    shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
+    flags = [f"--{split}-data", f"{tmp_path}/toy-{split}-{{000000..000002}}.tar"]
+    assert who_reads(UNIFIED, args(*flags)) == ("random", True)
+    shard = tmp_path / f"toy-{split}-00000{1 if damage == 'cut off' else 0}.tar"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:4000] if damage == "cut off" else data.replace(b"IHDR", b"ihdr", 1))
+    with pytest.raises(UserError, match=f"{shard}.*({'bytes' if damage == 'cut off' else 'cannot identify'})"):
         choose_reader(UNIFIED, args(*flags))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}, {"same_group": "positive"}],
-    ids=["duplicates", "on-read-error", "same-group"],
+    "options", [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}], ids=["duplicates", "on-read-error"]
 )
-def test_flags_of_the_training_reader_need_it(args, grouped_shards, options):
-    with_ours = choose_reader(PluginOptions(loss="unified", **options), args("--train-data", grouped_shards[0]))
-    assert with_ours == Reader("random", validation=True, **options)
+def test_flags_of_the_training_reader_need_it(args, options):
+    assert who_reads(PluginOptions(loss="unified", **options), args()) == ("random", True)
     flag = "--" + next(iter(options)).replace("_", "-")
     needs = f"{flag} is for training shards that the reader of vl_plugins reads, .* give --captions-per-image too"
     nothing_to_train = args()
@@ -91,8 +94,7 @@ def test_flags_of_the_training_reader_need_it(args, grouped_shards, options):
     for arguments in (args(), args("--dataset-resampled"), args("--train-data", "captions.csv"), nothing_to_train):
         with pytest.raises(UserError, match=needs):
             choose_reader(PluginOptions(**options), arguments)
-    arguments = args("--train-data", grouped_shards[0])
-    assert choose_reader(PluginOptions(captions_per_image="first", **options), arguments).captions_per_image == "first"
+    assert who_reads(PluginOptions(captions_per_image="first", **options), args()) == ("first", True)
 
 
 def test_our_reader_has_a_rule_for_every_data_flag_of_the_installed_version():
@@ -102,30 +104,31 @@ def test_our_reader_has_a_rule_for_every_data_flag_of_the_installed_version():
     assert without_rule(flags) == set()
 
 
-def test_upsampling_needs_the_reader_of_open_clip(args):
-    arguments = args("--train-data-upsampling-factors", "1::2")
+@pytest.mark.parametrize("flags", ["--train-data-upsampling-factors 1::2", "--train-num-samples 8"])
+def test_other_orders_need_the_reader_of_open_clip(args, flags):
+    arguments = args(*flags.split())
     with pytest.raises(
         UserError,
-        match="--train-data-upsampling-factors is for open_clip's reader: that of vl_plugins, which reads --train-data "
-        "here, reads every image once in an epoch; leave the flag out",
+        match=f"{flags.split()[0]} is for open_clip's reader: that of vl_plugins, which reads --train-data here, reads "
+        "every image once in an epoch; leave the flag out",
     ):
         choose_reader(UNIFIED, arguments)
-    assert choose_reader(PluginOptions(), arguments) == Reader()
+    assert who_reads(PluginOptions(), arguments) == (None, False)
     arguments.train_data = None
-    assert choose_reader(UNIFIED, arguments) == Reader(validation=True)
+    assert who_reads(UNIFIED, arguments) == (None, True)
 
 
 def test_the_limit_of_pixels_is_that_of_open_clip(args):
     """A flag of 4.x; toy scenes have 64 x 64 pixels. All of a validation split counts."""
     arguments = args("--warmup", "1")
     arguments.max_image_pixels = 64 * 64 - 1
-    data = read(arguments, Reader("first", validation=True))
-    with pytest.raises(UserError, match="no full batch of 8 can be read"):
+    data = read(arguments, UNIFIED)
+    with pytest.raises(UserError, match="64 x 64 pixels are more than 4095"):
         list(data["train"].dataloader)
     assert sum(len(images) for images, *_ in data["val"].dataloader) == 24
     for limit in (64 * 64, 0):
         arguments.max_image_pixels = limit
-        assert len(list(read(arguments, Reader("first"))["train"].dataloader)) == 8
+        assert len(list(read(arguments, UNIFIED)["train"].dataloader)) == 8
 
 
 def identity(image):
@@ -136,20 +139,24 @@ def tokenizer(texts):
     return torch.tensor([[len(text), hash(text)] for text in texts])
 
 
-def read(args, reader, record=None):
+def captions(number, **options):
+    return PluginOptions(loss="unified", captions_per_image=number, **options)
+
+
+def read(args, options, record=None):
     return get_data(
         args,
         (identity, identity),
         tokenizer=tokenizer,
         host=host.OpenCLIP3(),
         host_get_data=open_clip_train.main.get_data,
-        reader=reader,
+        reader=choose_reader(options, args),
         record=record or BatchRecord(args.accum_freq),
     )
 
 
 def test_batches_and_counts_as_the_trainer_needs_them(args):
-    data = read(args("--warmup", "1"), Reader(3, validation=True))
+    data = read(args("--warmup", "1"), captions("3"))
     assert list(data) == ["train", "val"]
     train = data["train"].dataloader
     assert (train.num_batches, train.num_samples) == (8, 64)
@@ -160,7 +167,7 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
         assert [(images.shape, texts.shape) for images, texts in batches] == [((8, 3, 4, 4), (24, 2))] * 8
         epochs.append(torch.cat([texts for _, texts in batches]))
     assert not torch.equal(*epochs)
-    with_other_seed = read(args("--warmup", "1", "--seed", "1"), Reader(3))["train"].dataloader
+    with_other_seed = read(args("--warmup", "1", "--seed", "1"), captions("3"))["train"].dataloader
     assert not torch.equal(torch.cat([texts for _, texts in with_other_seed]), epochs[0])
 
     assert isinstance(data["val"], AllCaptions)
@@ -172,7 +179,7 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
 def test_the_step_and_its_images_are_recorded(args):
     record = BatchRecord(batches_per_step=3)
     assert record.image_ids is None
-    data = read(args("--warmup", "1", "--accum-freq", "3"), Reader(2), record)["train"]
+    data = read(args("--warmup", "1", "--accum-freq", "3"), captions("2"), record)["train"]
     for epoch in range(2):
         data.set_epoch(epoch)
         labels, keys = [], []
@@ -189,7 +196,7 @@ def test_the_step_and_its_images_are_recorded(args):
 
 
 def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
-    data = read(args("--warmup", "1"), Reader("first"))
+    data = read(args("--warmup", "1"), captions("first"))
     draws = {}
     for epoch in (0, 1, 2, 1, 0):
         data["train"].set_epoch(epoch)
@@ -199,31 +206,29 @@ def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
             data["train"].set_epoch(epoch)
             assert torch.equal(torch.rand(3), drawn)
     assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == 3
-    assert data["train"].shared_epoch.get_value() == 0
     arguments = args("--warmup", "1")
     arguments.rank, arguments.world_size = 1, 2
-    read(arguments, Reader("first"))["train"].set_epoch(0)
+    read(arguments, captions("first"))["train"].set_epoch(0)
     assert not torch.equal(torch.rand(3), draws[0]), "another process has others, of dropout for example"
 
 
 def test_what_the_flags_ask_for_reaches_the_reader(args, toy_shards, tmp_path):
-    for file in toy_shards.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
     arguments = args("--warmup", "1", "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar")
-    read(arguments, Reader("first", on_read_error="raise"))
-    with (tmp_path / "toy-train-000003.tar").open("r+b") as stream:
-        stream.truncate(5000)
-    assert len(list(read(arguments, Reader("first"))["train"].dataloader)) == 8
-    with pytest.raises(UserError, match=r"cannot read .*shard .*toy-train-000003\.tar"):
-        list(read(arguments, Reader("first", on_read_error="raise"))["train"].dataloader)
-
-    with pytest.raises(UserError, match="same_group 'positive' needs shards with groups"):
-        read(arguments, Reader("first", same_group="positive"))
+    loaders = [read(arguments, captions("first", on_read_error=way))["train"].dataloader for way in ("skip", "raise")]
+    shard = tmp_path / "toy-train-000003.tar"
+    shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
+    assert len(list(loaders[0])) == 8
+    with pytest.raises(UserError, match=r"cannot read image \d+, in .*toy-train-000003\.tar"):
+        list(loaders[1])
 
     arguments = args("--warmup", "1", "--batch-size", "64")
-    assert len(list(read(arguments, Reader("all", allow_duplicate_captions=True))["train"].dataloader)) == 1
-    with pytest.raises(UserError, match="no batch of 64 images with different captions"):
-        list(read(arguments, Reader("all"))["train"].dataloader)
+    distinct = []
+    for allowed in (False, True):
+        data = read(arguments, captions("first", allow_duplicate_captions=allowed))
+        ((_, texts),) = data["train"].dataloader
+        distinct.append(len(texts.unique(dim=0)))
+    assert distinct[1] < distinct[0] == 64
 
 
 def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
@@ -232,9 +237,8 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
     assert 1 < len(set(groups)) < 64
     arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "32")
     record = BatchRecord()
-    reader = choose_reader(PluginOptions(loss="unified", same_group="positive", captions_per_image=2), arguments)
     loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 20}), record=record)
-    for images, texts in read(arguments, reader, record)["train"].dataloader:
+    for images, texts in read(arguments, captions("2"), record)["train"].dataloader:
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(len(side), 8, generator=generator, dtype=torch.float64) for side in (images, texts)]
         features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]

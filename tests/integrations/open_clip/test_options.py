@@ -13,7 +13,7 @@ def test_own_flags_are_taken_out_and_the_rest_passed_on():
     options, host_options, rest = parse_arguments(
         "--model ViT-B-32 --loss unified --loss-kwargs margin=0.1 scale=learned flag=true --epochs 3 "
         "--miner BatchHardMiner --reducer ThresholdReducer --reducer-kwargs low=1e-3 --captions-per-image 5 "
-        "--allow-duplicate-captions --same-group positive --on-read-error raise".split()
+        "--allow-duplicate-captions --on-read-error raise".split()
     )
     assert options == PluginOptions(
         loss="unified",
@@ -21,9 +21,8 @@ def test_own_flags_are_taken_out_and_the_rest_passed_on():
         miner="BatchHardMiner",
         reducer="ThresholdReducer",
         reducer_kwargs={"low": 0.001},
-        captions_per_image=5,
+        captions_per_image="5",
         allow_duplicate_captions=True,
-        same_group="positive",
         on_read_error="raise",
     )
     assert rest == ["--model", "ViT-B-32", "--epochs", "3"]
@@ -33,7 +32,7 @@ def test_own_flags_are_taken_out_and_the_rest_passed_on():
 def test_no_own_flags():
     options, _, rest = parse_arguments(["--accum", "3"])
     assert options == PluginOptions()
-    assert (options.allow_duplicate_captions, options.same_group, options.on_read_error) == (False, "apart", "skip")
+    assert (options.allow_duplicate_captions, options.on_read_error) == (False, "skip")
     assert rest == ["--accum", "3"], "open_clip's own abbreviations keep working"
 
 
@@ -45,7 +44,6 @@ def test_no_own_flags():
         (["--loss"], "--loss: expected one argument"),
         (["--loss-kwargs", "margin"], "--loss-kwargs: expected key=value, got 'margin'"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
-        (["--captions-per-image", "none"], "none"),
         (["--on-read-error", "stop"], "argument --on-read-error: invalid choice: 'stop' (choose from"),
         (["--config", "no-such.yaml"], "--config: no such file: no-such.yaml"),
     ],

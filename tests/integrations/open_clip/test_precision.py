@@ -12,7 +12,7 @@ import torch
 from vl_plugins.integrations.open_clip.launcher import main
 
 # Adam's epsilon for models that are not called ViT, 1e-8, is 0 in float16, and 0 / 0 its step where a gradient is 0.
-TINY = "--model vl-tiny --device cpu --eps 1e-6 --batch-size 2 --train-num-samples 2 --workers 0".split()
+TINY = "--model vl-tiny --device cpu --eps 1e-6 --batch-size 8 --workers 0".split()
 TINY += "--epochs 1 --warmup 0 --logs none".split()
 LOSSES = {
     "unified": ["--loss", "unified"],

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from vl_plugins.data.evaluation_reader import EvaluationBatch
+from vl_plugins.data import EvaluationBatch
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
@@ -42,8 +42,8 @@ def setting(tmp_path):
     model = Lookup(directions, directions[[1, 0, 1, 1, 2, 2]])
     batches = Loader(
         [
-            EvaluationBatch(torch.tensor([0.0, 1.0]), torch.arange(4), torch.tensor([0, 0, 1, 1]), [], 0, 0),
-            EvaluationBatch(torch.tensor([2.0]), torch.arange(4, 6), torch.tensor([0, 0]), [], 0, 2),
+            EvaluationBatch(torch.tensor([0.0, 1.0]), torch.arange(4), torch.tensor([0, 0, 1, 1]), 0),
+            EvaluationBatch(torch.tensor([2.0]), torch.arange(4, 6), torch.tensor([0, 0]), 2),
         ]
     )
     args = Namespace(device="cpu", precision="fp32", rank=0, local_rank=0, val_frequency=2, epochs=5, save_logs=True)

@@ -89,7 +89,10 @@ def test_values_by_their_path():
             {"data": {"batch_size": True}},
             "data.batch_size: Value 'True' of type 'bool' could not be converted to Integer",
         ),
-        ({"data": {"same_group": "positve"}}, "unknown same_group 'positve' .did you mean 'positive'"),
+        (
+            {"data": {"same_group": "apart"}},
+            "data.same_group: delete this key of version 0.2; now images of a group are positives of each other",
+        ),
         ({"data": {"captions_per_image": "some"}}, "captions per image must be"),
         ({"image": {"pooling": "avg"}}, "image.trunk: .* missing mandatory value"),
         ({"text": "gru"}, "text: .*str is not a subclass of TowerConfig"),

@@ -12,13 +12,13 @@ import yaml
 from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.multiprocessing import ProcessExitedException
-from torch.utils.data import DataLoader
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
 from vl_plugins import list_losses
+from vl_plugins.data import training_loader
 from vl_plugins.data.randomness import seed_everything
-from vl_plugins.data.vocabulary import Vocabulary
+from vl_plugins.encoders.vocabulary import Vocabulary
 from vl_plugins.errors import MissingExtraError, UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer, main
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
@@ -202,8 +202,9 @@ def test_each_process_reads_its_own_share(toy_shards):
     for rank in (0, 1):
         processes = Processes()
         processes.rank, processes.count = rank, 2
-        reader = build_trainer(settings(toy_shards), processes=processes).dataset
-        labels += [label for *_, batch in DataLoader(reader, batch_size=None) for label in batch.tolist()]
+        trainer = build_trainer(settings(toy_shards), processes=processes)
+        batches = training_loader(trainer.dataset, trainer.sampler)
+        labels += [label for *_, batch in batches for label in batch.tolist()]
     assert sorted(labels) == list(range(16))
 
 

@@ -7,13 +7,12 @@ import torch
 import yaml
 from pytorch_metric_learning.trainers import MetricLossOnly
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 
 from tests.helpers.pml_settings import IMAGE_TRUNK, settings
 from tests.helpers.training_steps import step_of_each_stage
 from tests.reference import retrieval as reference
-from vl_plugins.data.evaluation_reader import EvaluationReader
-from vl_plugins.data.storage import Folder
+from vl_plugins.data import ShardDataset, evaluation_loader, training_loader
+from vl_plugins.data.files import lock
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.pytorch_metric_learning import build_trainer
@@ -62,7 +61,7 @@ def test_what_the_folder_holds(trained):
 def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     _, folder = trained
     model, transform, tokenizer = load_model(folder / LATEST)
-    batches = EvaluationReader(f"{toy_shards}/toy-val-000000.tar", transform, tokenizer, 16)
+    batches = evaluation_loader(ShardDataset(f"{toy_shards}/toy-val-000000.tar", transform, tokenizer), 16)
     images, captions, image_of_caption = [], [], []
     with torch.no_grad():
         for batch in batches:
@@ -137,7 +136,7 @@ def test_partial_files_of_a_killed_run_are_removed(toy_shards, tmp_path):
     for name in [*names, ".notes.txt.0123abcd.partial"]:
         (tmp_path / name).touch()
     train(plain, tmp_path)
-    assert {path.name for path in tmp_path.glob(".*")} == {".notes.txt.0123abcd.partial"}
+    assert {path.name for path in tmp_path.glob("*.partial")} == {".notes.txt.0123abcd.partial"}
 
 
 def test_only_the_same_training_is_resumed(trained, tmp_path):
@@ -152,14 +151,12 @@ def test_only_the_same_training_is_resumed(trained, tmp_path):
         train(plain, tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("same_group", ["apart", "positive"])
-def test_images_of_a_group(grouped_shards, same_group):
+def test_images_of_a_group_have_one_label(grouped_shards):
     shards, groups = grouped_shards
-    plain = settings(data={"train": shards, "batch_size": 4, "same_group": same_group})
-    made = build_trainer(parse_config(plain))
-    labels = torch.cat([labels for *_, labels in DataLoader(made.dataset, batch_size=None)])
+    made = build_trainer(parse_config(settings(data={"train": shards, "batch_size": 4})))
+    labels = torch.cat([labels for *_, labels in training_loader(made.dataset, made.sampler)])
     assert len(labels) == 64
-    assert len(labels.unique()) == (64 if same_group == "apart" else len(set(groups)))
+    assert len(labels.unique()) == len(set(groups)) < 64
 
 
 def test_the_hosts_own_trainer(toy_shards, tmp_path):
@@ -173,7 +170,7 @@ def test_the_hosts_own_trainer(toy_shards, tmp_path):
     config = parse_config(plain)
     made = build_trainer(config)
     assert isinstance(made, MetricLossOnly)
-    _, _, labels = next(iter(DataLoader(made.dataset, batch_size=None)))
+    _, _, labels = next(iter(training_loader(made.dataset, made.sampler)))
     inputs, calls = {}, []
     for side in ("image", "text"):
         trunk = made.models["trunk"].parts[f"{side}_trunk"]
@@ -244,6 +241,14 @@ def test_missing_shards_are_found_before_anything_is_written(toy_shards, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_image_is_read_before_anything_is_written(toy_shards, tmp_path):
+    plain = settings(toy_shards, image={"trunk": {"name": "features", "width": 4}, "pooling": "avg"})
+    plain["data"]["inputs"] = "features"
+    with pytest.raises(UserError, match=r"image 0, in .*: it has no features, expected npy"):
+        train(plain, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -269,9 +274,9 @@ def test_what_is_wrong_is_named(changes, message):
 
 def test_one_run_at_a_time_in_a_folder(toy_shards, tmp_path):
     run = Run(parse_config(settings(toy_shards)), tmp_path)
-    with Folder(tmp_path).lock(), pytest.raises(UserError, match=f"another process is writing to {tmp_path}"):
+    with lock(tmp_path / ".lock"), pytest.raises(UserError, match=f"another process is writing {tmp_path}"):
         run.train()
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
 
 
 def test_sets_with_a_learned_similarity(toy_shards, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vl_plugins import create_loss
-from vl_plugins.data.training_batches import TrainingPipeline
+from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
 
@@ -195,27 +195,25 @@ def test_sets_with_slots_reach_the_loss():
         assert torch.equal(text_slots, 2 * texts)
 
 
-def reader(shards, **options):
-    return TrainingPipeline(
+def shard_dataset(shards):
+    return ShardDataset(
         f"{shards}/toy-train-{{000000..000007}}.tar",
-        lambda image: torch.zeros(1) + image.getpixel((0, 0))[0],
+        lambda image: torch.zeros(1, 1, 1) + image.getpixel((0, 0))[0],
         lambda captions: torch.tensor([[len(caption)] for caption in captions]),
-        batch_size=16,
-        with_labels=True,
-        shuffle_buffer=20,
-        **options,
     )
 
 
 def labels_of_epochs(shards, start, stop, workers=0, **options):
     """Return the labels of each epoch's batches, as the trainer reads them."""
     seen = []
+    dataset = shard_dataset(shards)
     trainer = CrossModalTrainer(
         models={"image_trunk": nn.Identity(), "text_trunk": nn.Identity()},
         optimizers={},
         batch_size=None,
         loss_funcs={"metric_loss": create_loss("unified")},
-        dataset=reader(shards),
+        dataset=dataset,
+        sampler=CaptionSampler(dataset.collection, 16),
         dataloader_num_workers=workers,
         data_device=torch.device("cpu"),
         **options,
@@ -229,16 +227,17 @@ def labels_of_epochs(shards, start, stop, workers=0, **options):
 
 @pytest.mark.parametrize("iterations_per_epoch", [3, 6])
 def test_shards_are_read_from_any_epoch_on(toy_shards, iterations_per_epoch):
-    """The reader has four batches."""
+    """The sampler has four batches."""
     options = {"iterations_per_epoch": iterations_per_epoch}
     whole = labels_of_epochs(toy_shards, 1, 4, **options)
     assert len(whole) == 4 * iterations_per_epoch
     assert labels_of_epochs(toy_shards, 3, 4, **options) == [entry for entry in whole if entry[0] >= 3]
-    data = reader(toy_shards)
+    dataset = shard_dataset(toy_shards)
+    sampler = CaptionSampler(dataset.collection, 16)
     expected = []
     for epoch in range(len(whole) // 4):
-        data.set_epoch(epoch)
-        expected += [labels.tolist() for _, _, labels in data]
+        sampler.set_epoch(epoch)
+        expected += [labels.tolist() for _, _, labels in training_loader(dataset, sampler)]
     assert [labels for _, labels in whole][: len(expected)] == expected
     assert expected[:4] != expected[4:8]
 

@@ -3,8 +3,7 @@ import pickle
 import pytest
 import torch
 
-from vl_plugins.data.collection import read_collection
-from vl_plugins.data.vocabulary import PADDING, UNKNOWN, Vocabulary, read_shard_captions, read_word_vectors, split_words
+from vl_plugins.encoders.vocabulary import PADDING, UNKNOWN, Vocabulary, read_word_vectors, split_words
 from vl_plugins.errors import UserError
 
 
@@ -52,14 +51,6 @@ class TestVocabulary:
     def test_nothing_left(self, captions, options, reason):
         with pytest.raises(UserError, match=reason):
             Vocabulary.from_captions(captions, **options)
-
-
-class TestShards:
-    def test_captions(self, toy_shards):
-        shards = f"{toy_shards}/toy-train-{{000000..000002}}.tar"
-        captions = list(read_shard_captions(shards))
-        assert tuple(captions) == read_collection(shards).captions
-        assert len(captions) == 3 * 8 * 5
 
 
 class TestWordVectors:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vl_plugins.data.collection import read_records
-from vl_plugins.data.shard_files import expand_shards
-from vl_plugins.data.storage import error_text, open_regular
+from vl_plugins.data.files import file_errors, open_regular
 from vl_plugins.errors import UserError
 
-__all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_shard_captions", "read_word_vectors", "split_words"]
+__all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_word_vectors", "split_words"]
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 
@@ -83,13 +81,6 @@ class Vocabulary:
         return {word: index for index, word in enumerate(self.words, FIRST_WORD)}
 
 
-def read_shard_captions(shards: str | Sequence[str]) -> Iterator[str]:
-    """Yield every caption of shards in order; errors as :func:`vl_plugins.data.collection.read_collection`."""
-    for shard in expand_shards(shards):
-        for record in read_records(shard):
-            yield from record.captions
-
-
 def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: int = 0) -> tuple[Tensor, int]:
     """Read vectors for the words of a vocabulary from a text file, as GloVe, word2vec and fastText publish them.
 
@@ -108,27 +99,24 @@ def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: 
     indices = {word.encode(): index for index, word in enumerate(vocabulary.words, FIRST_WORD)}
     found: dict[int, Tensor] = {}
     dim = 0
-    try:
-        with open_regular(path) as stream:
-            for place, line in enumerate(stream, 1):
-                word, *texts = line.rstrip().split(b" ")
-                if place == 1 and len(texts) == 1:
-                    continue
-                dim = dim or len(texts)
-                if word not in indices:
-                    continue
-                try:
-                    vector = torch.tensor([float(text) for text in texts])
-                except ValueError:
-                    vector = torch.tensor([])
-                is_vector = len(vector) > 0 and bool(vector.isfinite().all())
-                if not is_vector and len(texts) > dim:  # some words of GloVe have spaces in them
-                    continue
-                if not is_vector or len(vector) != dim:
-                    raise UserError(f"{path}: line {place}: expected a word and {dim or 'its'} numbers")
-                found.setdefault(indices[word], vector)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error_text(error)}") from error
+    with file_errors("read", path), open_regular(path) as stream:
+        for place, line in enumerate(stream, 1):
+            word, *texts = line.rstrip().split(b" ")
+            if place == 1 and len(texts) == 1:
+                continue
+            dim = dim or len(texts)
+            if word not in indices:
+                continue
+            try:
+                vector = torch.tensor([float(text) for text in texts])
+            except ValueError:
+                vector = torch.tensor([])
+            is_vector = len(vector) > 0 and bool(vector.isfinite().all())
+            if not is_vector and len(texts) > dim:  # some words of GloVe have spaces in them
+                continue
+            if not is_vector or len(vector) != dim:
+                raise UserError(f"{path}: line {place}: expected a word and {dim or 'its'} numbers")
+            found.setdefault(indices[word], vector)
     if not found:
         raise UserError(f"{path} has none of the {len(vocabulary.words):,} words of the vocabulary")
     known = torch.stack(list(found.values()))

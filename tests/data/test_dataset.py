@@ -1,0 +1,330 @@
+"""Images and captions of shards by index, and the batches that loaders make of them."""
+
+import io
+import logging
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from tests.helpers.archives import encode_archive, encode_picture
+from tests.helpers.numbered_shards import (
+    in_memory,
+    numbers_of,
+    png_of_noise,
+    replace_member,
+    tokenizer,
+    transform,
+    write_numbered,
+)
+from tests.helpers.processes import in_processes
+from vl_plugins.data import CaptionSampler, Draw, ShardDataset, training_loader
+from vl_plugins.data.randomness import random_states, set_random_states
+from vl_plugins.data.samples import decode_features
+from vl_plugins.errors import UserError
+
+# More workers than cores are on purpose here.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """24 images with 5 captions each in 6 shards, the first six in two groups."""
+    groups = ["a", "b"] * 3 + [None] * 18
+    return write_numbered(tmp_path_factory.mktemp("even"), [5] * 24, groups=groups)
+
+
+@pytest.fixture
+def own_shards(tmp_path):
+    """Twelve images in three shards that a test may change."""
+    return write_numbered(tmp_path, [5] * 12)
+
+
+def batches_of(dataset, batch_size, epoch=0, workers=0, **options):
+    sampler = CaptionSampler(dataset.collection, batch_size, **options)
+    sampler.set_epoch(epoch)
+    return list(training_loader(dataset, sampler, workers=workers))
+
+
+def assert_equal(batches, others):
+    assert len(batches) == len(others) > 0
+    for batch, other in zip(batches, others, strict=True):
+        assert all(torch.equal(tensor, same) for tensor, same in zip(batch, other, strict=True))
+
+
+class TestItems:
+    @pytest.mark.parametrize("has_index", [True, False])
+    def test_a_number_is_an_image_with_all_its_captions(self, tmp_path, has_index):
+        counts = [1, 3, 2, 2, 5, 1]
+        dataset = ShardDataset(write_numbered(tmp_path, counts, index=has_index), transform, tokenizer)
+        items = list(dataset)
+        assert len(items) == len(dataset) == 6
+        for index, item in enumerate(items):
+            assert torch.equal(item.image, transform(Image.new("RGB", (4, 4), (index, 0, 0))))
+            assert item.captions == [f"{index}/{number}" for number in range(counts[index])]
+            assert item[2:] == (index, index, f"numbered-{index:03}")
+
+    def test_a_draw_is_what_it_asks_for(self, shards):
+        dataset = ShardDataset(shards, transform, tokenizer)
+        item = dataset[Draw(9, [4, 0, 4])]
+        assert (numbers_of(item.image[None]), item.captions) == ([9], ["9/4", "9/0", "9/4"])
+        assert [item.label for item in (dataset[5], dataset[4], dataset[6])] == [1, 0, 6]
+
+    def test_pictures_become_rgb(self, tmp_path):
+        members = []
+        for mode in ("L", "P", "RGBA", "CMYK", "LA"):
+            picture = encode_picture((4, 4), "TIFF" if mode == "CMYK" else "PNG", mode=mode)
+            members += [(f"{mode}.webp", b"jpg comes first"), (f"{mode}.JPG", picture), (f"{mode}.txt", "0/0")]
+        (tmp_path / "x.tar").write_bytes(encode_archive(members))
+        dataset = ShardDataset(tmp_path / "x.tar", lambda image: image.mode, tokenizer)
+        assert [item.image for item in dataset] == ["RGB"] * 5
+
+    def test_behind_a_url(self, shards, monkeypatch):
+        local = ShardDataset(shards, transform, tokenizer)
+        remote = ShardDataset(in_memory(shards, monkeypatch), transform, tokenizer)
+        assert_equal(batches_of(remote, 6, workers=2), batches_of(local, 6))
+
+    @pytest.mark.parametrize("option", ["inputs", "captions", "on_error"])
+    def test_unknown_options(self, shards, option):
+        with pytest.raises(UserError, match=f"unknown {option} 'flatt'"):
+            ShardDataset(shards, transform, tokenizer, **{option: "flatt"})
+
+
+class TestBatches:
+    @pytest.mark.parametrize(("captions", "shape"), [("flat", (12, 2)), ("nested", (6, 2, 2))])
+    def test_images_texts_and_labels_belong_together(self, shards, captions, shape):
+        dataset = ShardDataset(shards, transform, tokenizer, captions=captions)
+        for images, texts, labels in batches_of(dataset, 6, captions_per_image=2):
+            numbers = numbers_of(images)
+            assert images.shape == (6, 3, 4, 4)
+            assert texts.shape == shape
+            assert texts.view(6, 2, 2)[:, :, 0].tolist() == [[number, number] for number in numbers]
+            assert labels.tolist() == [number % 2 if number < 6 else number for number in numbers]
+            assert labels.dtype == torch.int64
+
+    def test_different_numbers_of_captions(self, tmp_path):
+        dataset = ShardDataset(write_numbered(tmp_path, [2, 3]), transform, tokenizer)
+        with pytest.raises(UserError, match=r"images of a batch have \[2, 3\] captions: use a CaptionSampler"):
+            next(iter(DataLoader(dataset, 2, collate_fn=dataset.collate)))
+
+    def test_they_are_the_same_for_any_number_of_workers(self, shards):
+        dataset = ShardDataset(shards, transform, tokenizer)
+        before = torch.get_rng_state()
+        expected = [batches_of(dataset, 3, epoch) for epoch in range(2)]
+        for workers in (1, 3):
+            sampler = CaptionSampler(dataset.collection, 3)
+            loader = training_loader(dataset, sampler, workers=workers)
+            for epoch in (0, 1, 0):
+                sampler.set_epoch(epoch)
+                assert_equal(list(loader), expected[epoch])
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_a_pickled_copy_reads_the_same(self, shards):
+        """As spawned workers are given one."""
+        dataset = ShardDataset(shards, transform, tokenizer, captions="nested")
+        assert_equal(batches_of(pickle.loads(pickle.dumps(dataset)), 6), batches_of(dataset, 6))
+
+
+def draw(image):
+    """Stand in for an augmentation, which may draw from any generator."""
+    return torch.tensor([[[torch.rand(()), np.random.rand(), random.random()]]])  # noqa: NPY002
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_alone(shards):
+    dataset = ShardDataset(shards, draw, tokenizer)
+    before = random_states()
+    found = {}
+    for seed, epoch, workers, batch_size in ((0, 0, 0, 4), (0, 0, 2, 8), (0, 1, 0, 4), (1, 0, 0, 4)):
+        drawn = {}
+        for numbers, texts, _ in batches_of(dataset, batch_size, epoch, workers, seed=seed):
+            drawn |= zip(texts[:, 0].tolist(), map(tuple, numbers.flatten(1).tolist()), strict=True)
+        assert len(drawn) == 24
+        assert found.setdefault((seed, epoch), drawn) == drawn
+    assert len({numbers for drawn in found.values() for numbers in drawn.values()}) == 3 * 24
+    # Generators of the process are as before, and serve those who ask for an image without a sampler.
+    found = dataset[0].image
+    set_random_states(before)
+    assert torch.equal(found, draw(None))
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"\x89PNG", "cannot identify image"),
+            (png_of_noise()[:2000], "image file is truncated"),
+            (None, "it has no images, expected jpg or png or webp or jpeg; it has json"),
+            # A header is all that is read of a picture that is too large.
+            (encode_picture((65, 64))[:45], "65 x 64 pixels are more than 4096"),
+        ],
+    )
+    def test_a_picture(self, own_shards, caplog, content, reason):
+        replace_member(own_shards[1], "numbered-005.png", content)
+        options = {"transform": transform, "tokenizer": tokenizer, "max_pixels": 64 * 64}
+        with pytest.raises(UserError, match=rf"^cannot read image 5, in {own_shards[1]}: .*{reason}"):
+            batches_of(ShardDataset(own_shards, **options), 2)
+        assert not caplog.messages
+        dataset = ShardDataset(own_shards, on_error="skip", **options)
+        for epoch in range(3):
+            for batch_size in (3, 12):
+                batches = batches_of(dataset, batch_size, epoch, captions_per_image="all")
+                assert len(batches) == 12 // batch_size
+                seen = [number for images, *_ in batches for number in numbers_of(images)]
+                assert set(seen) == set(range(12)) - {5}
+                for images, texts, labels in batches:
+                    assert labels.tolist() == numbers_of(images)
+                    assert texts[:, 0].tolist() == [number for number in numbers_of(images) for _ in range(5)]
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert reason in record.message
+
+    def test_captions_that_are_not_those_of_the_index(self, own_shards):
+        content = Path(own_shards[1]).read_bytes()
+        assert content.count(b"5/0") == 1
+        Path(own_shards[1]).write_bytes(content.replace(b"5/0", b"6/0"))
+        dataset = ShardDataset(own_shards, transform, tokenizer)
+        assert dataset[Draw(5, [1])].captions == ["5/1"]
+        with pytest.raises(UserError, match=r"cannot read image 5, in .*: its captions are not those of the index"):
+            dataset[5]
+
+    def test_a_shard_that_is_cut_or_gone_since(self, own_shards):
+        dataset = ShardDataset(own_shards, transform, tokenizer, on_error="skip")
+        last = int(dataset.collection.starts[7] + dataset.collection.sizes[7])
+        with open(own_shards[1], "r+b") as stream:
+            stream.truncate(last - 1)
+        Path(own_shards[2]).unlink()
+        items = dataset.__getitems__(range(12))
+        assert {item.index for item in items} == {0, 1, 2, 3, 4, 5, 6}
+        for index in (7, 8):
+            with pytest.raises(UserError, match=f"cannot read image {index}, in {own_shards[index // 4]}: "):
+                dataset[index]
+
+    def test_a_batch_without_any_readable_image(self, own_shards):
+        dataset = ShardDataset(own_shards, transform, tokenizer, on_error="skip")
+        Path(own_shards[1]).unlink()
+        with pytest.raises(UserError, match=r"cannot read image 4, in .*No such file"):
+            dataset.__getitems__([4, 5])
+
+    @pytest.mark.parametrize("on_error", ["raise", "skip"])
+    def test_an_error_of_the_transform_is_no_damage(self, shards, on_error):
+        with pytest.raises(ZeroDivisionError):
+            ShardDataset(shards, lambda image: 1 / 0, tokenizer, on_error=on_error)[0]
+
+
+def encode(array, **options):
+    stream = io.BytesIO()
+    np.save(stream, array, **options)
+    return stream.getvalue()
+
+
+class TestFeatures:
+    @pytest.fixture
+    def shard(self, tmp_path):
+        """Images with 1, 2 and 3 rows of features."""
+        arrays = [encode(np.full((rows, 2), rows, dtype="float16")) for rows in (1, 2, 3)]
+        members = [
+            (f"{index}.{name}", data)
+            for index in range(3)
+            for name, data in (("npy", arrays[index]), ("txt", f"{index}/0"))
+        ]
+        (tmp_path / "x.tar").write_bytes(encode_archive(members))
+        return str(tmp_path / "x.tar")
+
+    def test_batches_are_padded_with_zeros(self, shard):
+        dataset = ShardDataset(shard, torch.from_numpy, tokenizer, inputs="features")
+        ((features, texts, _),) = batches_of(dataset, 3)
+        assert features.dtype == torch.float32
+        for rows, (index, _) in zip(features, texts.tolist(), strict=True):
+            assert rows.tolist() == [[index + 1] * 2] * (index + 1) + [[0, 0]] * (2 - index)
+
+    def test_pictures_are_no_features(self, shard, shards):
+        for where, inputs, found in ((shard, "images", "npy, txt"), (shards, "features", "json, png")):
+            dataset = ShardDataset(where, transform, tokenizer, inputs=inputs)
+            with pytest.raises(UserError, match=f"cannot read image 0, in .*: it has no {inputs}, .* it has {found}"):
+                dataset[0]
+
+    @pytest.mark.parametrize(("dtype", "order"), [("<f2", "C"), (">f4", "C"), ("<f8", "F")])
+    def test_floats(self, dtype, order):
+        features = decode_features(encode(np.asarray([[1.5, -2, 0], [0, 0, 0]], dtype=dtype, order=order)))
+        assert (features.dtype, features.flags.c_contiguous) == (np.float32, True)
+        assert features.tolist() == [[1.5, -2, 0], [0, 0, 0]]
+
+    @pytest.mark.parametrize(
+        ("data", "reason"),
+        [
+            (b"", "cannot be read"),
+            (pickle.dumps(np.ones((2, 3))), "cannot be read"),
+            (encode(np.ones((2, 3)))[:-1], "cannot be read"),
+            (b"\x93NUMPY\x01\x00\x76\x00{", "cannot be read"),
+            (encode(np.ones((2, 3))).replace(b"(2, 3)", b"(9999999, 99999999999)"), "cannot be read"),
+            (encode(np.array([[{}]]), allow_pickle=True), "cannot be read: Object arrays"),
+            (encode(np.ones((1, 2, 3))), r"must be \(N, W\) .* it is \(1, 2, 3\) of float64; store a grid"),
+            (encode(np.ones((2, 3), dtype=int)), "float16, float32 or float64, it is .* of int64"),
+            (encode(np.ones((2, 3), dtype="longdouble")), "float16, float32 or float64"),
+            (encode(np.ones((0, 3))), r"\(0, 3\) has .*only zeros"),
+            (encode(np.zeros((2, 3))), r"\(2, 3\) has .*only zeros"),
+            (encode(np.array([[1, np.nan]])), "not finite"),
+            (encode(np.array([[1, 1e39]])), "not finite in 32 bits"),
+        ],
+    )
+    @pytest.mark.filterwarnings("error")
+    def test_what_is_an_error(self, data, reason):
+        with pytest.raises(UserError, match=reason):
+            decode_features(data)
+
+
+def accelerate_batches(rank, shards):
+    """Return what a process gets of batches of 16 images with 5 captions, which accelerate reads in one and cuts."""
+    configuration = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    dataset = ShardDataset(shards, transform, tokenizer, captions="nested")
+    sampler = CaptionSampler(dataset.collection, 16, captions_per_image="all", rank=0, world_size=1)
+    return [list(batch) for batch in accelerator.prepare(training_loader(dataset, sampler))]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """64 images with five captions each."""
+    return write_numbered(tmp_path_factory.mktemp("many"), [5] * 64)
+
+
+class TestLoadersOfOthers:
+    def test_accelerate(self, many):
+        dataset = ShardDataset(many, transform, tokenizer, captions="nested")
+        sampler = CaptionSampler(dataset.collection, 32, captions_per_image="all")
+        loader = Accelerator(cpu=True).prepare(training_loader(dataset, sampler))
+        assert_equal(list(loader), batches_of(dataset, 32, captions_per_image="all"))
+        assert [texts.shape for _, texts, _ in loader] == [(32, 5, 2)] * 2
+
+    def test_accelerate_cuts_batches_into_parts_of_whole_images(self, many):
+        parts = in_processes(accelerate_batches, 2, many, joined=False)
+        dataset = ShardDataset(many, transform, tokenizer, captions="nested")
+        whole = batches_of(dataset, 16, captions_per_image="all")
+        joined = [[torch.cat(tensors) for tensors in zip(*batch, strict=True)] for batch in zip(*parts, strict=True)]
+        assert [len(images) for images, *_ in parts[0]] == [8] * 4
+        assert_equal(joined, whole)
+
+    def test_transformers_trainer(self, many, tmp_path):
+        from transformers import Trainer, TrainingArguments
+
+        class RecordingTrainer(Trainer):
+            def get_train_dataloader(self):
+                sampler = CaptionSampler(dataset.collection, 32, captions_per_image="all")
+                return self.accelerator.prepare(training_loader(dataset, sampler))
+
+            def compute_loss(self, model, inputs, **kwargs):
+                batches.append(inputs)
+                return model(inputs[0].flatten(1).float()).sum()
+
+        batches = []
+        dataset = ShardDataset(many, transform, tokenizer)
+        arguments = TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
+        RecordingTrainer(torch.nn.Linear(48, 1), arguments, train_dataset=dataset).train()
+        assert_equal(batches, batches_of(dataset, 32, captions_per_image="all"))
+        assert [len(texts) for _, texts, _ in batches] == [160, 160]

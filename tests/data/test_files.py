@@ -1,0 +1,190 @@
+import errno
+import os
+import re
+import resource
+import subprocess
+import sys
+import uuid
+
+import pytest
+import torch
+
+from vl_plugins.data.files import (
+    exists,
+    join,
+    lock,
+    names,
+    open_regular,
+    read_bytes,
+    remove,
+    remove_partial,
+    sha256,
+    write_complete,
+    write_file,
+)
+from vl_plugins.errors import UserError
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def folder(request, tmp_path):
+    return {
+        "path": str(tmp_path / "new" / "folder"),
+        "file": f"file://{tmp_path}/new/folder",
+        "memory": f"memory://{uuid.uuid4()}/folder",
+    }[request.param]
+
+
+def test_files(folder):
+    a, b = join(folder, "a.tar"), join(folder, "b.txt")
+    assert (a, names(folder)) == (f"{folder}/a.tar", [])
+    write_file(b, b"two")
+    write_file(a, b"one")
+    write_file(join(folder, "in/c.tar"), b"three")
+    assert (names(folder), names(folder, "*.tar"), names(a)) == (["a.tar", "b.txt"], ["a.tar"], [])
+    assert [exists(url) for url in (a, join(folder, "c.tar"), join(folder, "in"))] == [True, False, False]
+    assert read_bytes(b) == b"two"
+    assert sha256(a) == "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
+    write_file(a, b"other")
+    assert read_bytes(a) == b"other"
+    for _ in range(2):
+        remove(a)
+    assert names(folder) == ["b.txt"]
+
+
+def test_a_file_appears_when_it_is_complete(folder):
+    file = join(folder, "a.tar")
+    write_file(file, b"before")
+    with write_complete(file) as stream:
+        stream.write(b"after")
+        assert read_bytes(file) == b"before"
+    assert read_bytes(file) == b"after"
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
+def test_nothing_is_left_when_writing_fails(folder, error):
+    def fail():
+        with write_complete(join(folder, "a.tar")) as stream:
+            stream.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("size", [50_000, 600_000])
+def test_a_full_disk_keeps_the_earlier_file(tmp_path, size):
+    """Also where torch's zip writer raises an error of its own in place of the file's."""
+    file = tmp_path / "a.pt"
+    write_file(file, b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(UserError) as raised, write_complete(file) as stream:
+            torch.save([torch.zeros(100_000) for _ in range(4)], stream)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(raised.value) == f"cannot write {file}: {os.strerror(errno.EFBIG)}"
+    assert (names(tmp_path), read_bytes(file)) == (["a.pt"], b"before")
+
+
+def test_errors_are_one_line_that_names_the_file(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for call, message in (
+        (lambda: read_bytes(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
+        (lambda: read_bytes(tmp_path / "a", name="the file"), "cannot read the file: No such file or directory"),
+        (lambda: read_bytes(__file__, max_bytes=1), f"cannot read {__file__}: it is larger than 0 GiB"),
+        (lambda: sha256(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
+        (lambda: write_file(tmp_path / "file" / "a", b""), f"cannot write {tmp_path}/file/a: "),
+        (lambda: read_bytes("a\0b"), r"cannot use 'a\x00b': embedded null character"),
+        (lambda: names("foo://bucket/shards"), "cannot use 'foo://bucket/shards': Protocol not known: foo"),
+        (lambda: exists("s3://bucket/shards"), "cannot use 's3://bucket/shards': Install s3fs"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            call()
+
+
+WRITE_HALF = """
+import os, sys
+from vl_plugins.data import files
+
+def wait(descriptor):
+    print("half written", flush=True)
+    sys.stdin.read()
+
+os.fsync = wait
+files.write_file(sys.argv[1], b"half")
+"""
+
+
+def test_the_next_process_removes_what_a_killed_one_left_of_a_file(tmp_path):
+    command = [sys.executable, "-c", WRITE_HALF, str(tmp_path / "features.npz")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "half written\n"
+        process.kill()
+    (left,) = names(tmp_path)
+    assert left.startswith(".features.npz.")
+    (tmp_path / ".other.npz.0123abcd.partial").touch()
+    write_file(tmp_path / "features.npz", b"whole")
+    assert names(tmp_path) == [".other.npz.0123abcd.partial", "features.npz"]
+
+
+def test_partial_files_are_removed_by_the_name_of_the_file(tmp_path):
+    partial = [f".{name}.0123abcd.partial" for name in ("a-000000.tar", "b.tar")]
+    others = ["c.0123abcd.partial", ".a-000000.tar.0123abcd.partial.txt"]
+    for name in [*partial, *others]:
+        (tmp_path / name).touch()
+    for pattern, left in ((r"a|-000000\.tar", partial), (r"a-\d{6}\.tar|x", partial[1:]), (".+", [])):
+        remove_partial(tmp_path, pattern)
+        assert names(tmp_path) == sorted([*left, *others])
+
+
+def test_one_process_holds_a_lock(tmp_path):
+    file = tmp_path / "new" / ".lock"
+    with lock(file, "the shards"):
+        with pytest.raises(UserError) as raised, lock(file, "the shards"):
+            pass
+        assert str(raised.value).startswith("another process is writing the shards: wait for it")
+        with lock(tmp_path / ".other"), lock("memory://lock"), lock("memory://lock"):
+            pass
+    with pytest.raises(OSError, match="of the block"), lock(file):
+        raise OSError("of the block")
+    with lock(file):
+        pass
+
+
+HOLD = """
+import sys
+from vl_plugins.data.files import lock
+
+with lock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.readline()
+    open(sys.argv[2], "w").close()
+"""
+
+
+def test_a_lock_can_be_waited_for(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock"), str(tmp_path / "done")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        with lock(tmp_path / ".lock", wait=True):
+            assert (tmp_path / "done").exists()
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for file in ("fifo", "zero"):
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(tmp_path / file)
+    for file, error in ((tmp_path, IsADirectoryError), (tmp_path / "missing", FileNotFoundError)):
+        with pytest.raises(error):
+            open_regular(file)
+    (tmp_path / "file").write_bytes(b"data")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as stream:
+        assert stream.read() == b"data"

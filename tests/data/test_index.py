@@ -1,0 +1,345 @@
+"""Indexes beside shards, and collections read by them; shards of other programs without an index."""
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import webdataset
+from PIL import Image
+
+from tests.helpers.archives import encode_archive, encode_picture, read_archive
+from tests.helpers.numbered_shards import in_memory, replace_member, write_captioned, write_numbered
+from vl_plugins.data import expand_shards, first_captions, read_collection
+from vl_plugins.data.index import ShardIndex, index_file, read_head, read_records, scan_shard, write_index
+from vl_plugins.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
+
+
+def write_tar(file, members):
+    file.write_bytes(encode_archive(members))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Ten images with 1, 2 or 3 captions in three shards, four of them in two groups."""
+    groups = ["a", 2, None, None, 2, "a", *[None] * 4]
+    return write_numbered(tmp_path_factory.mktemp("shards"), [1 + index % 3 for index in range(10)], groups=groups)
+
+
+class TestIndex:
+    def test_places_are_whole_samples_of_the_archive(self, shards, tmp_path):
+        found = {}
+        for shard in shards:
+            head, content = read_head(shard), Path(shard).read_bytes()
+            assert head.bytes == len(content)
+            for start, size in zip(head.starts, head.sizes, strict=True):
+                (tmp_path / "x.tar").write_bytes(content[start : start + size])
+                found |= read_archive(tmp_path / "x.tar")
+        assert found == {name: data for shard in shards for name, data in read_archive(shard).items()}
+
+    def test_it_is_what_a_scan_finds(self, toy_shards):
+        for shard in sorted(map(str, toy_shards.glob("*.tar"))):
+            head, scanned = read_head(shard), scan_shard(shard)
+            facts = {name: getattr(head, name) for name in ("sha256", "fingerprint", "source", "options", "rejected")}
+            for name, value in facts.items():
+                setattr(scanned.head, name, value)
+            assert (head, read_records(shard)) == scanned
+            assert Path(index_file(shard)).exists(), "otherwise a scan was compared with itself"
+
+    def test_only_the_archive_of_its_size(self, shards, tmp_path):
+        shard = write_tar(tmp_path / "x.tar", [("a.txt", "a")])
+        write_index(shard, scan_shard(shard))
+        for change in (lambda data: data + bytes(512), lambda data: data[:-512]):
+            content = Path(shard).read_bytes()
+            Path(shard).write_bytes(change(content))
+            with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but 10,240 in .*write the shards again"):
+                read_collection(shard)
+            Path(shard).write_bytes(content)
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda data: b"",
+            lambda data: data[:50],
+            lambda data: b"\xff" + data,
+            lambda data: data.replace(b'"counts":[1,2]', b'"counts":[1,1]'),
+            lambda data: data.replace(b'"sizes":', b'"sizes":[],"size":'),
+            lambda data: data.replace(b'"starts":[0', b'"starts":["0"'),
+        ],
+    )
+    def test_damaged_facts(self, tmp_path, damage):
+        (shard,) = write_numbered(tmp_path, [1, 2])
+        file = Path(index_file(shard))
+        content = file.read_bytes()
+        file.write_bytes(damage(content))
+        assert file.read_bytes() != content
+        with pytest.raises(UserError, match=r"\.tar\.jsonl is damaged: .*vl-plugins shards index"):
+            read_collection(shard)
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda lines: [*lines[:2], lines[2][:20]], "damaged"),
+            (lambda lines: lines[:2], "the shards have changed since they were opened"),
+        ],
+    )
+    def test_damaged_records(self, tmp_path, damage, message):
+        (shard,) = write_numbered(tmp_path, [1, 2])
+        file = Path(index_file(shard))
+        file.write_bytes(b"\n".join(damage(file.read_bytes().splitlines())))
+        collection = read_collection(shard)
+        with pytest.raises(UserError, match=message):
+            collection.captions  # noqa: B018
+
+    def test_names_are_not_read_before_they_are_asked_for(self, tmp_path):
+        (shard,) = write_numbered(tmp_path, [1, 2])
+        index = scan_shard(shard)
+        write_index(shard, ShardIndex(index.head, []))
+        assert read_collection(shard).captions_per_image.tolist() == [1, 2]
+
+
+class TestCollection:
+    def test_names_are_those_that_webdataset_reads(self, toy_shards):
+        pattern = f"{toy_shards}/toy-test-{{000000..000002}}.tar"
+        collection, samples = read_collection(pattern), list(webdataset.WebDataset(pattern, shardshuffle=False))
+        texts = [json.loads(sample["json"]) for sample in samples]
+        assert len(collection) == len(samples) == 24
+        assert collection.keys == [sample["__key__"] for sample in samples]
+        assert collection.image_ids == [text["image_id"] for text in texts]
+        assert collection.captions == [caption for text in texts for caption in text["captions"]]
+        assert collection.caption_ids == [number for text in texts for number in text["caption_ids"]]
+        assert collection.image_of_caption.tolist() == [index for index in range(24) for _ in range(5)]
+        assert collection.splits == ["toy-test"]
+        assert collection.pictures(range(24)) == {index: sample["png"] for index, sample in enumerate(samples)}
+
+    def test_images_of_a_group_have_the_label_of_its_first(self, shards):
+        collection = read_collection(shards)
+        assert collection.labels.tolist() == [0, 1, 2, 3, 1, 0, 6, 7, 8, 9]
+        assert collection.has_groups
+        assert not read_collection(shards[2]).has_groups
+
+    def test_groups_are_those_of_one_data_set(self, tmp_path):
+        shards = []
+        for dataset in ("one", "other"):
+            shards += write_captioned(tmp_path, [["a"], ["b"], ["c"]], dataset=dataset, groups=["1", "1", 1])
+        assert read_collection(shards).labels.tolist() == [0, 0, 2, 3, 3, 5]
+
+    def test_some_captions(self, shards):
+        collection = read_collection(shards)
+        some = collection.with_captions(torch.tensor([5, 1]))
+        assert (some.captions, some.image_of_caption.tolist()) == (["2/2", "1/0"], [2, 1])
+        assert some.caption_ids == ["2#2", "1#0"]
+        assert some.keys == collection.keys
+
+    def test_pictures(self, shards, tmp_path):
+        collection = read_collection(shards)
+        pictures = collection.pictures([9, 3, 9])
+        assert {index: Image.open(io.BytesIO(data)).getpixel((0, 0))[0] for index, data in pictures.items()} == {
+            3: 3,
+            9: 9,
+        }
+        assert collection.pictures([]) == {}
+
+    def test_pictures_of_shards_that_have_changed(self, tmp_path):
+        (shard,) = write_numbered(tmp_path, [1, 1, 1])
+        collection = read_collection(shard)
+        collection.keys  # noqa: B018
+        # Of the same size, with the first two images exchanged.
+        content = Path(shard).read_bytes()
+        second, third = (int(start) for start in collection.starts[1:])
+        Path(shard).write_bytes(content[second:third] + content[:second] + content[third:])
+        with pytest.raises(UserError, match="has changed: numbered-001 was where numbered-000 is now"):
+            collection.pictures([1])
+        Path(shard).unlink()
+        with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
+            collection.pictures([2])
+        replace_member(write_numbered(tmp_path, [1])[0], "numbered-000.png", None)
+        with pytest.raises(UserError, match="it has no images, expected jpg or png"):
+            read_collection(shard).pictures([0])
+
+    def test_first_captions(self):
+        image_of_caption = torch.tensor([2, 0, 2, 0, 2, 1, 0, 0])
+        assert first_captions(image_of_caption, 1).tolist() == [0, 1, 5]
+        assert first_captions(image_of_caption, 2).tolist() == [0, 1, 2, 3, 5]
+        assert first_captions(image_of_caption, 9).tolist() == list(range(8))
+        with pytest.raises(ValueError, match="number must be at least 1, got 0"):
+            first_captions(image_of_caption, 0)
+
+
+class TestOtherShards:
+    """Shards of other programs, without an index."""
+
+    def test_webdatasets_writer(self, tmp_path):
+        with webdataset.ShardWriter(f"{tmp_path}/x-%06d.tar", maxcount=2, verbose=0) as writer:
+            for index in range(4):
+                picture = Image.new("RGB", (4, 4), (index, 0, 0))
+                writer.write({"__key__": f"a/{index}", "png": picture, "txt": f"caption {index}"})
+        collection = read_collection(f"{tmp_path}/x-{{000000..000001}}.tar")
+        assert collection.keys == collection.image_ids == ["a/0", "a/1", "a/2", "a/3"]
+        assert collection.captions == [f"caption {index}" for index in range(4)]
+        assert collection.caption_ids == ["a/0#0", "a/1#0", "a/2#0", "a/3#0"]
+        assert (collection.splits, collection.only_txt) == ([], 4)
+        assert Image.open(io.BytesIO(collection.pictures([3])[3])).getpixel((0, 0)) == (3, 0, 0)
+
+    def test_img2dataset(self, tmp_path):
+        texts = b'{"caption": "a dog", "url": "http://x/a.b.jpg", "similarity": NaN, "key": "000000012"}'
+        members = [("000000012.jpg", encode_picture()), ("000000012.txt", "a dog"), ("000000012.json", texts)]
+        collection = read_collection(write_tar(tmp_path / "00000.tar", members))
+        assert (collection.keys, collection.captions, collection.only_txt) == (["000000012"], ["a dog"], 1)
+
+    def test_a_txt_of_several_lines_is_one_caption(self, tmp_path):
+        collection = read_collection(write_tar(tmp_path / "0.tar", [("s0.webp", b""), ("s0.txt", "a dog\na cat\n")]))
+        assert collection.captions == ["a dog\na cat\n"]
+
+    def test_values_of_other_types_are_no_ids(self, tmp_path):
+        members = [
+            ("a.json", {"image_id": 7, "captions": ["1", "2"], "caption_ids": ["x", 3], "dataset": "d", "split": "v"}),
+            ("b.json", {"image_id": True, "captions": ["3"], "caption_ids": [None], "dataset": "d", "split": 3}),
+            ("c.json", {"image_id": 1.5, "captions": ["4", "5"], "caption_ids": [1]}),
+            ("d.json", [1]),
+            ("d.txt", "\ufeffgrün"),
+        ]
+        collection = read_collection(write_tar(tmp_path / "x.tar", members))
+        assert collection.image_ids == [7, "b", "c", "d"]
+        assert collection.caption_ids == ["x", 3, "b#0", "c#0", "c#1", "d#0"]
+        assert collection.splits == ["d-v"]
+
+    def test_names_as_webdataset_splits_them(self, tmp_path):
+        members = [
+            ("folder", None),
+            ("folder/a.JPG", b"image"),
+            ("folder/a.TXT", b"text"),
+            ("folder/a.seg.png", b"other"),
+            ("__meta__/a.json", b"{}"),
+            ("no-extension", b"?"),
+            (f"{'long/' * 60}b.txt", b"b"),
+        ]
+        collection = read_collection(write_tar(tmp_path / "x.tar", members))
+        assert collection.keys == ["folder/a", f"{'long/' * 60}b"]
+        assert collection.pictures([0]) == {0: b"image"}
+
+    @pytest.mark.parametrize(
+        ("members", "message"),
+        [
+            ([("b.json", b'{"captions": ["x"')], "b: its json is not valid"),
+            ([("b.json", b"[" * 100_000)], "b: its json is not valid"),
+            ([("b.json", b'{"captions": []}')], "b: it has no captions"),
+            ([("b.json", b'{"captions": ["x", 1]}')], "b: it has no captions"),
+            ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: .*not valid Unicode"),
+            ([("b.jpg", b"")], "b: it has no captions"),
+            ([("b.txt", b"\xff\xfe")], "b: .*not valid Unicode"),
+            ([("b.txt", b"x"), ("b.txt", b"y")], r"b\.txt is in it twice"),
+        ],
+    )
+    def test_bad_samples_are_named(self, tmp_path, members, message):
+        shard = write_tar(tmp_path / "x.tar", [("a.txt", "a"), *members])
+        with pytest.raises(UserError, match=rf"cannot read {shard}: {message}"):
+            read_collection(shard)
+
+    def test_no_images(self, tmp_path):
+        with pytest.raises(UserError, match=r"the shards hold no images: .*x\.tar$"):
+            read_collection(write_tar(tmp_path / "x.tar", []))
+
+
+def header(size, **attributes):
+    member = tarfile.TarInfo("c.txt")
+    member.size = size
+    for name, value in attributes.items():
+        setattr(member, name, value)
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def sparse_header(size):
+    """A file of ``size`` zeros, of which the archive stores 512 other bytes."""
+    data = bytearray(header(512, type=tarfile.GNUTYPE_SPARSE))
+    for place, number in ((386, size - 512), (398, 512), (483, size)):
+        data[place : place + 12] = b"%011o\0" % number
+    data[148:156] = b"%06o\0 " % (256 + sum(data[:148]) + sum(data[156:]))
+    return bytes(data)
+
+
+class TestArchives:
+    """Damaged archives, and small ones that stand for much more."""
+
+    @pytest.mark.parametrize("length", range(0, 4 * 1024 + 512, 256))
+    def test_a_cut_anywhere_is_found(self, tmp_path, length):
+        """Each of two images has two files, with a block for the header and one for the content."""
+        members = [(f"{key}.{extension}", "text") for key in "ab" for extension in ("txt", "png")]
+        shard = Path(write_tar(tmp_path / "x.tar", members))
+        shard.write_bytes(shard.read_bytes()[:length])
+        with pytest.raises(UserError, match=rf"cannot read {shard}: it is "):
+            read_collection(str(shard))
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b"rubbish" * 200, "cut off or damaged"),
+            (header(-2048) + bytes(4096), "says -2048 bytes"),
+            (header(1 << 50) + bytes(4096), f"says {1 << 50} bytes"),
+            (sparse_header(1 << 29) + b"x" * 512 + bytes(4096), "a sparse file"),
+            (header(1 << 60, type=tarfile.XHDTYPE) + bytes(4096), "damaged"),
+        ],
+    )
+    def test_what_follows_an_image(self, tmp_path, data, message):
+        shard = tmp_path / "x.tar"
+        shard.write_bytes(encode_archive([("a.txt", "a")])[:1024] + data)
+        with pytest.raises(UserError, match=rf"cannot read {shard}: .*{message}"):
+            read_collection(str(shard))
+
+    def test_a_compressed_one(self, tmp_path):
+        shard = tmp_path / "x.tar"
+        shard.write_bytes(gzip.compress(encode_archive([("a.txt", "a")])))
+        with pytest.raises(UserError, match=r"cannot read .*a compressed shard must be unpacked"):
+            read_collection(str(shard))
+
+    def test_pictures_are_not_read(self, monkeypatch):
+        members = [("a.jpg", bytes(1_000_000)), ("a.txt", "a"), ("b.jpg", bytes(1_000_000)), ("b.txt", "b")]
+        files, read = fsspec.filesystem("memory"), []
+        monkeypatch.setattr(type(files), "store", {})
+        files.pipe_file("/x.tar", encode_archive(members))
+        stream = type(files.open("/x.tar"))
+        original = stream.read
+        monkeypatch.setattr(stream, "read", lambda self, size=-1: read.append(size) or original(self, size))
+        assert read_collection("memory://x.tar").keys == ["a", "b"]
+        assert 0 < min(read) <= sum(read) < 100_000
+
+
+class TestExpandShards:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for name in "x-0 x-1 x-2 y".split():
+            (tmp_path / f"{name}.tar").touch()
+        return tmp_path
+
+    def test_patterns(self, folder):
+        names = [f"{folder}/{name}.tar" for name in "x-0 x-1 x-2 y".split()]
+        assert expand_shards(f"{folder}/x-{{0..2}}.tar::{folder}/y.tar") == names
+        assert expand_shards(folder / "x-{2,1}.tar") == [names[2], names[1]]
+        assert expand_shards([folder / "y.tar", names[0]]) == [names[3], names[0]]
+        assert expand_shards(f"file://{names[0]}") == [f"file://{names[0]}"]
+
+    def test_errors(self, folder, monkeypatch):
+        monkeypatch.chdir(folder)
+        for pattern, message in (
+            ("x-{3..4}.tar::y.tar", r"2 of 3 shards do not exist: x-3\.tar; \. holds x-0\.tar \.\.\. y\.tar \(4 files"),
+            (["./y.tar", f"{folder}/y.tar"], r"y\.tar is listed more than once"),
+            ("::", "names no shards"),
+            ([], "names no shards"),
+            (str(folder), "1 of 1 shards do not exist"),
+        ):
+            with pytest.raises(UserError, match=message):
+                expand_shards(pattern)
+
+    def test_urls(self, shards, monkeypatch):
+        urls = in_memory(shards, monkeypatch)
+        assert expand_shards("memory://bucket/numbered-{000000..000002}.tar") == urls
+        with pytest.raises(UserError, match=r"1 of 1 shards do not exist: memory://.* holds numbered-000000\.tar"):
+            expand_shards("memory://bucket/none.tar")
+        assert read_collection(urls).captions == read_collection(shards).captions

@@ -1,0 +1,188 @@
+"""Loops with plain torch, Accelerate and Lightning take the steps of the plain formula on the joined batches."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.processes import in_processes
+from vl_plugins import create_loss
+from vl_plugins.data import CaptionSampler, training_loader
+
+accelerate = pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[pml]'")
+lightning = pytest.importorskip("lightning", reason="needs pip install 'vl_plugins[lightning]'")
+accelerate_loop = pytest.importorskip("vl_plugins.integrations.examples.accelerate_loop")
+lightning_module = pytest.importorskip("vl_plugins.integrations.examples.lightning_module")
+
+PAGE = (Path(__file__).parents[3] / "docs/guides/own_loop.md").read_text(encoding="utf-8")
+PLAIN, _, PREPARED, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+IMAGES, EPOCHS, LEARNING_RATE = 32, 2, 0.05  # of all processes
+
+
+@pytest.fixture(scope="module")
+def shards(toy_shards):
+    return f"{toy_shards}/toy-train-{{000000..000007}}.tar"
+
+
+def model_and_dataset(shards):
+    torch.manual_seed(0)
+    return accelerate_loop.make_model_and_dataset(shards)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), LEARNING_RATE)
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train_plain(model, dataset, world_size):
+    exec(PLAIN, variables := {})
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    variables["train"](wrapped, dataset, sgd(model), "cpu", EPOCHS, IMAGES // world_size)
+
+
+def train_with_accelerate(model, dataset, world_size):
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.num_processes == world_size
+    accelerate_loop.train(accelerator, model, dataset, sgd(model), EPOCHS, IMAGES // world_size)
+
+
+def train_with_prepared_loader(model, dataset, world_size):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    exec(PREPARED, variables := {})
+    accelerator = variables["accelerator"]
+    assert accelerator.num_processes == world_size
+    loader = variables["make_loader"](accelerator, dataset, IMAGES // world_size)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    loss_function = create_loss("unified", margin=0.2, gather_across_devices=True)
+    for _ in range(EPOCHS):
+        for images, texts, labels in loader:
+            image_features, text_features, scale = model(images, texts)
+            optimizer.zero_grad()
+            accelerator.backward(loss_function(image_features, labels, ref_emb=text_features, scale=scale))
+            optimizer.step()
+
+
+class ModuleWithSGD(lightning_module.RetrievalModule):
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+def lightning_trainer(world_size, **options):
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    strategy = "ddp" if world_size > 1 else "auto"
+    return lightning.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **quiet, **options)
+
+
+def train_with_lightning(model, dataset, world_size):
+    trainer = lightning_trainer(world_size, max_epochs=EPOCHS, use_distributed_sampler=False)
+    trainer.fit(ModuleWithSGD(model, dataset, IMAGES // world_size))
+
+
+def train_in_process(rank, train, shards, world_size):
+    model, dataset = model_and_dataset(shards)
+    train(model, dataset, world_size)
+    return weights(model)
+
+
+@pytest.fixture(scope="module")
+def expected(shards):
+    """Weights before, and after the steps of the plain formula on batches of one process."""
+    model, dataset = model_and_dataset(shards)
+    before, optimizer = weights(model), sgd(model)
+    sampler = CaptionSampler(dataset.collection, IMAGES, captions_per_image="all", rank=0, world_size=1)
+    positives = torch.eye(IMAGES, dtype=torch.bool).repeat_interleave(5, dim=1)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        items = [dataset[draw] for draw in sampler]
+        assert len(items) == 64
+        for batch in (items[:IMAGES], items[IMAGES:]):
+            texts = dataset.tokenizer([caption for item in batch for caption in item.captions])
+            images, texts, scale = model(torch.stack([item.image for item in batch]), texts)
+            loss = create_loss("unified", margin=0.2)
+            optimizer.zero_grad()
+            loss.from_similarities(images @ texts.T, positives, ~positives, scale=scale).backward()
+            optimizer.step()
+    return before, weights(model)
+
+
+@pytest.mark.parametrize(
+    "train", [train_plain, train_with_accelerate, train_with_prepared_loader, train_with_lightning]
+)
+def test_steps_are_those_of_the_plain_formula(train, shards, expected):
+    before, after = expected
+    assert (after - before).abs().max() > 1e-3
+    for world_size in (1, 2):
+        for found in in_processes(train_in_process, world_size, train, shards, world_size):
+            torch.testing.assert_close(found, after, rtol=0, atol=1e-5)
+
+
+def read_twice_shared_out(rank, shards):
+    """Return the images of an epoch where a trainer shares out again what the sampler has shared out."""
+    model, dataset = model_and_dataset(shards)
+    loader = training_loader(dataset, CaptionSampler(dataset.collection, 8, captions_per_image="all"))
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
+    seen = []
+
+    class Module(ModuleWithSGD):
+        def training_step(self, batch, _):
+            seen.append(batch[2])
+            return super().training_step(batch, _)
+
+    lightning_trainer(2, max_epochs=1).fit(Module(model, dataset, 8))
+    return torch.cat([labels for *_, labels in prepared]), torch.cat(seen)
+
+
+def test_loaders_that_are_shared_out_twice_read_half_of_the_images(shards):
+    for parts in zip(*in_processes(read_twice_shared_out, 2, shards), strict=True):
+        assert len(torch.cat(parts).unique()) == 32
+
+
+def read_dispatched(rank, shards):
+    """Return texts and labels of a batch that the first process has read and cut."""
+    _, dataset = model_and_dataset(shards)
+    configuration = accelerate.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+    found = {}
+    for dataset.captions in ("flat", "nested"):
+        sampler = CaptionSampler(dataset.collection, 16, captions_per_image="all", rank=0, world_size=1)
+        found[dataset.captions] = next(iter(accelerator.prepare(training_loader(dataset, sampler))))[1:]
+    return found
+
+
+def test_dispatched_batches_need_nested_captions(shards):
+    _, dataset = model_and_dataset(shards)
+    collection = dataset.collection
+    for found in in_processes(read_dispatched, 2, shards):
+        assert [len(tensor) for tensor in found["flat"]] == [8, 8]
+        texts, labels = found["nested"]
+        captions = [collection.captions[5 * label + number] for label in labels.tolist() for number in range(5)]
+        assert torch.equal(texts.flatten(0, 1), dataset.tokenizer(captions))
+
+
+def train_without_scale(rank, shards):
+    """Return what torch says where the loss leaves out the scale, and the weights with the scale frozen."""
+    model, dataset = model_and_dataset(shards)
+    exec(PLAIN.replace(", scale=scale", ""), variables := {})
+    message = ""
+    for frozen in (False, True):
+        model.logit_scale.requires_grad_(not frozen)
+        try:
+            variables["train"](DistributedDataParallel(model), dataset, sgd(model), "cpu", 1, 8)
+        except RuntimeError as error:
+            message += str(error)
+    return message, weights(model)
+
+
+def test_distributed_data_parallel_needs_the_scale_or_a_frozen_one(shards):
+    """As the page of troubleshooting says."""
+    (message, first), (other_message, second) = in_processes(train_without_scale, 2, shards)
+    for text in (message, other_message):
+        assert text.startswith("Expected to have finished reduction in the prior iteration")
+        assert text.count("Expected to have finished") == 1
+    assert torch.equal(first, second)
