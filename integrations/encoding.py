@@ -162,10 +162,17 @@ def validate(
         batches: of :func:`vl_plugins.data.evaluation_loader`.
         device: where the model is.
         precision: as open_clip's ``--precision``.
+
+    Raises:
+        UserError: the data cannot be read.
+        ValueError: an embedding is not a finite unit vector.
     """
     # On the CPU, because open_clip lets GPUs round products to TF32, which moves ranks.
-    features = _features(model, _encode_batches(model, batches, device, precision), {})
-    return evaluate([features]).metrics["plain"]
+    encoded = _encode_batches(model, batches, device, precision)
+    try:
+        return evaluate([_features(model, encoded, {})]).metrics["plain"]
+    except UserError as error:
+        raise ValueError(str(error)) from error
 
 
 def log_metrics(metrics: Mapping[str, float], epoch: int) -> None:
