@@ -1,7 +1,6 @@
 """``vl-plugins plot``: pictures of training runs, of slot attention, and of losses."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.run_names import run_names, split_name
@@ -77,7 +76,7 @@ def _training(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.training import plot_training_curves, read_results
 
     named = list(map(split_name, arguments.runs))
-    names = run_names([(name or Path(path).resolve().name, path) for name, path in named])
+    names = run_names(named)
     if len(set(names)) < len(names):
         raise UserError("two runs have one name; name them: NAME=PATH OTHER=PATH")
     plot_training_curves(

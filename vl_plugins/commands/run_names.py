@@ -29,8 +29,9 @@ def split_name(argument: str) -> tuple[str, str]:
 def run_names(runs: Sequence[tuple[str, str]]) -> list[str]:
     """Name runs, given as name and path, where the name is empty.
 
-    A checkpoint is named after the folder of its run, ``vit`` for ``logs/vit/checkpoints/epoch_9.pt``; where two would
-    have the same name, each is ``vit/epoch_9``, or else its whole path. Anything that is not a file keeps its name.
+    A run is named after its folder, and so is a checkpoint, ``vit`` for ``logs/vit/checkpoints/epoch_9.pt``; where two
+    would have the same name, each is ``vit/epoch_9``, or else its whole path. Anything that does not exist keeps its
+    name.
     """
     candidates = [[name] * 3 if name else _candidates(path) for name, path in runs]
     names = [short for short, *_ in candidates]
@@ -42,6 +43,8 @@ def run_names(runs: Sequence[tuple[str, str]]) -> list[str]:
 
 def _candidates(path: str) -> list[str]:
     file = Path(path).resolve()
+    if file.is_dir():
+        return [file.name, path, path]
     if not file.is_file():
         return [path] * 3
     folder = (file.parents[1] if file.parent.name == "checkpoints" else file.parent).name
