@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, unknown_name, user_errors
+from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
@@ -196,10 +196,8 @@ def _config_arguments(path: Path, argv: Sequence[str]) -> list[str]:
             expected = "true or false" if isinstance(defaults[flag], bool) else "a value"
             raise UserError(f"{path}: {key} must be {expected}, got {value!r}")
         arguments += _as_arguments(flag, value)
-    with user_errors(str(path)):
-        check_registered(
-            _plugin_parser().parse_known_args(arguments)[0].loss
-        )  # also "--loss" in a value of another key
+    # Parsed, because a list may hold "--loss=..." as a value of another key.
+    check_registered(_plugin_parser().parse_known_args(arguments)[0].loss)
     return arguments
 
 
