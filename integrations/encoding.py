@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +14,19 @@ from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, first_captions
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.precision import autocast, input_dtype
 from vl_plugins.retrieval import format_metrics_table
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
 
-__all__ = ["encode", "encode_checkpoint", "find_checkpoint", "log_metrics", "validate"]
+__all__ = ["encode", "encode_checkpoint", "find_checkpoint", "hash_shards", "log_metrics", "validate"]
 
 logger = logging.getLogger(__name__)
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+PROBE = "A photo of two dogs, no. 7, it's 4:30 p.m."  # a tokenizer is known by the tokens of this text
 
 
 class _Encoded(NamedTuple):
@@ -44,7 +47,7 @@ def encode_checkpoint(
     device: str | torch.device = "cpu",
     precision: str = "fp32",
     **options: Any,
-) -> tuple[Features, Collection] | None:
+) -> Features | None:
     """Encode every image and every caption of shards with a checkpoint.
 
     Args:
@@ -58,12 +61,13 @@ def encode_checkpoint(
         As :func:`encode`. The description of the features has ``checkpoint``, ``model`` and ``shards`` besides.
     """
     file = find_checkpoint(checkpoint)
-    loaded = load_model(file, model, model_config=model_config, device=device, precision=precision)
-    encoded = encode(loaded, shards, device=device, precision=precision, **options)
-    if encoded is not None:
-        names = {"checkpoint": str(file), "model": model, "shards": shards}
-        encoded[0].description.update({name: value for name, value in names.items() if value is not None})
-    return encoded
+    with user_errors(f"checkpoint {file}"):
+        loaded = load_model(file, model, model_config=model_config, device=device, precision=precision)
+    features = encode(loaded, shards, device=device, precision=precision, **options)
+    if features is not None:
+        names = {"model": model, "checkpoint": str(file), "shards": shards}
+        features.description.update({name: value for name, value in names.items() if value is not None})
+    return features
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
@@ -88,7 +92,7 @@ def find_checkpoint(checkpoint: str | Path) -> str | Path:
     file = next((file for file in found if file.is_file()), None)
     if file is None:
         raise UserError(f"{folder} is no run folder with checkpoints: no best.pt, latest.pt or checkpoints/epoch_*.pt")
-    logger.warning(f"{folder}: evaluating {file}")
+    logger.warning(f"{folder}: the checkpoint is {file}")
     return file
 
 
@@ -103,7 +107,7 @@ def encode(
     precision: str = "fp32",
     processes: tuple[int, int] = (0, 1),
     progress: str | None = None,
-) -> tuple[Features, Collection] | None:
+) -> Features | None:
     """Encode every image and every caption of shards once; the processes share out the batches.
 
     Args:
@@ -119,7 +123,7 @@ def encode(
 
     Returns:
         Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights, configuration,
-        preprocessing and shards in their description; and what they are of. None in all processes but the first.
+        preprocessing and shards in their description. None in all processes but the first.
 
     Raises:
         UserError: a shard does not exist or cannot be read.
@@ -142,14 +146,17 @@ def encode(
         "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
         "splits": list(collection.splits),
         "weights_sha256": _hash(part for item in sorted(model.state_dict().items()) for part in item),
-        "configuration_sha256": _hash([repr(model)]),
-        "preprocessing_sha256": _hash(
-            [repr(transform), type(tokenizer).__name__, str(getattr(tokenizer, "context_length", ""))]
-        ),
-        "shards_sha256": _hash(map(torch.from_numpy, (collection.starts, collection.sizes, collection.caption_hashes))),
+        "configuration_sha256": _hash(_settings(model)),
+        "preprocessing_sha256": _hash([repr(transform), repr(tokenizer), tokenizer([PROBE])]),
+        "shards_sha256": hash_shards(collection),
     }
     names = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
-    return _features(model, encoded, description, **names), collection
+    return _features(model, encoded, description, **names)
+
+
+def hash_shards(collection: Collection) -> str:
+    """Return a SHA-256 of the captions and of the sizes of the images, however these are divided into shards."""
+    return _hash(map(torch.from_numpy, (collection.sizes, collection.caption_hashes)))
 
 
 def validate(
@@ -224,12 +231,20 @@ def _features(model: Any, encoded: Sequence[_Encoded], description: dict[str, An
     )
 
 
-def _hash(parts: Iterable[str | Tensor]) -> str:
-    """Return the SHA-256 of texts and tensors."""
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Yield the type and the plain attributes of each module, such as a number of heads, which no weight tells."""
+    for name, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and key[0] != "_"}
+        yield f"{name} {type(module).__name__} {module.extra_repr()} {sorted(plain.items())}"
+
+
+def _hash(parts: Iterable[Any]) -> str:
+    """Return the SHA-256 of tensors and of the texts of other values, without the addresses of objects in memory."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        digest.update(part.encode() if isinstance(part, str) else part)
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        else:
+            digest.update(re.sub(r" at 0x[0-9a-f]+", "", str(part)).encode())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ Every step is a command that the user can repeat on COCO, and is printed before 
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,16 +14,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from vl_plugins.commands.shards import brace_pattern
 from vl_plugins.errors import UserError, require
 
 __all__ = ["register", "run"]
 
-SHARDS = """
+SHARDS = """\
 vl-plugins toy --out {out}/toy --seed {seed} --train {train_images} --test 1000
 vl-plugins shards coco --annotations {out}/toy/dataset_toy.json --images {out}/toy --out {out}/shards
 """
-TRAINING = """python -m vl_plugins.integrations.open_clip --config toy.yaml --train-data '{train}' --val-data '{val}'
---epochs {epochs} --seed {seed} --logs {out}/logs --name {name} """
+TRAINING = (
+    "python -m vl_plugins.integrations.open_clip --config toy.yaml --train-data {train} --val-data {val} "
+    "--epochs {epochs} --seed {seed} --logs {out}/logs --name {name} "
+)
 # The flags in which the runs differ. Without --loss it is open_clip's own, which takes one caption of an image.
 RUNS = {
     "clip": "--captions-per-image random",
@@ -30,11 +34,11 @@ RUNS = {
     "sets": "--head set --head-kwargs num_slots=4 num_iters=4 hidden_dim=256 "
     "--loss smooth_chamfer --loss-kwargs base=unified scale=learned --captions-per-image all",
 }
-EVALUATION = """
-vl-plugins plot training clip={out}/logs/clip unified={out}/logs/unified sets={out}/logs/sets --out {out}/training.png
-vl-plugins evaluate --checkpoint clip={out}/logs/clip unified={out}/logs/unified sets={out}/logs/sets
- --shards '{test}' --device cpu --report {out}/report.html --json
-"""
+LOGS = "clip={out}/logs/clip unified={out}/logs/unified sets={out}/logs/sets"
+PLOT = f"vl-plugins plot training {LOGS} --out {{out}}/training.png"
+EVALUATION = (
+    f"vl-plugins evaluate --checkpoint {LOGS} --shards {{test}} --device cpu --report {{out}}/report.html --json"
+)
 LOG_LINE = re.compile(r"Train Epoch: (\d+) \[.*\((\d+)%\)\]")
 SPREAD = "With other seeds it differs by 10 to 20: docs/measured.md has five seeds, and intervals."
 
@@ -61,58 +65,42 @@ def run(arguments: argparse.Namespace) -> int:
         require(module, extra=extra)
     from vl_plugins.retrieval import format_metrics_table
 
-    if arguments.out.exists() and any(arguments.out.iterdir()):
-        raise UserError(f"--out {arguments.out} is not empty: delete it, or name a new folder")
-    values = vars(arguments)
-    for command in SHARDS.strip().splitlines():
-        _run(command.format(**values))
-    values |= {split: f"{arguments.out}/shards/{_pattern(arguments.out, split)}" for split in ("train", "val", "test")}
+    out, epochs = arguments.out, arguments.epochs
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out} is not empty: delete it, or name a new folder")
+    values = vars(arguments) | {"out": shlex.quote(str(out))}
+    for command in SHARDS.splitlines():
+        print(_run(command.format(**values)), end="")
+    for split in ("train", "val", "test"):
+        values[split] = shlex.quote(brace_pattern(sorted(map(str, out.glob(f"shards/toy-{split}-*.tar")))))
     for name, flags in RUNS.items():
-        _train((TRAINING.replace("\n", " ") + flags).format(name=name, **values), arguments, name)
-    plot, evaluation = EVALUATION.strip().replace("\n ", " ").splitlines()
-    _run(plot.format(**values))
-    found = json.loads(_run(evaluation.format(**values), capture=True))["results"]
+        _run((TRAINING + flags).format(name=name, **values), out / f"{name}.log", epochs)
+    print(_run(PLOT.format(**values)), end="")
+    found = json.loads(_run(EVALUATION.format(**values)))["results"]
     results = {result["name"]: result["metrics"]["plain"] for result in found}
-    print(f"\nTest split after {arguments.epochs} epochs, recalls in percent:\n\n{format_metrics_table(results)}")
-    leads = (
-        f"{name} {result['rsum'] - results['clip']['rsum']:+.1f}" for name, result in results.items() if name != "clip"
-    )
-    print(f"\nRSUM against clip: {', '.join(leads)}\n{SPREAD}")
-    print(f"\nRSUM and similarities over the epochs: {arguments.out}/training.png")
-    print(f"Report with examples: {arguments.out}/report.html")
+    print(f"\nTest split after {epochs} epochs, recalls in percent:\n\n{format_metrics_table(results)}\n")
+    leads = {name: results[name]["rsum"] - results["clip"]["rsum"] for name in RUNS if name != "clip"}
+    print(f"RSUM against clip: {', '.join(f'{name} {lead:+.1f}' for name, lead in leads.items())}\n{SPREAD}\n")
+    print(f"RSUM and similarities over the epochs: {out}/training.png\nReport with examples: {out}/report.html")
     return 0
 
 
-def _pattern(out: Path, split: str) -> str:
-    """Name all shards of a split in brace notation."""
-    first, *_, last = [*sorted(file.stem[-6:] for file in out.glob(f"shards/toy-{split}-*.tar")) * 2]
-    return f"toy-{split}-{first}.tar" if first == last else f"toy-{split}-{{{first}..{last}}}.tar"
-
-
-def _run(command: str, capture: bool = False) -> str:
-    """Print a command and run it; return its output where that is captured."""
+def _run(command: str, log: Path | None = None, epochs: int = 0) -> str:
+    """Print a command and run it; return its output, which for a training goes to a log and moves a progress bar."""
     print(f"\n$ {command}", flush=True)
-    words = [sys.executable, "-m", *shlex.split(command.replace("vl-plugins", "vl_plugins.cli", 1))]
-    finished = subprocess.run(words, stdout=subprocess.PIPE if capture else None, text=True, check=False)
-    if finished.returncode:
-        raise UserError(f"the command above failed with exit code {finished.returncode}")
-    return finished.stdout
-
-
-def _train(command: str, arguments: argparse.Namespace, name: str) -> None:
-    """Print a training's command and run it, with a progress bar made from the log that it writes to a file."""
-    print(f"\n$ {command}", flush=True)
-    log = arguments.out / f"{name}.log"
-    words = [sys.executable, *shlex.split(command)[1:]]
+    words = [sys.executable, *shlex.split(command.replace("vl-plugins", "python -m vl_plugins.cli", 1))[1:]]
+    form, lines = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}", []
     with (
-        log.open("w") as log_file,
-        tqdm(total=100 * arguments.epochs, desc=name, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar,
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        open(log or os.devnull, "w") as log_file,
+        tqdm(total=100 * epochs, desc=log and log.stem, bar_format=form, disable=log is None) as bar,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log and subprocess.STDOUT, text=True) as process,
     ):
         for line in process.stdout or ():
+            lines.append(line)
             log_file.write(line)
             if step := LOG_LINE.search(line):
                 bar.update(100 * int(step[1]) + int(step[2]) - bar.n)
     if process.returncode:
-        ending = "".join(log.read_text().splitlines(keepends=True)[-15:])
-        raise UserError(f"{name} failed with exit code {process.returncode}; the end of {log}:\n{ending}")
+        ending = f"; the end of {log}:\n{''.join(lines[-15:])}" if log else ""
+        raise UserError(f"the command above failed with exit code {process.returncode}{ending}")
+    return "".join(lines)

@@ -4,10 +4,9 @@ import argparse
 import sys
 from typing import Any
 
-from vl_plugins.data import expand_shards
-from vl_plugins.distributed import process_device, start_processes, stop_processes
+from vl_plugins.errors import number
 
-__all__ = ["add_options", "encode", "register", "run"]
+__all__ = ["add_options", "encode", "positive", "register", "run"]
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -28,26 +27,24 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("shards", help="shards with the images and captions; {000000..000004} for several")
     parser.add_argument("out", help=".safetensors or .npz file")
     parser.add_argument("--model", help="open_clip model (default: that of the run)")
-    add_options(parser)
+    add_options(parser.add_argument)
     parser.set_defaults(run=run)
 
 
-def add_options(parser: Any) -> None:
+def add_options(add: Any) -> None:
     """Add the options that tell how to encode, of this command and ``evaluate``."""
-    parser.add_argument(
-        "--model-config",
-        metavar="FILE_OR_FOLDER",
-        help="your own model configurations for open_clip (default: those of the run)",
-    )
-    parser.add_argument("--max-captions", type=int, metavar="N", help="only the first N captions of each image")
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", default=64, help="images per batch (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
-    parser.add_argument(
-        "--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)"
-    )
+    config = "your own model configurations for open_clip (default: those of the run)"
+    add("--model-config", metavar="FILE_OR_FOLDER", help=config)
+    add("--max-captions", type=positive, metavar="N", help="only the first N captions of each image")
+    add("--batch-size", type=positive, metavar="N", default=64, help="images per batch (default: %(default)s)")
+    add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
+    add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
+    add("--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)")
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1, as the ``type`` of an option."""
+    return number("N", int(text), least=1, kind=int)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,29 +52,29 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.retrieval.features import check_features_file, save_features
 
     check_features_file(arguments.out)
-    (encoded,) = encode(arguments, [(arguments.checkpoint, arguments.model)])
-    if encoded is not None:  # only the first process has the features
-        save_features(encoded[0], arguments.out)
-        print(f"wrote {arguments.out}: {len(encoded[0].images):,} images, {len(encoded[0].captions):,} captions")
+    (features,) = encode(arguments, [(arguments.checkpoint, arguments.model)])
+    if features is not None:  # only the first process has the features
+        save_features(features, arguments.out)
+        print(f"wrote {arguments.out}: {len(features.images):,} images, {len(features.captions):,} captions")
     return 0
 
 
 def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) -> list[Any]:
-    """Return what :func:`vl_plugins.integrations.encoding.encode_checkpoint` does for checkpoints and their models."""
+    """Return the features of checkpoints with their models; None in all processes but the first."""
+    from vl_plugins.data import expand_shards
+    from vl_plugins.distributed import process_device, start_processes, stop_processes
     from vl_plugins.integrations.encoding import encode_checkpoint
 
-    expand_shards(arguments.shards)
-    device = process_device(arguments.device)
+    expand_shards(arguments.shards)  # before the processes meet, when only the first one prints errors
+    options = {name: getattr(arguments, name) for name in ("model_config", "max_captions", "batch_size", "workers")}
+    options |= {"device": process_device(arguments.device), "precision": arguments.precision}
     processes = start_processes()
-    names = ("model_config", "max_captions", "batch_size", "workers", "precision")
-    options = {name: getattr(arguments, name) for name in names}
     try:
         return [
             encode_checkpoint(
                 checkpoint,
                 arguments.shards,
                 model,
-                device=device,
                 processes=processes,
                 progress=f"encoding {checkpoint}" if sys.stderr.isatty() else None,
                 **options,

@@ -5,23 +5,27 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.encode import add_options, encode
-from vl_plugins.commands.run_names import run_names, split_name
+from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import UserError
-from vl_plugins.retrieval.protocols import PROTOCOLS
 
 __all__ = ["register", "run"]
 
 ENSEMBLE = "ensemble"
 JUDGED = "eccv-caption"
+EPILOG = """\
+protocols:
+  plain         all images and all captions
+  flickr30k-1k  Flickr30K's test split: 1,000 images, 5,000 captions
+  coco-5k       Karpathy's COCO test split: 5,000 images, 25,000 captions
+  coco-1k       mean over five folds of 1,000 images of that split
+  eccv          ECCV Caption (mAP@R, R-Precision, R@1) and CxC on that split"""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the ``evaluate`` command."""
-    table = "\n".join(f"  {name:12}  {protocol.description}" for name, protocol in PROTOCOLS.items())
     parser = subparsers.add_parser(
         "evaluate",
         help="measure image-text retrieval of checkpoints or features",
@@ -29,136 +33,139 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         examples=[
             "vl-plugins evaluate --checkpoint logs/run/checkpoints/epoch_10.pt \\\n"
             "    --shards 'shards/coco-test-{000000..000004}.tar' --protocol coco-5k eccv",
-            "vl-plugins evaluate --features vit.safetensors other.npz --ensemble --report report.html",
+            "vl-plugins evaluate --features vit.safetensors other.npz --ensemble",
         ],
         description="Rank all captions for each image and all images for each caption, and print Recall@1, 5 and 10, "
         "median ranks and RSUM.",
-        epilog=f"protocols:\n{table}",
+        epilog=EPILOG,
     )
-    what = parser.add_argument_group("what to evaluate")
-    what.add_argument(
-        "--features",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        default=[],
-        help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors",
-    )
-    what.add_argument(
-        "--checkpoint",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        default=[],
-        help="encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip",
-    )
-    what.add_argument(
-        "--model",
-        nargs="+",
-        metavar="NAME",
-        default=[],
-        help="open_clip model, one for all checkpoints or one each (default: that of the run)",
-    )
-    what.add_argument(
-        "--shards", help="shards to encode, or that features are of; {000000..000004} for several (default: as encoded)"
-    )
-    what.add_argument("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
-    what.add_argument(
-        "--protocol",
-        nargs="+",
-        choices=PROTOCOLS,
-        metavar="PROTOCOL",
-        default=["plain"],
-        help="one or more of the protocols below (default: plain)",
-    )
-    what.add_argument("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
-    how = parser.add_argument_group("how to run")
-    add_options(how)
-    how.add_argument(
-        "--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)"
-    )
-    out = parser.add_argument_group("what to write")
-    out.add_argument("--json", action="store_true", help="print JSON, with recalls as fractions")
-    out.add_argument(
-        "--report", metavar="FILE.html", help="write a report of the ensemble or the first model, with examples"
-    )
+    add: Any = parser.add_argument_group("what to evaluate").add_argument
+    several: Any = {"nargs": "+", "metavar": "[NAME=]FILE", "default": []}
+    add("--features", **several, help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors")
+    checkpoints = "encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip"
+    add("--checkpoint", **several, help=checkpoints)
+    model = "open_clip model, one for all checkpoints or one each (default: that of the run)"
+    add("--model", nargs="+", metavar="NAME", default=[], help=model)
+    add("--shards", help="shards to encode, or that features are of; {000000..000004} for several")
+    add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
+    add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
+    add("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
+    add = parser.add_argument_group("how to run").add_argument
+    add_options(add)
+    add("--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)")
+    add = parser.add_argument_group("what to write").add_argument
+    add("--json", action="store_true", help="print JSON, with recalls as fractions")
+    report = "write a report of the ensemble or the first model; with --shards it has examples"
+    add("--report", metavar="FILE.html", help=report)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
-    checkpoints, files, models = arguments.checkpoint, arguments.features, arguments.model
-    if not checkpoints and not files:
+    files, checkpoints, models = arguments.features, arguments.checkpoint, arguments.model
+    if not files and not checkpoints:
         raise UserError("give --checkpoint with --shards, or --features")
     if checkpoints and not arguments.shards:
         raise UserError("--checkpoint needs --shards: the images and captions to encode")
     if len(models) not in (0, 1, len(checkpoints)):
         raise UserError(f"give one --model for all checkpoints or one each, got {len(models)} for {len(checkpoints)}")
-    if arguments.ensemble and len(checkpoints) + len(files) < 2:
-        raise UserError("--ensemble averages the similarities of two or more models, got one")
-    if arguments.report and not arguments.report.endswith(".html"):
-        raise UserError(f"--report must end in .html, got {arguments.report}")
-    named = [split_name(argument) for argument in files]
-    models = models if len(models) == len(checkpoints) else [*models, None][:1] * len(checkpoints)
-    for argument, model in zip(checkpoints, models, strict=True):
-        name, path = split_name(argument)
-        # A pretrained tag is one of its model.
-        named.append((name or ("" if Path(path).exists() or not model else f"{model}/{path}"), path))
-    names = run_names(named)
-    if twice := [name for name in [*names, ENSEMBLE] if [*names, ENSEMBLE].count(name) > 1]:
-        raise UserError(f"two models are called {twice[0]!r}; name them: NAME=FILE")
-    return _evaluate(arguments, dict(zip(names, (path for _, path in named), strict=True)), models)
-
-
-def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> int:
-    from vl_plugins.data import first_captions, read_collection
-    from vl_plugins.retrieval.features import load_features
-    from vl_plugins.retrieval.protocols import check_images, evaluate
-
-    torch = sys.modules["torch"]
-    rank = int(os.environ.get("RANK", 0))
-    features, number = {}, len(arguments.features)
-    collection = read_collection(arguments.shards) if arguments.shards else None
-    for protocol in arguments.protocol if collection is not None else ():
-        check_images(protocol, len(collection), arguments.shards)
-    for name in [*paths][: number if rank == 0 else 0]:  # an error ends the other processes, which wait for this one
-        found = load_features(paths[name], normalize=arguments.normalize)
-        if arguments.max_captions:
-            kept = first_captions(found.image_of_caption, arguments.max_captions)
-            found = found.select(torch.arange(len(found.images)), kept)
-        features[name] = found
-    encoded = encode(arguments, list(zip([*paths.values()][number:], models, strict=True))) if models else []
-    if rank > 0:
-        return 0
-    features |= {name: found for name, (found, _) in zip([*paths][number:], encoded, strict=True)}
-    first = features[next(iter(features))]
-    if collection is None and arguments.report and (shards := first.description.get("shards")):
-        collection = read_collection(shards)
-    if collection is not None:
-        if arguments.max_captions:
-            collection = collection.with_captions(first_captions(collection.image_of_caption, arguments.max_captions))
-        for name, found in features.items():
-            found.check_same_items(collection, name, arguments.shards or "its shards")
-    contestants = {name: [found] for name, found in features.items()}
-    if arguments.ensemble:
-        contestants = {ENSEMBLE: [*features.values()], **contestants}
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    shown = None
-    for name, members in contestants.items():
-        results[name] = {}
-        for protocol in arguments.protocol:
-            with_ranks = arguments.report is not None and shown is None
-            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty(), "with_ranks": with_ranks}
-            found = evaluate(members, protocol, name=arguments.shards or name, **options)
-            results[name] |= found.metrics
-            shown = shown or found
-    _print(arguments, paths, features, results)
-    if arguments.report:
-        _write_report(arguments, features, results, shown, collection)
+    models = models if len(models) > 1 else (models or [None]) * len(checkpoints)
+    for place, (checkpoint, model) in enumerate(zip(checkpoints, models, strict=True)):
+        if model and "=" not in checkpoint and not os.path.exists(checkpoint):  # a pretrained tag of its model
+            checkpoints[place] = f"{model}/{checkpoint}={checkpoint}"
+    paths = run_names([*files, *checkpoints])
+    if ENSEMBLE in paths:
+        raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
+    features, collection = _features(arguments, paths, models)
+    if features:  # only the first process has them
+        _evaluate(arguments, paths, features, collection)
     return 0
 
 
-def _tables(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[dict[str, Mapping[str, float]]]:
+def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
+    """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
+    import torch
+
+    from vl_plugins.data import first_captions, read_collection
+    from vl_plugins.integrations.encoding import hash_shards
+    from vl_plugins.retrieval.features import load_features
+    from vl_plugins.retrieval.protocols import check_images
+
+    shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
+    collection: Any = read_collection(shards) if shards else None
+    for protocol in arguments.protocol if shards else ():
+        check_images(protocol, len(collection), shards)
+    files = names[: len(names) - len(models)]
+    features = {}
+    if os.environ.get("RANK", "0") == "0":  # its errors end the other processes, which wait for this one
+        features = {name: load_features(paths[name], normalize=arguments.normalize) for name in files}
+    if limit:
+        for name, read in features.items():
+            kept = first_captions(read.image_of_caption, limit)
+            features[name] = read.select(torch.arange(len(read.images)), kept)
+    if models:
+        checkpoints = [(paths[name], model) for name, model in zip(names[len(files) :], models, strict=True)]
+        encoded = zip(names[len(files) :], encode(arguments, checkpoints), strict=True)
+        features |= {name: found for name, found in encoded if found is not None}
+    if collection is None:
+        return features, None
+    digest = hash_shards(collection)
+    collection = collection.with_captions(first_captions(collection.image_of_caption, limit)) if limit else collection
+    for name, found in features.items():
+        found.check_same_items(collection, name, shards)
+        if found.description.get("shards_sha256", digest) != digest:
+            raise UserError(f"{name} and {shards} do not belong together: the pictures or captions differ")
+    return features, collection
+
+
+def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], features: Any, collection: Any) -> None:
+    """Print the metrics of each model, then write the report."""
+    from vl_plugins.retrieval import format_metrics_table
+    from vl_plugins.retrieval.protocols import evaluate
+
+    ensemble = {ENSEMBLE: [*features.values()]} if arguments.ensemble else {}
+    results: dict[str, Any] = {}
+    shown: Any = None  # by the report
+    for name, members in (ensemble | {name: [found] for name, found in features.items()}).items():
+        results[name] = {}
+        for protocol in arguments.protocol:
+            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty()}
+            options["with_ranks"] = arguments.report is not None and shown is None
+            found = evaluate(members, protocol, name=arguments.shards or name, **options)
+            results[name] |= found.metrics
+            shown = shown or found
+    tables, first = _tables(results), next(iter(results))
+    size = "{num_samples:,} images, {num_captions:,} captions"
+    settings = {protocol: size.format(**metrics) for protocol, metrics in results[first].items()}
+    if arguments.json:
+        known = {name: found.description | {"file": paths[name]} for name, found in features.items()}
+        rows = [known.get(name, {}) | {"name": name, "metrics": metrics} for name, metrics in results.items()]
+        print(json.dumps({"shards": arguments.shards, "results": rows}, indent=2))
+    else:
+        print(*(f"{protocol}: {size}" for protocol, size in settings.items()), sep="\n")
+        print(*(format_metrics_table(rows, bool(judged)) for judged, rows in enumerate(tables) if rows), sep="\n")
+        for name, parts in results.items():
+            metrics = next(iter(parts.values()))
+            if "image_circular_variance" in metrics:
+                images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
+                print(f"circular variance of the sets of {name}: images {images:.4g}, captions {captions:.4g}")
+    if arguments.report:
+        from vl_plugins.retrieval.report import write_report
+
+        write_report(
+            arguments.report,
+            shown.ranks,
+            tables,
+            title=f"Image-text retrieval of {first}, protocol {arguments.protocol[0]}",
+            settings=settings | {name: _settings(found.description) for name, found in features.items()},
+            collection=collection and collection.with_captions(shown.captions),
+        )
+        print(f"wrote {arguments.report}", file=sys.stderr)
+
+
+def _tables(results: Mapping[str, Any]) -> list[dict[str, Mapping[str, float]]]:
     """Return the metrics by the names of their rows: recalls, and those that ECCV Caption judges."""
-    tables: list[dict[str, Mapping[str, float]]] = [{}, {}]
+    tables: list[dict[str, Any]] = [{}, {}]
     for name, parts in results.items():
         for protocol, metrics in parts.items():
             row = name if protocol == "plain" else protocol if len(results) == 1 else f"{name} {protocol}"
@@ -166,55 +173,8 @@ def _tables(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[di
     return tables
 
 
-def _print(arguments: argparse.Namespace, paths: Mapping[str, str], features: Any, results: Any) -> None:
-    from vl_plugins.retrieval import format_metrics_table
-
-    if arguments.json:
-        found = [
-            {
-                "name": name,
-                **({"file": paths[name]} if name in paths else {}),
-                **(features[name].description if name in features else {}),
-                "metrics": metrics,
-            }
-            for name, metrics in results.items()
-        ]
-        print(json.dumps({"shards": arguments.shards, "results": found}, indent=2))
-        return
-    for protocol, metrics in next(iter(results.values())).items():
-        print(f"{protocol}: {metrics['num_samples']:,} images, {metrics['num_captions']:,} captions")
-    for judged, rows in enumerate(_tables(results)):
-        if rows:
-            print(format_metrics_table(rows, bool(judged)))
-    for name, parts in results.items():
-        metrics = next(iter(parts.values()))
-        if "image_circular_variance" in metrics:
-            images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
-            print(f"circular variance of the sets of {name}: images {images:.4g}, captions {captions:.4g}")
-
-
-def _write_report(arguments: argparse.Namespace, features: Any, results: Any, shown: Any, collection: Any) -> None:
-    from vl_plugins.retrieval.report import write_report
-
-    settings = {"protocol": ", ".join(arguments.protocol)}
-    if arguments.shards:
-        settings["shards"] = arguments.shards
-    for name, found in features.items():
-        described = {**found.description, "shards": None, "splits": None, "similarity_kwargs": None}
-        settings[name] = (
-            ", ".join(
-                f"{key.replace('_', ' ')} {value[:12] if key.endswith('sha256') else value}"
-                for key, value in described.items()
-                if value
-            )
-            or "features of unknown origin"
-        )
-    write_report(
-        arguments.report,
-        shown.ranks,
-        _tables(results),
-        title=f"Image-text retrieval of {next(iter(results))}, protocol {arguments.protocol[0]}",
-        settings=settings,
-        collection=collection and collection.with_captions(shown.captions),
-    )
-    print(f"wrote {arguments.report}", file=sys.stderr)
+def _settings(description: Mapping[str, Any]) -> str:
+    """Return in one line what is known of features."""
+    known = {key: value for key, value in description.items() if value and key not in ("shards", "splits")}
+    texts = (f"{key.replace('_', ' ')} {str(value)[: 12 if 'sha256' in key else None]}" for key, value in known.items())
+    return ", ".join(texts) or "features of unknown origin"

@@ -1,12 +1,11 @@
 """``vl-plugins plot``: pictures of training runs, of slot attention, and of losses."""
 
 import argparse
-from typing import Any
 
-from vl_plugins.commands.run_names import run_names, split_name
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.commands.encode import positive
+from vl_plugins.commands.run_names import run_names
+from vl_plugins.errors import user_errors
 from vl_plugins.integrations.key_values import parse_key_values
-from vl_plugins.plots.figures import check_picture
 from vl_plugins.registry import create_loss, format_options
 
 __all__ = ["register"]
@@ -44,7 +43,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add("--model-config", metavar="FILE_OR_FOLDER", help="your own model configurations (default: those of the run)")
     add("--shards", metavar="PATTERN", required=True, help="shards with the images, and the captions to choose from")
     chosen = attention.add_mutually_exclusive_group()
-    chosen.add_argument("--images", type=int, metavar="N", default=3, help="the first N images (default: %(default)s)")
+    chosen.add_argument(
+        "--images", type=positive, metavar="N", default=3, help="the first N images (default: %(default)s)"
+    )
     chosen.add_argument("--keys", nargs="+", metavar="KEY", default=(), help="these images, by key or image id")
     add("--iteration", type=int, metavar="T", help="iteration of slot attention, from 1 (default: the last)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
@@ -56,32 +57,27 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         description="Draw the size of the gradients of losses at the positive and the negative pair of a triplet.",
     )
     gradients.add_argument("losses", nargs="+", metavar="LOSS", help="losses, each before its options as margin=0.2")
-    for picture, run in ((training, _training), (attention, _attention), (gradients, _gradients)):
+    for picture, draw in ((training, _training), (attention, _attention), (gradients, _gradients)):
         default = f"{picture.prog.split()[-1]}.png"
         picture.add_argument("--out", metavar="FILE", default=default, help=".png, .pdf or .svg (default: %(default)s)")
-        picture.set_defaults(run=_drawing(run))
+        picture.set_defaults(run=run, draw=draw)
 
 
-def _drawing(draw: Any) -> Any:
-    def run(arguments: argparse.Namespace) -> int:
-        check_picture(arguments.out)
-        draw(arguments)
-        print(f"wrote {arguments.out}")
-        return 0
+def run(arguments: argparse.Namespace) -> int:
+    """Draw a picture and print its name."""
+    from vl_plugins.plots.figures import check_picture
 
-    return run
+    check_picture(arguments.out)
+    arguments.draw(arguments)
+    print(f"wrote {arguments.out}")
+    return 0
 
 
 def _training(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.training import plot_training_curves, read_results
 
-    named = list(map(split_name, arguments.runs))
-    names = run_names(named)
-    if len(set(names)) < len(names):
-        raise UserError("two runs have one name; name them: NAME=PATH OTHER=PATH")
-    plot_training_curves(
-        {name: read_results(path) for name, (_, path) in zip(names, named, strict=True)}, arguments.out
-    )
+    runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
+    plot_training_curves(runs, arguments.out)
 
 
 def _attention(arguments: argparse.Namespace) -> None:
@@ -91,25 +87,25 @@ def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.attention import attended_images, plot_attention
 
     collection, file = read_collection(arguments.shards), find_checkpoint(arguments.checkpoint)
-    loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
-    names = ("images", "keys", "iteration", "device")
-    items = attended_images(*loaded, collection, **{name: getattr(arguments, name) for name in names})
-    plot_attention(items, arguments.out)
+    with user_errors(f"checkpoint {file}"):
+        loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
+    options = {name: getattr(arguments, name) for name in ("images", "keys", "iteration", "device")}
+    plot_attention(attended_images(*loaded, collection, **options), arguments.out)
 
 
 def _gradients(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.gradients import plot_gradient_sizes
 
-    losses: list[tuple[str, dict[str, Any]]] = []
+    losses: list[list[str]] = []
     for word in arguments.losses:
-        if "=" not in word:
-            losses.append((word, {}))
-        elif losses:
-            losses[-1][1].update(parse_key_values([word], "plot gradients"))
+        if "=" in word and losses:
+            losses[-1].append(word)
         else:
-            raise UserError(f"{word}: give it after the loss that it is for")
+            losses.append([word])
     drawn = {}
-    for name, options in losses:
+    for name, *words in losses:
         with user_errors(name):
+            options = parse_key_values(words, "plot gradients")
             drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
-    plot_gradient_sizes(drawn, arguments.out)
+    with user_errors(" ".join(arguments.losses)):  # losses that cannot be called with two sets of embeddings
+        plot_gradient_sizes(drawn, arguments.out)
