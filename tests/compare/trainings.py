@@ -59,12 +59,20 @@ class Version:
     is_training: Callable[[DataLoader], bool] = lambda loader: type(loader.dataset).__name__ != "EvaluationReader"
 
 
+def metric_of_0_2(name: str, value: float) -> tuple[str, float]:
+    """Return a metric of 0.3, where recalls are fractions under open_clip's names."""
+    if "_R@" in name:
+        return f"{name}_percent", 100 * value
+    return ("rsum_percent" if name == "rsum" else name), value
+
+
 WEIGHTS = {r"^clip\.": "", r"^parts\.": ""}
 VERSIONS = {
     "0.2": Version(weights=WEIGHTS),
     "0.3": Version(
         flags={"--same-group positive": "", "data.same_group=positive": ""},
         weights=WEIGHTS,
+        metrics=metric_of_0_2,
         is_training=lambda loader: type(loader.sampler).__name__ == "CaptionSampler",
     ),
 }
