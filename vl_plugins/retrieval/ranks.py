@@ -175,13 +175,14 @@ def _rank(
         padding = places >= counts[part, None]
         right = flat[first[part, None] + places.masked_fill(padding, 0)]
         similarity = similarity_of(queries[part])
+        least, most = similarity.aminmax()
+        if not (least > -torch.inf and most < torch.inf):  # NaN is neither
+            raise ValueError("similarities must be finite")
         positive, by_similarity = similarity.gather(1, right).masked_fill(padding, -torch.inf).sort(descending=True)
         best = positive[:, :1]
         similarity.scatter_(1, right, -torch.inf)
         rank = 1 + (similarity >= best).sum(dim=1, dtype=torch.int32)  # faster than int64
         negative, negatives = similarity.topk(min(max(top, int(relevant[part].max())), shape[1]))
-        if not (best.isfinite() & (negative[:, :1] < torch.inf)).all():  # sort and topk put NaN first
-            raise ValueError("similarities must be finite")
         place = torch.searchsorted(-negative, -positive, right=True) + places + 1
         hit = (place <= relevant[part, None]) & ~padding
         share = (hit * (places + 1).double() / place).sum(dim=1), hit.double().sum(dim=1)

@@ -1,6 +1,7 @@
 """Similarities of images and captions, computed for some queries and all candidates at a time."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, reduce
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ Similarity = Callable[[Tensor, Tensor], Tensor]
 
 # BLAS rounds edge rows differently; products are padded to a multiple of this, so that equal embeddings tie.
 KERNEL = 48
-# Elements of sets that are compared with each other at a time.
-SET_BLOCK = 2**22
+SET_BLOCK = 2**24  # pairs of elements of sets that are compared at a time
+KEPT = 2**28  # similarities other than products that are kept for the second direction, 1 GB
 
 
 class Similarities(Protocol):
@@ -42,6 +43,9 @@ class Similarities(Protocol):
 class EmbeddingSimilarities:
     """Similarities of embeddings, in float32, or float64 where the embeddings are.
 
+    Products are computed when they are needed. Those of a ``similarity``, which takes longer, are computed once for both
+    directions if they need at most 1 GB.
+
     Args:
         images: (I, D) floating point, unit vectors for cosines. With a ``similarity`` whatever it takes, such as sets
             (I, K, D).
@@ -57,22 +61,29 @@ class EmbeddingSimilarities:
         if similarity is None and (images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]):
             raise ValueError(f"embeddings must be (I, D) and (C, D), got {(*images.shape,)} and {(*captions.shape,)}")
         for name, embeddings in (("image", images), ("caption", captions)):
-            finite = [
-                part.flatten(1).isfinite().all(dim=1) for part in embeddings.split(256)
-            ]  # little memory at a time
-            if wrong := (~torch.cat(finite)).nonzero().flatten().tolist():
+            least, most = embeddings.flatten(1).aminmax(dim=1)
+            if wrong := (~(least.isfinite() & most.isfinite())).nonzero().flatten().tolist():
                 raise ValueError(f"{name} embeddings must be finite, {len(wrong)} are not, the first is {wrong[0]}")
         self.shape, self.device, self.similarity = (len(images), len(captions)), images.device, similarity
+        self._is_kept = similarity is not None and len(images) * len(captions) <= KEPT
         self._images, self._captions = map(_padded, full_precision(images.detach(), captions.detach()))
 
     def of_images(self, images: Tensor) -> Tensor:
+        if self._is_kept:
+            return self._all[images, : self.shape[1]]
         return self._compare(_padded(self._images[images]), self._captions)[: len(images), : self.shape[1]]
 
     def of_captions(self, captions: Tensor) -> Tensor:
+        if self._is_kept:
+            return self._all[: self.shape[0], captions].T.contiguous()
         chosen = _padded(self._captions[captions])
         if self.similarity is None:
             return self._compare(chosen, self._images)[: len(captions), : self.shape[0]]
         return self._compare(self._images, chosen)[: self.shape[0], : len(captions)].T.contiguous()
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return self._compare(self._images, self._captions)
 
     @torch.no_grad()
     def _compare(self, images: Tensor, captions: Tensor) -> Tensor:
@@ -81,11 +92,11 @@ class EmbeddingSimilarities:
                 return images @ captions.T
             sizes = [embeddings[0].numel() // embeddings.shape[-1] for embeddings in (images, captions)]
             side = max(1, int((SET_BLOCK / (sizes[0] * sizes[1])) ** 0.5) // KERNEL) * KERNEL
-            rows = [
-                torch.cat([self.similarity(part, other) for other in captions.split(side)], dim=1)
-                for part in images.split(side)
-            ]
-            return torch.cat(rows)
+            found = images.new_empty(len(images), len(captions))
+            for part, rows in zip(images.split(side), found.split(side), strict=True):
+                for other, block in zip(captions.split(side), rows.split(side, dim=1), strict=True):
+                    block.copy_(self.similarity(part, other))
+            return found
 
 
 class MatrixSimilarities:
@@ -95,7 +106,7 @@ class MatrixSimilarities:
         matrix: (I, C) floating point; it may be memory-mapped.
 
     Raises:
-        ValueError: the shape or type is not as above. While ranking: a similarity is not finite.
+        ValueError: the shape or type is not as above.
     """
 
     def __init__(self, matrix: Tensor):
@@ -104,10 +115,10 @@ class MatrixSimilarities:
         self.matrix, self.shape, self.device = matrix.detach(), (matrix.shape[0], matrix.shape[1]), matrix.device
 
     def of_images(self, images: Tensor) -> Tensor:
-        return _finite(self.matrix[images])
+        return full_precision(self.matrix[images])[0]
 
     def of_captions(self, captions: Tensor) -> Tensor:
-        return _finite(self.matrix[:, captions].T.contiguous())
+        return full_precision(self.matrix[:, captions].T.contiguous())[0]
 
 
 class MeanSimilarities:
@@ -126,16 +137,10 @@ class MeanSimilarities:
         self.members, self.shape, self.device = members, members[0].shape, members[0].device
 
     def of_images(self, images: Tensor) -> Tensor:
-        return sum(member.of_images(images) for member in self.members) / len(self.members)
+        return reduce(torch.add, (member.of_images(images) for member in self.members)).div_(len(self.members))
 
     def of_captions(self, captions: Tensor) -> Tensor:
-        return sum(member.of_captions(captions) for member in self.members) / len(self.members)
-
-
-def _finite(similarities: Tensor) -> Tensor:
-    if not similarities.isfinite().all():
-        raise ValueError("similarities must be finite")
-    return full_precision(similarities)[0]
+        return reduce(torch.add, (member.of_captions(captions) for member in self.members)).div_(len(self.members))
 
 
 def _padded(embeddings: Tensor) -> Tensor:
