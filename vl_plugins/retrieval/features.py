@@ -69,7 +69,7 @@ class Features:
             owners.dtype == torch.int64 and owners.shape == self.captions.shape[:1], "an int64 image of each caption"
         )
         counts = owners.bincount(minlength=number) if len(owners) and owners.min() >= 0 else owners
-        has_all = len(counts) == number and bool((counts > 0).all())
+        has_all = 0 < number == len(counts) and bool((counts > 0).all())
         _expect(has_all, f"image_of_caption in [0, {number}) and a caption of every image")
         for kind, embeddings, ids in self._sides():
             _expect(embeddings.is_floating_point(), f"floating-point {kind}s, got {embeddings.dtype}")
@@ -87,6 +87,7 @@ class Features:
                     f"finite unit vectors; {len(rows):,} of {len(embeddings):,} {kind}s are not, the first is {which} "
                     f"of norm {norms[rows[0]].flatten()[0]:.4g}; `normalize` divides by the norms",
                 )
+        _expect(isinstance(self.description, dict), "a description that is a dictionary")
         try:
             json.dumps(self.description, allow_nan=False)
         except (TypeError, ValueError) as error:

@@ -217,8 +217,13 @@ def best_answers(ranks: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Te
 
     Returns:
         Three tensors (Q, number): index, similarity, and whether the candidate is right. Where there are fewer
-        candidates the index is -1 and the similarity ``-inf``. ``number`` is at most the ``top`` of the ranks.
+        candidates the index is -1 and the similarity ``-inf``.
+
+    Raises:
+        ValueError: ``number`` is more than the ``top`` of the ranks.
     """
+    if number > ranks.negatives.shape[1] and not (ranks.negatives == -1).any(dim=1).all():
+        raise ValueError(f"{number} answers need ranks with top={number}, got {ranks.negatives.shape[1]}")
     counts = ranks.positive_query.bincount(minlength=len(ranks.queries))
     place = torch.arange(len(ranks.positives), device=counts.device) - (counts.cumsum(0) - counts)[ranks.positive_query]
     where = ranks.positive_query[place < number], place[place < number]

@@ -17,7 +17,7 @@ Similarity = Callable[[Tensor, Tensor], Tensor]
 # BLAS rounds edge rows differently; products are padded to a multiple of this, so that equal embeddings tie.
 KERNEL = 48
 SET_BLOCK = 2**24  # pairs of elements of sets that are compared at a time
-KEPT = 2**28  # similarities other than products that are kept for the second direction, 1 GB
+KEPT = 2**28  # similarities other than dot products that are kept for both directions, 1 GB
 
 
 class Similarities(Protocol):
@@ -43,8 +43,8 @@ class Similarities(Protocol):
 class EmbeddingSimilarities:
     """Similarities of embeddings, in float32, or float64 where the embeddings are.
 
-    Products are computed when they are needed. Those of a ``similarity``, which takes longer, are computed once for both
-    directions if they need at most 1 GB.
+    Dot products are computed when they are needed. Other similarities take longer: up to 1 GB of them are computed once
+    and kept for both directions.
 
     Args:
         images: (I, D) floating point, unit vectors for cosines. With a ``similarity`` whatever it takes, such as sets
