@@ -4,6 +4,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,10 +65,11 @@ def encode_checkpoint(
     with user_errors(f"checkpoint {file}"):
         loaded = load_model(file, model, model_config=model_config, device=device, precision=precision)
     features = encode(loaded, shards, device=device, precision=precision, **options)
-    if features is not None:
-        names = {"model": model, "checkpoint": str(file), "shards": shards}
-        features.description.update({name: value for name, value in names.items() if value is not None})
-    return features
+    if features is None:
+        return None
+    names = {"model": model, "checkpoint": str(file), "shards": shards}
+    known = {name: value for name, value in names.items() if value is not None}
+    return replace(features, description=known | features.description)
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:

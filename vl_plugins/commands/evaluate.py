@@ -175,6 +175,6 @@ def _tables(results: Mapping[str, Any]) -> list[dict[str, Mapping[str, float]]]:
 
 def _settings(description: Mapping[str, Any]) -> str:
     """Return in one line what is known of features."""
-    known = {key: value for key, value in description.items() if value and key not in ("shards", "splits")}
+    known = {key: value for key, value in description.items() if value and key != "splits"}
     texts = (f"{key.replace('_', ' ')} {str(value)[: 12 if 'sha256' in key else None]}" for key, value in known.items())
     return ", ".join(texts) or "features of unknown origin"

@@ -80,7 +80,7 @@ def write_report(
         title=title,
         settings=settings,
         tables=[metrics_table(results, judged) for judged, results in enumerate(tables) if results],
-        chart=_charts(ranks),
+        charts=_charts(ranks),
         groups=groups,
         collection=collection,
         pictures=_thumbnails(collection, images) if collection else {},
@@ -89,10 +89,10 @@ def write_report(
     write_file(file, page.encode(errors="replace"))  # file names may hold bytes of no encoding
 
 
-def _charts(ranks: Ranks) -> str:
-    """Return histograms of similarities and curves of Recall@K as an SVG image."""
-    figure = new_figure(12, 3.6)
-    left, right = figure.subplots(1, 2)
+def _charts(ranks: Ranks) -> dict[str, str]:
+    """Return histograms of similarities and curves of Recall@K: URLs that hold SVG images, by what they show."""
+    figures = [new_figure(6, 3.6) for _ in range(2)]
+    left, right = (figure.subplots() for figure in figures)
     similarities = {"right pairs": ranks.image_to_text.positive_similarity}
     similarities |= {
         f"hardest negative of each {query}": part.negative_similarity[:, 0]
@@ -101,19 +101,26 @@ def _charts(ranks: Ranks) -> str:
     similarities = {label: values[values.isfinite()] for label, values in similarities.items()}
     bins = torch.linspace(*torch.cat([*similarities.values()]).aminmax(), 51).numpy()
     for (label, values), color in zip(similarities.items(), COLORS, strict=False):
-        weights = [100 / len(values)] * len(values)
+        weights = values.new_full((len(values),), 100 / max(1, len(values))).numpy()
         left.hist(values.numpy(), bins, weights=weights, histtype="step", color=color, label=label)
     for label, part, color in zip(("image to text", "text to image"), ranks, COLORS, strict=False):
         share = 100 * torch.arange(1, len(part.rank) + 1) / len(part.rank)
         right.plot(part.rank.sort().values, share, drawstyle="steps-post", color=color, label=label)
     left.set(xlabel="similarity", ylabel="percent")
     right.set(xlabel="K", ylabel="Recall@K in percent", xscale="log", ylim=(0, 100))
-    for axes in (left, right):
+    urls = {}
+    for figure, axes, what in zip(figures, (left, right), ("similarities", "Recall@K by K"), strict=True):
         style_curves(axes)
         axes.legend()
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
-    return stream.getvalue().partition("<svg")[2]
+        stream = io.BytesIO()
+        with require("matplotlib", extra="eval").rc_context({"svg.hashsalt": what}):  # equal bytes in every run
+            figure.savefig(stream, format="svg", metadata={"Date": None})
+        urls[what] = _url("image/svg+xml", stream)
+    return urls
+
+
+def _url(kind: str, stream: io.BytesIO) -> str:
+    return f"data:{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _examples(ranks: Ranks, number: int) -> list[tuple[str, str, int, list[Example]]]:
@@ -154,7 +161,7 @@ def _thumbnails(collection: Collection, images: set[int]) -> dict[int, dict[str,
         stream = io.BytesIO()
         try:
             scaled_picture(data, LONGEST_SIDE).save(stream, "JPEG", quality=QUALITY, optimize=True)
-            thumbnails[index] = {"url": f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"}
+            thumbnails[index] = {"url": _url("image/jpeg", stream)}
         except UserError as error:
             thumbnails[index] = {"problem": str(error)}
     return thumbnails
