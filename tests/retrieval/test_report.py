@@ -14,8 +14,8 @@ import torch
 
 from vl_plugins.data import read_collection
 from vl_plugins.errors import UserError
-from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval import report as report_module
+from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.report import write_report
 
 pillow = pytest.importorskip("PIL.Image")
