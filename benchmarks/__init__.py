@@ -1,14 +1,6 @@
-"""Benchmarks of the losses, retrieval ranks, reader and writer, to be run from a checkout.
+"""Benchmarks against named peers, to be run from a checkout with what ``pip install -e '.[dev]'`` installs.
 
-Each script compares with a named peer and says in its ``--help`` what it measures::
-
-    python -m benchmarks.losses --batch-sizes 1024 4096
-    python -m benchmarks.sets
-    python -m benchmarks.ranks
-    python -m benchmarks.reader
-    python -m benchmarks.writer
-
-They need what ``pip install -e '.[dev]'`` installs.
+``python -m benchmarks.losses --help`` says what it measures; likewise ranks, reader, writer, and study, which trains.
 """
 
 import os

@@ -367,7 +367,6 @@ def test_plot_commands(tmp_path, monkeypatch):
 
 BENCHMARKS = {
     "losses": "--batch-sizes 32 64 --dimension 16 --rounds 1",
-    "sets": "--images 8 --captions 9 --dimension 16 --rounds 1",
     "ranks": "--images 50 --dimension 16 --rounds 1",
     "reader": "--images 128 --size 32 32 --rounds 1",
     "writer": "--images 16 --size 32 32 --rounds 1",
@@ -379,7 +378,7 @@ def test_benchmark_commands(tmp_path, capsys):
     text = "\n".join(blocks("bash")).replace("\\\n", " ")
     # Those of the study are in test_study.py.
     commands = re.findall(r"^python -m (benchmarks\.(?!study)(\w+))([^#\n]*)", text, re.MULTILINE)
-    assert [script for _, script, _ in commands] == ["losses", *BENCHMARKS]
+    assert [script for _, script, _ in commands] == ["losses", "losses", *BENCHMARKS]
     for module, script, arguments in commands:
         arguments = shlex.split(arguments.replace("clip-compiled", "").replace("losses.png", f"{tmp_path}/losses.png"))
         importlib.import_module(module).main([*arguments, *BENCHMARKS[script].split()])
