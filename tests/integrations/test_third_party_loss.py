@@ -1,11 +1,14 @@
 """A loss of another distribution is known to both hosts by name, and one of pytorch-metric-learning by its class."""
 
+import sys
+
 import pytest
 import torch
 import yaml
 from pytorch_metric_learning.distances import LpDistance
 
 from tests.helpers.pml_settings import settings
+from vl_plugins.cli import main as vl_plugins
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.open_clip.launcher import main as open_clip
@@ -96,6 +99,14 @@ def test_no_file_names_a_module(toy_shards, tmp_path, monkeypatch, capsys):
     assert pml(f"--config file.yaml --device cpu --out run --loss {name}".split()) == 0
     assert marker.exists()
     assert open_clip(f"{FLAGS} --loss {name} --loss-kwargs strength=0.5".split()) == 0
+
+
+def test_plot_gradients_finds_a_module_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "here.py").write_text("from vl_plugins.losses import VLCLoss as Own\n")
+    assert vl_plugins("plot gradients here:Own scale=10 --out own.svg".split()) == 0
+    assert "here:Own(scale=10)" in (tmp_path / "own.svg").read_text()
 
 
 def test_a_loss_of_pytorch_metric_learning(tmp_path, monkeypatch, caplog):

@@ -1,6 +1,8 @@
 """``vl-plugins plot``: pictures of training runs, of slot attention, and of losses."""
 
 import argparse
+import os
+import sys
 
 from vl_plugins.commands.encode import positive
 from vl_plugins.commands.run_names import run_names
@@ -56,7 +58,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         examples=["vl-plugins plot gradients unified scale=30 vlc", "vl-plugins plot gradients goal TripletMarginLoss"],
         description="Draw the size of the gradients of losses at the positive and the negative pair of a triplet.",
     )
-    gradients.add_argument("losses", nargs="+", metavar="LOSS", help="losses, each before its options as margin=0.2")
+    gradients.add_argument("losses", nargs="+", metavar="LOSS", help="losses, or module:Class, each before its options")
     for picture, draw in ((training, _training), (attention, _attention), (gradients, _gradients)):
         default = f"{picture.prog.split()[-1]}.png"
         picture.add_argument("--out", metavar="FILE", default=default, help=".png, .pdf or .svg (default: %(default)s)")
@@ -102,6 +104,8 @@ def _gradients(arguments: argparse.Namespace) -> None:
             losses[-1].append(word)
         else:
             losses.append([word])
+    if any(":" in name for name, *_ in losses):
+        sys.path.append(os.getcwd())  # module:Class may be a file here, as it may with `python -m`
     drawn = {}
     for name, *words in losses:
         with user_errors(name):
