@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument(
         "--tolerance",
         type=float,
-        help="largest equal difference (default: 1e-12 in losses, open_clip and pml, otherwise 0)",
+        help="largest equal difference (default: 0 or 1e-12, by area)",
     )
     parser.add_argument("--batches", help="file of real batches, for open_clip and pml")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the arrays of both versions in this folder")
