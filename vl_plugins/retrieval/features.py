@@ -76,7 +76,8 @@ class Features:
             types = {type(value) for value in ids or ()}
             _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
             _expect(ids is None or len(ids) == len(embeddings), f"an id of each of the {len(embeddings)} {kind}s")
-            norms = torch.linalg.vector_norm(embeddings, dim=-1, dtype=torch.float32)
+            precision = torch.promote_types(embeddings.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(embeddings, dim=-1, dtype=precision)
             wrong = ~((norms - 1).abs() < NORM_TOLERANCE)
             if embeddings.ndim == 3:
                 wrong = (wrong & (norms != 0)).any(dim=1) | (norms == 0).all(dim=1)

@@ -73,7 +73,7 @@ def check_images(protocol: str, images: int, name: str = "the shards") -> None:
     """
     expected = PROTOCOLS[one_of("protocol", protocol, PROTOCOLS)].images
     if expected not in (None, images):
-        raise UserError(f"protocol {protocol} is about {expected:,} images, but {name} has {images:,}")
+        raise UserError(f"protocol {protocol} is about {expected:,} images, but there are {images:,} in {name}")
     if PROTOCOLS[protocol].coco:
         _coco_test_split()
 
