@@ -1,6 +1,6 @@
 """Benchmarks against named peers, to be run from a checkout with what ``pip install -e '.[dev]'`` installs.
 
-``python -m benchmarks.losses --help`` says what it measures; likewise ranks, reader, writer, and study, which trains.
+``python -m benchmarks.losses --help`` says what it measures; likewise ranks, data, and study, which trains.
 """
 
 import os

@@ -115,20 +115,16 @@ def print_table(
     seconds: Mapping[str, Sequence[float]],
     peer: str,
     memory: Mapping[str, int] | None = None,
-    items: int | None = None,
 ) -> None:
     """Print a row for each name: the median of its seconds over the rounds, and the ratio to those of ``peer``.
 
-    With ``memory``, bytes by name, there are two more columns. With ``items``, how many each run handles, rates and
-    their ratios are printed in place of times.
+    With ``memory``, bytes by name, there are two more columns.
     """
-    header = [title, "ms" if items is None else "items/s", f"ratio to {peer}", "least", "most"]
+    header = [title, "ms", f"ratio to {peer}", "least", "most"]
     rows = [header + ([] if memory is None else ["MB", "ratio"])]
     for name, times in seconds.items():
         middle = statistics.median(times)
-        compared = ratios(times, seconds[peer]) if items is None else ratios(seconds[peer], times)
-        row = [name, f"{1e3 * middle:,.1f}" if items is None else f"{items / middle:,.0f}"]
-        row += [f"{ratio:.3f}" for ratio in compared]
+        row = [name, f"{1e3 * middle:,.1f}", *(f"{ratio:.3f}" for ratio in ratios(times, seconds[peer]))]
         if memory is not None:
             row += [f"{memory[name] / 1e6:,.2f}", f"{memory[name] / memory[peer]:.4f}"]
         rows.append(row)

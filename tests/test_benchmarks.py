@@ -1,10 +1,12 @@
 """That the benchmarks measure what they say, and compare only what computes the same."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from benchmarks import losses
+from benchmarks import data, losses
 from benchmarks.measurement import check, extra_bytes, print_table, time_rounds
 
 
@@ -41,8 +43,6 @@ def test_table_by_hand(capsys):
     seconds = {"ours": [0.001, 0.002, 0.004], "peer": [0.002, 0.002, 0.002]}
     print_table("title", seconds, "peer", memory={"ours": 1_000_000, "peer": 4_000_000})
     assert capsys.readouterr().out.splitlines()[1] == "ours   2.0          1.000  0.500  2.000  1.00  0.2500"
-    print_table("title", {"ours": [0.5], "peer": [1.0]}, "peer", items=100)
-    assert capsys.readouterr().out.splitlines()[1] == "ours       200          2.000  2.000  2.000"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,33 @@ def test_another_similarity_of_sets_is_an_error(monkeypatch, capsys):
     monkeypatch.setitem(losses.SMOOTH_CHAMFER, "other", lambda x, y: losses.smooth_chamfer_formula(x, 1.01 * y))
     with pytest.raises(ValueError, match=r"^other: its value differs"):
         losses.main(flags)
+
+
+def test_shards_are_read_and_written(capsys):
+    data.main("--scale 0.002 --rounds 1".split())
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if " 1.000  1.000" in line] == ["open_clip", "ShardWriter"]
+    images, size = re.search(r"([\d,]+) images: .* drawn, ([\d.]+) bytes an image", printed).groups()
+    assert images == "4,000"
+    assert 60 < float(size) < 100
+
+
+def test_a_reader_that_leaves_out_images_is_an_error():
+    with pytest.raises(ValueError, match=r"^read 3 of 4 images$"):
+        data.read([(torch.zeros(2), None), (torch.zeros(1), None)], 4)
+
+
+@pytest.mark.slow
+def test_commands_and_servers(capsys):
+    data.main("--growth --remote --scale 0.002".split())
+    printed = capsys.readouterr().out.splitlines()
+    sizes = [line.split()[0] for line in printed[1:4]]
+    peaks = [float(line.split()[place]) for line in printed[1:4] for place in (2, 4)]
+    assert sizes == ["128", "128", "1,000"]
+    assert min(peaks) > 20
+    assert printed[4].startswith("2,000 rows of a table: ")
+    rates = [line.split()[-3:] for line in printed[-2:]]
+    assert min(int(rate.replace(",", "")) for row in rates for rate in row) > 0
 
 
 @pytest.mark.gpu

@@ -20,12 +20,14 @@ OURS = "vl_plugins.cli"
 ERRORS = [
     (LAUNCHER, "--model vl-tinny --train-data no.tar", "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
     (LAUNCHER, "--model vl-tiny --loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
+    (LAUNCHER, "--model vl-tiny --train-data no-{0..2}.tar", "3 of 3 shards do not exist: no-0.tar"),
     (LAUNCHER, "--model vl-tiny --train-data .", "--train-data .: it is a folder; give shards"),
     (LAUNCHER, "--model vl-tiny --pretrained no/epoch_1.pt", "--pretrained no/epoch_1.pt: no such file"),
     (LAUNCHER, "--model vl-tiny --resume no.pt", "--resume no.pt: no such file"),
     (OURS, "evaluate --model RN5 --checkpoint openai --shards no.tar", "unknown model 'RN5'"),
     (OURS, "evaluate --checkpoint no.pt --shards no.tar", "--checkpoint no.pt: no such file"),
     (OURS, "evaluate --features no.npz", "--features no.npz: no such file"),
+    (OURS, f"plot attention --checkpoint {__file__} --shards no.tar", "1 of 1 shards do not exist: no.tar"),
     (OURS, "plot gradients unifed", "unknown loss 'unifed'"),
 ]
 

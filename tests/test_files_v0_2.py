@@ -119,7 +119,10 @@ def test_shards_have_the_same_content(shards):
     )
     records = [
         {
-            **{name: getattr(record, name) for name in ("key", "image_id", "captions", "caption_ids")},
+            "key": record.key,
+            "image_id": record.image_id,
+            "captions": list(record.captions),
+            "caption_ids": list(record.caption_ids),
             "split": f"{record.dataset}-{record.split}",
             "sum": dataset[index].image.sum().item(),
         }

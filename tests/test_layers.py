@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +18,7 @@ OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.distributed", "vl_
 COMMAND_LINES = ("vl_plugins/commands/", "integrations/pytorch_metric_learning/__init__.py")
 COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")
 COMMAND_LINES += ("integrations/pytorch_metric_learning/command_line.py", "integrations/checkpoints.py")
+COMMAND_LINES += ("vl_plugins/data/collection.py",)  # used without torch, see below
 
 FILES = [str(path.relative_to(ROOT)) for part in ("vl_plugins", "integrations") for path in (ROOT / part).rglob("*.py")]
 NAMES = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}
@@ -56,6 +59,13 @@ def test_no_circle_of_files():
 def test_functions_import_only_what_is_optional_or_slow():
     inner = [part for part in imports() if part[3] and not part[0].startswith(COMMAND_LINES)]
     assert [place for _, place, module, _ in inner if not module.startswith(OPTIONAL)] == []
+
+
+def test_shards_are_written_and_checked_without_torch():
+    """It takes half a gigabyte, in each worker process too."""
+    code = "import sys; from vl_plugins.data import expand_shards, read_table, verify_shards, write_shards; "
+    code += "import vl_plugins.data.inspection; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_no_test_module_imports_another():

@@ -20,7 +20,7 @@ PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
 EXTRAS += ("msgspec", "omegaconf", "datasets", "pyarrow", "safetensors", "clip_benchmark", "transformers")
-EXTRAS += ("accelerate", "tensorboard", "duckdb", "lightning")
+EXTRAS += ("accelerate", "tensorboard", "duckdb", "lightning", "ray", "dask", "distributed")
 
 
 def modules():
@@ -118,7 +118,7 @@ def test_declared_dependencies():
     always = [line for line in importlib.metadata.requires("vl_plugins") if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
-    expected = "open-clip pml data eval timm transformers lightning hub all dev docs"
+    expected = "open-clip pml data eval timm transformers lightning hub ray dask all dev docs"
     assert set(extras) == set(expected.split())
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}

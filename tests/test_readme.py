@@ -271,7 +271,7 @@ def test_trainer_snippet(capsys, monkeypatch):
     exec(compile(TRAINER, "README.md", "exec"), variables)
     assert re.findall(r"epoch (\d+)", capsys.readouterr().out) == [str(epoch) for epoch in range(1, 11)]
     assert not any(torch.equal(variables[name].weight, weight) for name, weight in before.items())
-    assert len(variables["trainer"].dataloader) == 2
+    assert variables["trainer"].iterations_per_epoch == 2
 
 
 def test_configuration(tmp_path):

@@ -5,12 +5,13 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import world_info_from_env
 
-from vl_plugins.data.collection import Collection, expand_shards, read_collection
+from vl_plugins.data.collection import Collection, read_collection
 from vl_plugins.data.dataset import ShardDataset, evaluation_loader
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.sampler import CaptionSampler, training_loader
@@ -44,12 +45,14 @@ class Reader:
     """The splits that our reader serves; open_clip's serves the others.
 
     Args:
-        sampler: draws the training batches; None for open_clip's reader.
+        captions_per_image: of the training split; None for open_clip's reader.
+        make_sampler: returns what draws the training batches of a process, given its ``rank`` and the ``world_size``.
         validation: images that are validated on with all captions; None for open_clip's reader.
         on_read_error: of the training split, ``"skip"`` or ``"raise"``.
     """
 
-    sampler: CaptionSampler | None = None
+    captions_per_image: str | None = None
+    make_sampler: Callable[..., CaptionSampler] | None = None
     validation: Collection | None = None
     on_read_error: str = "skip"
 
@@ -81,35 +84,30 @@ def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
         _check_split(validation, args, "--val-data", VALIDATION_READER)
     if train is not None and (requested is not None or not train.only_txt):
         _check_split(train, args, "--train-data", TRAINING_READER)
-        _, rank, world_size = world_info_from_env()  # the processes have not joined yet
-        sampler = CaptionSampler(
+        captions_per_image = requested or "random"
+        make_sampler = partial(
+            CaptionSampler,
             train,
             args.batch_size,
-            captions_per_image=requested or "random",
+            captions_per_image=captions_per_image,
             seed=args.seed,
             distinct_captions=not options.allow_duplicate_captions,
-            rank=rank,
-            world_size=world_size,
         )
-        return Reader(sampler, validation, options.on_read_error)
+        make_sampler(rank=0, world_size=world_info_from_env()[2])  # for its checks; the processes have not joined yet
+        return Reader(captions_per_image, make_sampler, validation, options.on_read_error)
     for flag, default in (("allow_duplicate_captions", False), ("on_read_error", "skip")):
         if getattr(options, flag) != default:
             raise UserError(
                 f"{option_flag(flag)} is for training shards that the reader of vl_plugins reads, and here it "
                 "reads none: give --captions-per-image too"
             )
-    return Reader(None, validation)
+    return Reader(validation=validation)
 
 
 def _read(path: str | None, options: PluginOptions, args: Namespace) -> Collection | None:
     """Return the images of shards that our reader may serve."""
-    if not is_shards(path, args.dataset_type):
-        return None
-    if options.captions_per_image is None and options.loss is None:
-        if not path.startswith("pipe:"):  # which open_clip's reader knows
-            expand_shards(path)
-        return None
-    return read_collection(path)
+    asked = options.captions_per_image is not None or options.loss is not None
+    return read_collection(path) if asked and path is not None and is_shards(path, args.dataset_type) else None
 
 
 def _check_split(collection: Collection, args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
@@ -121,7 +119,11 @@ def _check_split(collection: Collection, args: Namespace, split: str, not_suppor
                 f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
                 f"{instead}; leave the flag out"
             )
-    ShardDataset(collection, transform=lambda image: image, tokenizer=lambda texts: texts)[0]
+    ShardDataset(collection, _unchanged, _unchanged)[0]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def get_data(
@@ -148,19 +150,20 @@ def get_data(
     """
     preprocess_train, preprocess_val = preprocess_fns
     host_args = copy(args)
-    if reader.sampler is not None:
+    if reader.make_sampler is not None:
         host_args.train_data = None
     if reader.validation is not None:
         host_args.val_data = None
     data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **version_options)
-    if reader.sampler is not None:
-        data["train"] = _training_data(args, reader.sampler, reader.on_read_error, preprocess_train, tokenizer)
-        logging.info(f"Reading the training shards with captions per image: {reader.sampler.captions_per_image}")
+    if reader.make_sampler is not None:
+        sampler = reader.make_sampler(rank=args.rank, world_size=args.world_size)
+        data["train"] = _training_data(args, sampler, reader.on_read_error, preprocess_train, tokenizer)
+        logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
     if reader.validation is not None:
         data["val"] = _validation_data(args, reader.validation, preprocess_val, tokenizer)
     if "train" in data and record is not None:
         train = data["train"]
-        loader = RecordedLoader(train.dataloader, record, None if reader.sampler is None else host)
+        loader = RecordedLoader(train.dataloader, record, None if reader.make_sampler is None else host)
         data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
     return data
 

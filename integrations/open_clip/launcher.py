@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vl_plugins.errors import UserError, exit_status, user_errors
 from vl_plugins.integrations.open_clip.host import OpenCLIP3, data_parallel_on_cpu, installed_host, replaced
-from vl_plugins.integrations.open_clip.names import check_command_line
+from vl_plugins.integrations.open_clip.names import check_command_line, is_shards
 from vl_plugins.integrations.open_clip.options import PluginOptions, format_help, option_flag, parse_arguments
 from vl_plugins.registry import format_options
 
@@ -31,6 +31,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     options, host_options, host_argv = parse_arguments(argv)
     check_command_line(options, host_options)
+    _check_shards(host_options)
     host = installed_host()
     # After the checks of names, because these import torch, which takes seconds.
     from open_clip_train.distributed import world_info_from_env
@@ -58,6 +59,15 @@ def _main(argv: Sequence[str]) -> int:
         return _train(host, host_argv, host_options, options, loss, reader, record)
 
 
+def _check_shards(host_options: Namespace) -> None:
+    """Raise ``UserError`` for shards that do not exist."""
+    from vl_plugins.data.collection import expand_shards
+
+    for path in (host_options.train_data, host_options.val_data):
+        if is_shards(path, host_options.dataset_type) and not path.startswith("pipe:"):  # for open_clip's own reader
+            expand_shards(path)
+
+
 def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginOptions, loss, reader, record) -> int:
     """Run open_clip's ``main`` with some of its functions replaced."""
     from open_clip_train import main
@@ -66,8 +76,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
     from vl_plugins.integrations.open_clip.trainer_errors import one_line_errors
 
     # The trainer writes them all to params.txt and wandb.
-    captions_per_image = None if reader.sampler is None else reader.sampler.captions_per_image
-    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": captions_per_image})
+    args = Namespace(**vars(host_options), **{**asdict(options), "captions_per_image": reader.captions_per_image})
     validation_errors: list[UserError] = []
     replacements = {
         "parse_args": lambda argv: args,
@@ -79,7 +88,7 @@ def _train(host: OpenCLIP3, host_argv, host_options: Namespace, options: PluginO
             host=host,
             host_get_data=main.get_data,
             reader=reader,
-            record=None if loss is None and reader.sampler is None else record,
+            record=None if loss is None and reader.make_sampler is None else record,
         ),
         "evaluate": functools.partial(
             validation.evaluate, host=host, host_evaluate=main.evaluate, errors=validation_errors

@@ -1,168 +1,131 @@
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.archives import encode_archive, encode_picture
+from tests.helpers.archives import encode_archive
 from vl_plugins.cli import main
-from vl_plugins.commands.shards_info import format_statistics
-from vl_plugins.data import contact_sheet
-from vl_plugins.data.shards import write_shards
-from vl_plugins.data.sources import CaptionedImage
-from vl_plugins.data.statistics import Range, Repeats, SplitStatistics, shard_statistics
+from vl_plugins.data import CaptionedImage, RejectedImage
+from vl_plugins.data.writer import write_shards
 
 
-@pytest.fixture(autouse=True)
-def in_new_folder(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def run(action, *arguments):
+    return main(["shards", action, *map(str, arguments)])
 
 
-def info(*arguments):
-    return main(["shards", "info", *map(str, arguments)])
-
-
-STATISTICS = SplitStatistics(
-    shards=114,
-    bytes=19_000_000_000,
-    images=113_287,
-    captions=566_747,
-    unusable=3,
-    rejected=1_200,
-    source={"format": "karpathy-coco", "annotations": [{"file": "dataset_coco.json"}], "caption_ids": "a\n" + "b" * 70},
-    groups=1_200,
-    captions_per_image={5: 112_000, 6: 1_200, 7: 87},
-    words=Range(5, 10.5, 50),
-    widths=Range(59, 640.0, 1640),
-    heights=Range(51, 480.0, 640),
-    features=Range(10, 36.0, 100),
-    feature_dims={2048: 113_287},
-    repeated_pictures=Repeats(12, 12 / 113_287, 6, "coco-train-00000123", 2),
-    repeated_captions=Repeats(30_000, 0.0529, 4_000, "a " * 60, 1_234),
-    places=(),
-)
-
-
-def test_whole_text():
-    text = format_statistics({"coco\x1b": STATISTICS})
-    assert text.replace("\n", "").isprintable()
-    assert (
-        text
-        == r"""          shards   images  captions  rejected         size
-coco\x1b     114  113,287   566,747     1,200  19,000.0 MB
-
-coco\x1b
-  source              format karpathy-coco, caption_ids
-                      a\nbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
-  unusable            3 samples without a picture, or features, or a caption, not counted
-  captions per image  5: 112,000 (98.9%), 6: 1,200 (1.1%), 7: 87 (0.1%)
-  groups              1,200
-  words per caption   min 5, median 10.5, max 50
-  width               min 59, median 640, max 1,640 pixels
-  height              min 51, median 480, max 640 pixels
-  features per image  min 10, median 36, max 100
-  values per feature  2,048: 113,287 (100.0%)
-  repeated pictures   12 images (0.01%), 6 different
-                      most frequent: the picture of 'coco-train-00000123', 2 images
-  repeated captions   30,000 captions (5.29%), 4,000 different
-                      most frequent: the text 'a a a a a a a a a a a a a a a a a a a a a a a ...',
-                      1,234 images
-
-A repeat in a batch is a false negative: two images that show or say the same, which a contrastive
-loss pushes apart. The training reader of vl-plugins keeps equal captions of different images out of
-a batch of one process. It does not compare pictures: leave repeated ones out when you make the
-shards, or give them a common group (--group-key)."""
-    )
-
-
-def test_toy(toy_shards, capsys):
-    pytest.importorskip("matplotlib")
-    assert info(toy_shards, "--contact-sheet", "new/sheet.png", "--samples", 3) == 0
+def test_verify(toy_shards, tmp_path, capsys):
+    assert run("verify", f"{toy_shards}/") == 0
     output = capsys.readouterr()
-    assert output.out == f"{format_statistics(shard_statistics(toy_shards))}\n"
-    assert output.err == ""
-    with Image.open("new/sheet.png") as image:
+    assert (output.out, output.err) == ("14 shards, 112 samples, 560 captions: no problems\n", "")
+    for number in range(101):
+        (tmp_path / f"{number:03}.tar").write_bytes(encode_archive([]))
+    assert run("verify", tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/000.tar: it has no samples"
+    assert lines[100:] == ["... and 1 more; --json lists all", "101 shards, 0 samples, 0 captions: 101 problems"]
+    shards = (tmp_path / "{000..001}.tar", tmp_path / "000.tar", toy_shards)
+    assert run("verify", *shards, "--split", "val", "shards", "--json") == 1
+    problems = [f"{tmp_path}/{number}.tar: it has no samples" for number in ("000", "001")]
+    expected = {"shards": 5, "samples": 24, "captions": 120, "problems": problems}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_other_files_of_a_folder_count_unless_splits_are_chosen(tmp_path, toy_shards, capsys):
+    (tmp_path / "a-0.tar").write_bytes((toy_shards / "toy-val-000000.tar").read_bytes())
+    (tmp_path / ".a-1.tar.01234567.partial").touch()
+    assert run("verify", f"{tmp_path}/") == 1
+    assert f"{tmp_path}/.a-1.tar.01234567.partial: left over" in capsys.readouterr().out
+    assert run("verify", tmp_path, "--split", "a") == 0
+    assert run("verify", tmp_path / "a-0.tar") == 0
+
+
+def test_info(tmp_path, capsys):
+    for name, rows in (("0", 1), ("1", 2), ("2", 2)):
+        np.save(tmp_path / f"{name}.npy", np.ones((rows, 4)))
+    images = [RejectedImage("row 9", "train", "no file")]
+    for number, captions in enumerate((("A dog",), ("a  dog", "cat"), ("dog dog dog",))):
+        ids = tuple(range(10 * number, 10 * number + len(captions)))
+        images.append(CaptionedImage(number, f"{number}.jpg", captions, ids, "train", "a", f"{number}.jpg", "same"))
+    source = {"format": "table", "name": "b\n" + "c" * 70, "annotations": []}
+    write_shards(images, tmp_path, tmp_path / "out", inputs="features", source=source)
+    assert run("info", tmp_path / "out", "--contact-sheet", tmp_path / "a.png") == 2
+    output = capsys.readouterr()
+    lines = r"""a-train
+  shards              1, 0.0 MB
+  source              format table, name
+                      b\nCCC
+  images              3
+  captions            4
+  groups              1
+  rejected            1
+  captions per image  1: 2 (66.7%), 2: 1 (33.3%)
+  values per feature  4: 3 (100.0%)
+  words per caption   min 1, median 2, max 3
+  features per image  min 1, median 2, max 2
+  repeated pictures   2 (66.67%), 1 different; most frequent: the picture of 'a-train-00000001', 2
+                      images
+  repeated captions   2 (50.00%), 1 different; most frequent: the text 'a dog', 2 images
+
+A repeat in a batch is a false negative: """
+    assert output.out.startswith(lines.replace("CCC", "c" * 70))
+    assert output.err.endswith("error: no contact sheet: the shards hold no pictures\n")
+
+
+@pytest.mark.parametrize("action", ["info", "verify"])
+def test_two_processes_find_the_same(toy_shards, tmp_path, capsys, action):
+    for file in (*toy_shards.glob("toy-val-*.tar"), *toy_shards.glob("toy-test-*.tar")):
+        (tmp_path / file.name).write_bytes(file.read_bytes() + bytes([0, action == "verify"]))
+    status = run(action, tmp_path, "--json", "--workers", 1)
+    alone = json.loads(capsys.readouterr().out)
+    assert run(action, tmp_path, "--json", "--workers", 2, "--engine", "processes") == status
+    assert json.loads(capsys.readouterr().out) == alone
+    assert list(alone.get("splits", {})) == (["toy-test", "toy-val"] if action == "info" else [])
+    assert len(alone.get("problems", ())) == (6 if action == "verify" else 0)
+
+
+def test_contact_sheet(toy_shards, tmp_path):
+    assert run("info", toy_shards, "--contact-sheet", tmp_path / "a.PNG", "--samples", 3) == 0
+    with Image.open(tmp_path / "a.PNG") as image:
         assert (image.format, image.width) == ("PNG", 2 * 340)
 
 
-def test_json(toy_shards, capsys):
-    assert info(toy_shards, "--json", "--split", "toy-val") == 0
-    (split,) = json.loads(capsys.readouterr().out)["splits"].values()
-    assert split.keys() == {field for field in vars(STATISTICS) if field != "places"}
-    assert split["captions_per_image"] == {"5": 24}
-    assert split["widths"] == {"minimum": 64, "median": 64, "maximum": 64}
-    assert split["features"] is None
-    assert list(Path().iterdir()) == []
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Keys of the samples that the command hands to the contact sheet, its file and title."""
-    calls = []
-
-    def note(samples, file, *, title):
-        calls.append(([sample.key for sample in samples], str(file), title))
-
-    monkeypatch.setattr(contact_sheet, "draw_contact_sheet", note)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("number", "keys"),
-    [(1, ["toy-val-00000012"]), (3, ["toy-val-00000004", "toy-val-00000012", "toy-val-00000020"])],
-)
-def test_samples_of_the_contact_sheet_are_spread(toy_shards, drawn, number, keys):
-    assert info(toy_shards, "--split", "val", "--samples", number, "--contact-sheet", "a.png") == 0
-    assert drawn == [(keys, "a.png", f"toy-val: {number} of 24 samples")]
-
-
-def test_features_are_not_drawn(toy_shards, tmp_path, drawn, capsys):
-    np.save(tmp_path / "0.npy", np.ones((3, 2048)))
-    image = CaptionedImage(0, "0.jpg", ("a dog",), (0,), "train", "grid", "0.jpg")
-    write_shards([image], tmp_path, tmp_path / "grid", inputs="features")
-    assert info(tmp_path / "grid", "--contact-sheet", "a.png") == 2
-    output = capsys.readouterr()
-    assert "  features per image  min 3, median 3, max 3\n  values per feature  2,048: 1 (100.0%)\n" in output.out
-    assert "no contact sheet: the shards hold no pictures" in output.err
-    (tmp_path / "grid" / "manifest.json").unlink()
-    for shard in toy_shards.glob("toy-val-*.tar"):
-        shutil.copy(shard, tmp_path / "grid")
-    assert info(tmp_path / "grid", "--contact-sheet", "a.png") == 0
-    assert [title for _, _, title in drawn] == ["toy-val: 12 of 24 samples"]
-
-
-def test_shards_of_other_programs_with_a_damaged_picture(tmp_path, drawn, capsys):
-    members = [("0.jpg", encode_picture(image_format="JPEG")), ("0.txt", "a $dog$"), ("1.jpg", b"no"), ("1.txt", "a")]
-    (tmp_path / "00000.tar").write_bytes(encode_archive([*members, ("2.txt", "b")]))
-    assert info(tmp_path, "--contact-sheet", "a.png") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:5] == ["shards", "1", "1", "1", "-"]
-    assert lines[4].startswith("  unusable            2 samples")
-    # Also those that cannot be used.
-    assert drawn == [(["0", "1", "2"], "a.png", "shards: 3 of 3 samples")]
-
-
-def test_without_matplotlib(toy_shards, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert info(toy_shards, "--contact-sheet", "a.png") == 2
-    output = capsys.readouterr()
-    assert (output.out, "matplotlib is not installed" in output.err) == ("", True)
-    assert info(toy_shards) == 0
+SHEET = "a contact sheet is a .png file of 1 to 60 samples, got"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--split", "dev"), "unknown split 'dev'; known: toy-test, toy-train, toy-val"),
-        (("--contact-sheet", "a.png", "--samples", "61"), "a contact sheet shows 1 to 60 samples, got 61"),
-        (("--contact-sheet", "a.jpg"), "a contact sheet is a .png file, got a.jpg"),
+        ("info --split dev", "unknown split 'dev'; known: toy-test, toy-train, toy-val"),
+        ("info --contact-sheet a.png --samples 61", f"{SHEET} a.png and 61"),
+        ("info --contact-sheet a.jpg", f"{SHEET} a.jpg and 12"),
+        ("info empty", "empty holds no shards; expected .tar files"),
+        ("verify none.tar", "1 of 1 shards do not exist: none.tar"),
+        ("verify --workers 0", "workers must be at least 1, got 0"),
     ],
 )
 def test_wrong_input_is_one_line(toy_shards, capsys, arguments, message):
-    assert info(toy_shards, *arguments) == 2
+    action, *rest = arguments.split()
+    assert run(action, toy_shards, *rest) == 2
     output = capsys.readouterr()
     assert (output.out, output.err) == ("", f"vl-plugins shards: error: {message}\n")
+
+
+def test_index_is_that_of_the_writer_without_facts(toy_shards, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    shutil.copytree(toy_shards, shards)
+    written = {file.name: file.read_text().splitlines() for file in (shards / "__index__").glob("*.jsonl")}
+    shutil.rmtree(shards / "__index__")
+    assert run("index", shards) == 0
+    assert run("verify", shards) == 0
+    for file in (shards / "__index__").glob("*.jsonl"):
+        head, *images = file.read_text().splitlines()
+        expected, *records = written.pop(file.name)
+        assert images == records
+        facts = {"fingerprint", "options", "rejected", "source"}
+        assert json.loads(head) == {name: value for name, value in json.loads(expected).items() if name not in facts}
+    assert not written
+    capsys.readouterr()
+    assert run("index", shards) == 0
+    assert capsys.readouterr().out == "indexed 0 shards, 0 images\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from vl_plugins.data.batching import normalize_caption, parse_captions_per_image
+from vl_plugins.data.captions import CaptionedImage, caption_hash, normalize_caption
 from vl_plugins.errors import UserError
 
 
@@ -16,14 +16,28 @@ from vl_plugins.errors import UserError
 )
 def test_captions_that_say_the_same(first, second, equal):
     assert (normalize_caption(first) == normalize_caption(second)) is equal
+    assert (caption_hash(first) == caption_hash(second)) is equal
 
 
-@pytest.mark.parametrize(("value", "parsed"), [("random", "random"), ("first", "first"), ("3", 3), (3, 3)])
-def test_captions_per_image(value, parsed):
-    assert parse_captions_per_image(value) == parsed
+def test_hashes_stay_what_they_are():
+    """Indexes have them."""
+    assert [caption_hash("A  dog"), caption_hash("Ünïcode")] == [-4081912340589182210, -8218377507933086173]
 
 
-@pytest.mark.parametrize("value", ["0", "some", "", "1.5", None])
-def test_wrong_captions_per_image(value):
-    with pytest.raises(UserError, match="must be 'random', 'first', 'all' or a positive number, got"):
-        parse_captions_per_image(value)
+VALID = {"image_id": "a", "file": "a/b.jpg", "captions": ("a cat", "a dog"), "caption_ids": ("1", "2")}
+VALID |= {"split": "train_2017", "dataset": "my-set", "filename": "b.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("caption_ids", (1,), "it has 1 caption ids for 2 captions"),
+        ("split", "val/2017", "'val/2017' cannot name a split; use letters, digits, '_' and '-'"),
+        ("dataset", "val\n", r"'val\\n' cannot name a data set"),
+        ("image_id", "\ud800", r"'\\ud800' is not valid Unicode"),
+    ],
+)
+def test_an_image_that_shards_cannot_hold_cannot_be_made(field, value, message):
+    assert CaptionedImage(**VALID, group=" ").group is None
+    with pytest.raises(UserError, match=f"^{message}"):
+        CaptionedImage(**{**VALID, field: value})

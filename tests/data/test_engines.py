@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import os
 import signal
@@ -134,13 +135,11 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
         workers = [int(parent.stdout.readline()) for _ in range(2)]
         parent.kill()
         parent.wait()
-    while any(_runs(worker) for worker in workers):  # longer than a test may take if they outlive their parent
+    while any(map(is_alive, workers)):  # longer than a test may take if they outlive their parent
         time.sleep(0.05)
 
 
-def _runs(process):
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def is_alive(process):
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{process}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import webdataset
@@ -12,8 +13,8 @@ from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
 from vl_plugins.data.hugging_face import HuggingFaceFiles, read_hugging_face
-from vl_plugins.data.shards import write_shards
-from vl_plugins.data.sources import read_karpathy
+from vl_plugins.data.sources import Columns, read_karpathy
+from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -43,18 +44,11 @@ def write_parquet(folder, **splits):
     for split, rows in splits.items():
         dataset = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
         dataset.to_parquet(folder / f"{split}-00000-of-00001.parquet")
-    return folder
+    return str(folder)
 
 
 def columns(item, *names):
     return {name: item[name] for name in ("image", *names)}
-
-
-@pytest.fixture(scope="module")
-def flickr30k(items, tmp_path_factory):
-    """Columns and only split of nlphuji/flickr30k."""
-    rows = [{**columns(item, "caption", "split", "filename"), "img_id": str(item["cocoid"])} for item in items]
-    return write_parquet(tmp_path_factory.mktemp("flickr30k") / "mirror", test=rows)
 
 
 def run_shards(source, out, *flags):
@@ -62,11 +56,15 @@ def run_shards(source, out, *flags):
     return main([str(argument) for argument in (*arguments, "--workers", 1, *flags)])
 
 
-@pytest.mark.parametrize(("workers", "splits"), [(1, ["train", "val", "test"]), (2, ["test"])])
-def test_flickr30k_gives_the_bytes_of_karpathys_files(flickr30k, toy_shards, tmp_path, workers, splits):
-    assert run_shards(flickr30k, tmp_path, "--workers", workers, "--split", *splits) == 0
-    expected = {path.name: path.read_bytes() for split in splits for path in toy_shards.glob(f"*-{split}-*.tar")}
-    assert len(expected) == (14 if workers == 1 else 3)
+def test_flickr30k_gives_the_bytes_of_karpathys_files(items, toy_shards, tmp_path, capsys):
+    """Columns and only split of nlphuji/flickr30k."""
+    rows = [{**columns(item, "caption", "split", "filename"), "img_id": str(item["cocoid"])} for item in items]
+    mirror = write_parquet(tmp_path / "mirror", test=rows)
+    assert run_shards(mirror, tmp_path / "wrong", "--caption-column", "captoin") == 2
+    message = "unknown column 'captoin' (did you mean 'caption'?); known: caption, filename,"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert run_shards(mirror, tmp_path) == 0
+    expected = {path.name: path.read_bytes() for path in toy_shards.glob("*.tar")}
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.tar")} == expected
 
 
@@ -77,40 +75,24 @@ def test_coco_with_a_row_per_caption_is_read_once(items, toy_scenes, tmp_path, m
         for item in items:
             row = {**columns(item, "filename", "cocoid"), "caption": item["caption"][number]}
             splits[item["split"].replace("val", "validation")].append(row)
-    folder = str(write_parquet(tmp_path / "coco", **splits))
+    folder = write_parquet(tmp_path / "coco", **splits)
     assert {image.split for image in read_hugging_face(folder, data_files={"mine": "validation-*"})[0]} == {"mine"}
     images, files = read_hugging_face(folder)
-    expected = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
-    assert len(expected) == 112
-    ours, theirs = (
-        [(image.image_id, image.filename, image.captions, image.split) for image in source]
-        for source in (images, expected)
-    )
-    assert ours == theirs
+    images, expected = list(images), list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
+    assert len(images) == 112
+    for name in ("image_id", "filename", "captions", "split"):
+        assert [getattr(image, name) for image in images] == [getattr(image, name) for image in expected]
     read, reads = HuggingFaceFiles.read, []
     monkeypatch.setattr(HuggingFaceFiles, "read", lambda self, file: reads.append(file) or read(self, file))
-    write_shards(images, files, tmp_path / "out")
-    assert reads == [image.file for image in images]
-
-
-def test_captions_as_karpathys_sentences(items, tmp_path):
-    """As in HuggingFaceM4/COCO, an object in each row with the split of the row; also a list of objects."""
-    items = [item | {"split": "restval"} if item["imgid"] % 2 else item for item in items[:6]]
-    lists = [columns(item, "cocoid", "split", "sentences") for item in items]
-    rows = [row | {"sentences": sentence} for row in lists for sentence in row["sentences"]]
-    one_each, _ = read_hugging_face(str(write_parquet(tmp_path / "rows", train=rows)))
-    listed, _ = read_hugging_face(str(write_parquet(tmp_path / "lists", train=lists)), join_restval=False)
-    for images in (one_each, listed):
-        assert [image.image_id for image in images] == [item["cocoid"] for item in items]
-        assert [list(image.captions) for image in images] == [item["caption"] for item in items]
-    assert {image.split for image in one_each} == {"train"}
-    assert [image.split for image in listed] == ["train", "restval"] * 3
+    write_shards(images, files, tmp_path / "out", workers=1)
+    assert sorted(reads) == sorted(image.file for image in images)
 
 
 def test_columns_and_configurations_that_are_named(items, tmp_path):
+    """Captions are objects, as in HuggingFaceM4/COCO, and texts."""
     rows = [
         columns(item, "cocoid")
-        | {"thumbnail": item["image"], "text": "no", "words": item["caption"][0], "more": [item["caption"][1]]}
+        | {"thumbnail": item["image"], "text": "no", "words": item["sentences"][0], "more": [item["caption"][1]]}
         | {"part": "restval", "scene": number % 2}
         for number, item in enumerate(items[:4])
     ]
@@ -118,13 +100,19 @@ def test_columns_and_configurations_that_are_named(items, tmp_path):
     write_parquet(tmp_path / "mirror" / "other", train=rows[:1])
     configs = "[{config_name: other, data_files: other/*}, {config_name: some, data_files: some/*}]"
     (tmp_path / "mirror" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    flags = "--config some --image-column image --caption-column words more --id-column cocoid --split-column part"
-    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split(), "--group-key", "scene", "--dry-run") == 0
-    assert run_shards(tmp_path / "mirror", tmp_path / "out", *flags.split(), "--leave-restval", "--txt", "all") == 0
-    (shard,) = (tmp_path / "out").glob("toy-restval-*.tar")
-    samples = list(webdataset.WebDataset(str(shard), shardshuffle=False))
-    assert [sample["txt"].decode().split("\n") for sample in samples] == [item["caption"][:2] for item in items[:4]]
-    assert [json.loads(sample["json"])["image_id"] for sample in samples] == [item["cocoid"] for item in items[:4]]
+    read = partial(read_hugging_face, str(tmp_path / "mirror"), config="some")
+    named = Columns("image", ["words", "more"], "part", "cocoid", "scene")
+    for join_restval, split in ((True, "train"), (False, "restval")):
+        images, _ = read(named, join_restval=join_restval)
+        assert [(image.image_id, list(image.captions), image.split, image.group) for image in images] == [
+            (item["cocoid"], item["caption"][:2], split, number % 2) for number, item in enumerate(items[:4])
+        ]
+    for wrong, message in (
+        (Columns("cocoid", ["words"]), "column 'cocoid' has no images; columns: image, cocoid, "),
+        (Columns("image", id="text"), "which column has the captions\\? name it with --caption-column; columns: "),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(wrong)
 
 
 def test_a_folder_of_images(items, tmp_path):
@@ -134,28 +122,32 @@ def test_a_folder_of_images(items, tmp_path):
     with open(tmp_path / "metadata.csv", "w", newline="") as stream:
         csv.writer(stream).writerows([["file_name", "caption_0", "caption_1"], *([name, "a", "b"] for name in names)])
     images, files = read_hugging_face(str(tmp_path))
-    expected = [(number, name, ("a", "b")) for number, name in enumerate(names)]
-    assert [(image.image_id, image.filename, image.captions) for image in images] == expected
-    assert [files.read(image.file) for image in images] == [item["image"]["bytes"] for item in items[:3]]
-    # Another picture is noticed by a run that goes on.
-    states = [files.state(image.file) for image in images]
-    assert states == [read_hugging_face(str(tmp_path))[1].state(image.file) for image in images]
+    found = [(image.image_id, image.filename, image.captions, files.read(image.file)) for image in images]
+    pictures = [item["image"]["bytes"] for item in items[:3]]
+    assert found == [(number, name, ("a", "b"), pictures[number]) for number, name in enumerate(names)]
+    # Another picture has another state.
+    state = files.state("train/1/2.png")
+    assert read_hugging_face(str(tmp_path))[1].state("train/1/2.png") == state
     (tmp_path / "2.png").write_bytes(items[3]["image"]["bytes"])
     os.utime(tmp_path / "2.png", (1, 1))
-    images, files = read_hugging_face(str(tmp_path))
-    assert files.read(images[1].file) == items[3]["image"]["bytes"]
-    assert files.state(images[1].file) != states[1]
+    files = read_hugging_face(str(tmp_path))[1]
+    assert files.read("train/1/2.png") == items[3]["image"]["bytes"]
+    assert files.state("train/1/2.png") != state
 
 
 def test_a_row_does_not_name_a_file_of_ones_own(items, tmp_path):
     (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}], "caption": ["a"]}
+    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}, None, None], "caption": ["a", "b", " "]}
     (tmp_path / "set").mkdir()
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train.parquet")
-    (image,), files = read_hugging_face(str(tmp_path / "set"))
+    images, files = read_hugging_face(str(tmp_path / "set"), on_error="skip")
+    own, none, rejected = images
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
-        files.read(image.file)
+        files.read(own.file)
+    with pytest.raises(UserError, match="the row has no image"):
+        files.read(none.file)
+    assert rejected.image == f"{tmp_path}/set: train row 2 (2)"
 
 
 def test_tars_of_clip_benchmark(items, tmp_path):
@@ -170,52 +162,10 @@ def test_tars_of_clip_benchmark(items, tmp_path):
     (tmp_path / "dataset_type.txt").write_text("retrieval")
     dataset = builder.build_wds_dataset("toy", transform=PILToTensor(), data_dir=str(tmp_path))
     images, files = read_hugging_face(str(tmp_path), caption_lines=True)
-    assert [(image.image_id, image.split) for image in images] == [(f"s{number:07d}", "test") for number in range(3)]
-    assert [list(image.captions) for image in images] == [captions for _, captions in dataset]
-    assert files.read(images[2].file) == items[2]["image"]["bytes"]
-
-
-def test_wrong_rows_are_named_and_complete_shards_kept(items, tmp_path, capsys):
-    rows = [columns(item) | {"caption": item["caption"], "id": str(item["cocoid"])} for item in items[:24]]
-    rows[20]["image"] = {"bytes": b"no image", "path": "20.png"}
-    folder = write_parquet(tmp_path / "mirror", train=rows)
-    kept = []
-    for _ in range(2):
-        assert run_shards(folder, tmp_path / "out") == 2
-        place = f"mirror: train/20/20.png (image id {rows[20]['id']})"
-        assert capsys.readouterr().err.splitlines()[-1].endswith(f"{place}: the file is not an image")
-        kept.append({path: path.stat().st_ino for path in (tmp_path / "out").glob("*.tar")})
-    assert len(kept[0]) == 2
-    assert kept[0] == kept[1]
-
-    rows[3]["caption"], rows[5]["id"], rows[7]["image"] = [], rows[4]["id"], None
-    folder = write_parquet(tmp_path / "more", train=rows)
-    assert run_shards(folder, tmp_path / "skipped", "--on-error", "skip") == 0
-    rejected = [json.loads(line) for line in (tmp_path / "skipped" / "rejected.jsonl").read_text().splitlines()]
-    assert [(item["image"].removeprefix(f"{folder}: "), item["reason"].partition(";")[0]) for item in rejected] == [
-        (f"train row 3 ({items[3]['filename']})", "it has no captions"),
-        (f"train row 5 ({items[5]['filename']})", f"image id {rows[4]['id']} occurs more than once"),
-        ("train/7/7", "the row has no image"),
-        ("train/20/20.png", "the file is not an image"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--caption-column captoin", "unknown column 'captoin' (did you mean 'caption'?); known: caption, filename,"),
-        (
-            "--image-column caption --caption-column filename",
-            "column 'caption' has no images; columns: image, caption, ",
-        ),
-        ("--id-column caption", "which column has the captions? name it with --caption-column; columns: 'image', "),
-        ("--split traim", "unknown split 'traim' (did you mean 'train'?); known: test, train, val"),
-    ],
-)
-def test_wrong_columns_are_one_line(flickr30k, tmp_path, capsys, flags, message):
-    assert run_shards(flickr30k, tmp_path / "out", *flags.split()) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
+    found = [(image.image_id, image.split, list(image.captions), files.read(image.file)) for image in images]
+    pictures = [item["image"]["bytes"] for item in items[:3]]
+    theirs = [captions for _, captions in dataset]
+    assert found == [(f"s{number:07d}", "test", theirs[number], pictures[number]) for number in range(3)]
 
 
 def test_the_hub_without_a_network(tmp_path):

@@ -1,6 +1,9 @@
+"""Tables, and the order of images out of core."""
+
 import csv
 import json
-import re
+import random
+from functools import partial
 
 import pandas
 import pytest
@@ -8,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip_train.data import CsvDataset
 
-from vl_plugins.data.sources import CaptionedImage, Columns, read_table
+from tests.helpers.rejected_images import check_rejected
+from vl_plugins.data.captions import CaptionedImage, RejectedImage
+from vl_plugins.data.out_of_core import shuffled
+from vl_plugins.data.sources import Columns, read_table
 from vl_plugins.errors import UserError
 
 
@@ -28,6 +34,14 @@ def facts(images):
     return [(image.image_id, image.file, image.captions, image.caption_ids, image.split) for image in images]
 
 
+def joined(rows):
+    """Return the captions of each image, images by their first rows."""
+    captions = {}
+    for name, caption in rows:
+        captions.setdefault(name, []).append(caption)
+    return list(captions.items())
+
+
 def test_rows_of_one_image_are_joined_where_it_appears_first(write):
     table = "image,caption,split,id,object\n./b.jpg,one,validation,7,f\na/a.jpg,two,train,5,\nb.jpg,x,validation,7,f\n"
     assert list(read_table(write(table), Columns(group="object"))) == [
@@ -36,14 +50,12 @@ def test_rows_of_one_image_are_joined_where_it_appears_first(write):
     ]
 
 
-def test_a_table_that_is_inserted_and_fetched_in_parts(write):
-    rows = [(f"{number * 7919 % 4001}.jpg", f"caption {number}") for number in range(30_000)]
-    expected = {}
-    for name, caption in rows:
-        expected.setdefault(name, []).append(caption)
-    table = "image,caption\n" + "".join(f"{name},{caption}\n" for name, caption in rows)
-    images = read_table(write(table))
-    assert [(image.file, list(image.captions)) for image in images] == list(expected.items())
+@pytest.mark.parametrize("count", [30_000, pytest.param(300_000, marks=pytest.mark.slow)])
+def test_a_shuffled_table_that_is_grouped_in_parts(write, count):
+    rows = [(f"{number % (count // 5)}.jpg", f"caption {number}") for number in range(count)]
+    random.Random(0).shuffle(rows)
+    images = read_table(write("image,caption\n" + "".join(f"{name},{caption}\n" for name, caption in rows)))
+    assert [(image.file, list(image.captions)) for image in images] == joined(rows)
 
 
 @pytest.mark.parametrize("separator", ["\t", ","])
@@ -52,21 +64,18 @@ def test_the_csv_of_open_clip_as_its_own_reader_reads_it(write, separator):
     table = pandas.DataFrame({"filepath": ["a/1.jpg", "a/1.jpg", "2.jpg"], "title": captions})
     file = write(table.to_csv(index=False, sep=separator), "train.csv")
     theirs = CsvDataset(file, None, "filepath", "title", sep=separator)
-    images = list(read_table(file))
-    assert [image.file for image in images] == ["a/1.jpg", "2.jpg"]
-    ours = [(image.file, caption) for image in images for caption in image.captions]
-    assert ours == list(zip(theirs.images, theirs.captions, strict=True))
+    ours = [(image.file, list(image.captions)) for image in read_table(file)]
+    assert ours == joined(zip(theirs.images, theirs.captions, strict=True))
 
 
 def test_the_tables_of_kaggles_flickr_data_sets(write):
     file = write('image,caption\na.jpg,"one , two ."\na.jpg,three .\n', "captions.txt")
     assert facts(read_table(file)) == [(0, "a.jpg", ("one , two .", "three ."), (0, 1), "train")]
     table = 'image_name| comment_number| comment\na.jpg| 0| "One" , two .\na.jpg| 1| three .\nb.jpg| 4   four .\n'
-    file, rejected = write(table, "results.csv"), []
-    columns = Columns(image="image_name", captions=["comment"])
-    assert facts(read_table(file, columns, rejected=rejected))[0][2] == ('"One" , two .', "three .")
-    (item,) = rejected
-    assert (item.image, item.reason) == (f"{file}: line 4 (b.jpg)", "2 fields, but 3 column names")
+    file, columns = write(table, "results.csv"), Columns(image="image_name", captions=["comment"])
+    image, rejected = read_table(file, columns, on_error="skip")
+    assert image.captions == ('"One" , two .', "three .")
+    assert rejected == RejectedImage(f"{file}: line 4 (b.jpg)", "train", "2 fields, but 3 column names")
 
 
 def test_absolute_paths_inside_the_root(write, tmp_path):
@@ -92,15 +101,10 @@ def test_fractions_of_images_whose_split_stays_when_rows_are_added(write):
 
     some, more = splits(range(0, 1000, 2)), splits(range(1000))
     assert {file: more[file] for file in some} == some
-    counts = [list(more.values()).count(split) for split in ("train", "val", "test")]
-    # Four standard deviations, sqrt(1000 p (1 - p)).
-    assert all(
-        abs(count - mean) < 4 * (mean * (1 - mean / 1000)) ** 0.5
-        for count, mean in zip(counts, (700, 200, 100), strict=True)
-    )
-    assert [file for file, split in splits(range(1000), val=0).items() if split == "test"] == [
-        file for file, split in more.items() if split == "test"
-    ]
+    for split, mean in (("train", 700), ("val", 200), ("test", 100)):
+        # Four standard deviations, sqrt(1000 p (1 - p)).
+        assert abs(list(more.values()).count(split) - mean) < 4 * (mean * (1 - mean / 1000)) ** 0.5
+    assert splits(range(1000), val=0) == {file: split.replace("val", "train") for file, split in more.items()}
     grouped = splits(range(100), split_name="mine", columns=Columns(group="film"))
     assert all(grouped[f"{number}.jpg"] == grouped[f"{number + 1}.jpg"] for number in range(0, 100, 2))
     assert set(grouped.values()) == {"mine", "val", "test"}
@@ -156,62 +160,41 @@ CSV = "image,caption\na.jpg,one\n"
     ("name", "content", "options", "message"),
     [
         ("a.csv", "", {}, "a.csv has no rows"),
-        ("a.txt", "image,caption\n", {}, "a.txt has no rows"),
-        ("a.jsonl", "\n", {}, "a.jsonl has no rows"),
         ("a.csv", CSV, {"columns": Columns(id="capton")}, "unknown column 'capton' .*; known: caption, image"),
-        ("a.csv", CSV.replace("image", "file"), {}, "has the images.* --image-column; columns: 'file', 'caption'"),
-        (
-            "a.csv",
-            CSV.replace("caption", "words"),
-            {},
-            "has the captions.* --caption-column; columns: 'image', 'words'",
-        ),
+        ("a.csv", "file,caption\na,b\n", {}, "has the images.* --image-column; columns: 'file', 'caption'"),
+        ("a.csv", "image,words\na,b\n", {}, "has the captions.* --caption-column; columns: 'image', 'words'"),
         ("a.csv", "image,caption,image\na.jpg,one,b.jpg\n", {}, "two columns have the same name: 'image', 'caption', "),
         ("a.csv", CSV, {"delimiter": "::"}, "line 1: .*delimiter.* must be a .*character"),
-        ("a.csv", CSV, {"split_name": "a/b"}, "'a/b' cannot name a split"),
         ("a.csv", f"{CSV}a.jpg,{'x' * 131073}\n", {}, "line 3: field larger than field limit"),
         ("a.csv", f'{CSV}\na.jpg,"one\ntwo', {}, "line 4: unexpected end of data; is a quote missing"),
         ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
-        ("a.csv", b'image,caption\n"a\n.jpg",x\nb.jpg,caf\xe9\n', {}, "line 4: it is not UTF-8"),
+        ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: it is not UTF-8"),
         ("a.csv", "image,caption,split\na.jpg,one,a.b\n", {}, r"line 2 \(a.jpg\): 'a.b' cannot name a split"),
-        ("a.csv", "image,caption,split\na.jpg,one\n", {}, r"line 2 \(a.jpg\): 2 fields, but 3 column names"),
         ("a.jsonl", f"\n{CSV}", {}, "line 2: it is not a JSON object: JSON is malformed"),
         ("a.jsonl", '["a.jpg", "one"]', {}, "line 1: it is not a JSON object: Expected `object`, got `array`"),
-        ("a.jsonl", b'{"image": "a", "caption": "caf\xe9"}\n', {}, "line 1: it is not a JSON object: 'utf-8' codec"),
         ("a.jsonl", '{"image": "\\ud800", "caption": "a"}\n', {}, "line 1: it is not a JSON object: "),
     ],
 )
 def test_a_wrong_file_always_raises(write, name, content, options, message):
-    file, rejected = write(content, name), []
+    file = write(content, name)
     with pytest.raises(UserError, match=message) as raised:
-        list(read_table(file, **options, rejected=rejected))
+        list(read_table(file, **options, on_error="skip"))
     assert "\n" not in str(raised.value)
     assert str(file) in str(raised.value)
 
 
 # The object in line 3 of JSON Lines with good ones in lines 1 and 4.
 WRONG_OBJECTS = {
-    "no path": ({"image": None}, "line 3", r"Expected `str`, got `null`"),
+    "no path": ({"image": None}, "line 3", "Expected `str`, got `null`"),
     "blank path": ({"image": " "}, "line 3 ( )", "its path is blank"),
     "caption is null": ({"caption": None}, "line 3 (b.jpg)", "it has no captions"),
-    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", r"Expected `str`, got `int` - at `\$.captions\[0\]`"),
-    "blank in a list": ({"caption": ["a", " "]}, "line 3 (b.jpg)", "caption ' ' is blank"),
+    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", "Expected `str`, got `int` - at `$.captions[0]`"),
     "id is null": ({"id": None}, "line 3 (b.jpg)", "its image id is blank"),
-    "id is true": ({"id": True}, "line 3 (b.jpg)", r"Expected `int \| str`, got `bool` - at `\$.image_id`"),
+    "id is true": ({"id": True}, "line 3 (b.jpg)", "Expected `int | str`, got `bool` - at `$.image_id`"),
     "same id as text": ({"id": "2"}, "line 3 (b.jpg)", "image id 2 occurs more than once"),
     "path of two lines": ({"image": "../b\n.jpg"}, r"line 3 (../b\n.jpg)", "leads out of the image root"),
     "nested": ({"caption": json.loads("[" * 900 + "]" * 900)}, "line 3 (b.jpg)", "Expected `str`, got `array`"),
 }
-
-
-def check_wrong_row(file, place, message, kept):
-    rejected = []
-    with pytest.raises(UserError, match=message) as raised:
-        list(read_table(file, split_name="val"))
-    assert str(raised.value).startswith(f"{file}: {place}: ")
-    assert [image.file for image in read_table(file, split_name="val", rejected=rejected)] == kept
-    assert [(item.image, item.split) for item in rejected] == [(f"{file}: {place}", "val")]
-    assert re.search(message, rejected[0].reason)
 
 
 @pytest.mark.parametrize("problem", WRONG_OBJECTS)
@@ -219,21 +202,22 @@ def test_a_wrong_row_raises_or_is_rejected(write, problem):
     changes, place, message = WRONG_OBJECTS[problem]
     first, wrong, last = ({"image": f"{name}.jpg", "caption": "one", "id": ord(name) % 16 + 1} for name in "abc")
     file = write([first, "", {**wrong, **changes}, last], "birds.jsonl")
-    check_wrong_row(file, place, message, ["a.jpg", "c.jpg"])
+    check_rejected(partial(read_table, file), f"{file}: {place}", "train", message, ["a.jpg", None, "c.jpg"])
 
 
 @pytest.mark.parametrize(
     ("rows", "line", "reason"),
     [
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in .*: line 2"),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in .*: line 2"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in "),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in "),
         ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "caption '' is blank"),
         ("a.jpg,a,val,\nb.jpg,x,val,2\na.jpg,b,val,1\n", 2, "its image id is blank"),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,1\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
     ],
 )
-def test_an_image_is_rejected_with_all_rows_and_the_first_that_is_wrong(write, rows, line, reason):
-    check_wrong_row(write(f"image,caption,split,id\n{rows}"), f"line {line} (a.jpg)", reason, ["b.jpg"])
+def test_an_image_is_rejected_with_all_rows_and_its_id_stays_free(write, rows, line, reason):
+    file = write(f"image,caption,split,id\n{rows}")
+    check_rejected(partial(read_table, file), f"{file}: line {line} (a.jpg)", "val", reason, [None, "b.jpg"])
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
@@ -249,16 +233,32 @@ def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, r
     folder = tmp_path_factory.mktemp("tables")
     rows = [(f"{index}.jpg", caption) for index, captions in enumerate(captions_of_images) for caption in captions]
     random_order.shuffle(rows)
-    expected = {}
-    for name, caption in rows:
-        expected.setdefault(name, []).append(caption)
-    for name, options in (("a.csv", {}), ("a.tsv", {"delimiter": "\t"}), ("b.csv", {"delimiter": ";"})):
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")):
         with (folder / name).open("w", encoding="utf-8-sig", newline="") as stream:
-            csv.writer(stream, **options).writerows([("image", "caption"), *rows])
-    for ascii_only in (True, False):
+            csv.writer(stream, delimiter=delimiter).writerows([("image", "caption"), *rows])
+    for name, ascii_only in (("a.jsonl", True), ("b.jsonl", False)):
         lines = [json.dumps({"image": name, "caption": caption}, ensure_ascii=ascii_only) for name, caption in rows]
-        encoding = "utf-8" if ascii_only else "utf-8-sig"
-        (folder / f"{ascii_only}.jsonl").write_text("\n".join(lines), encoding=encoding, newline="")
-    for name in ("a.csv", "a.tsv", "b.csv", "True.jsonl", "False.jsonl"):
-        images = read_table(folder / name)
-        assert [(image.file, list(image.captions)) for image in images] == list(expected.items()), name
+        (folder / name).write_text("\n".join(lines), encoding="utf-8-sig", newline="")
+    for file in folder.iterdir():
+        assert [(image.file, list(image.captions)) for image in read_table(file)] == joined(rows), file
+    assert len(list(folder.iterdir())) == 5
+
+
+def test_training_splits_are_shuffled_by_seed_and_ids_alone():
+    splits = ("train", "val", "train2017", "restval", "test")
+    images = [
+        CaptionedImage(number, f"{number}.jpg", ("a cat", "\0é"), (number, "x"), splits[number % 5], "birds", "a", 7)
+        for number in range(25_000)
+    ]
+    images.insert(7, RejectedImage("8.jpg", "train", "cut"))
+    orders = {}
+    for name, source, seed in (("3", images, 3), ("3, turned", images[::-1], 3), ("4", images, 4)):
+        found = list(shuffled(source, seed))
+        assert sorted(found, key=str) == sorted(images, key=str)
+        orders[name] = {split: [image for image in found if image.split == split] for split in splits}
+    for split in splits:
+        as_given = [image for image in images if image.split == split]
+        assert (orders["3"][split] == as_given) is (orders["4"][split] == as_given) is (split in ("val", "test"))
+    assert orders["3"]["train2017"] == orders["3, turned"]["train2017"] != orders["4"]["train2017"]
+    ids = [[image.image_id // 5 for image in orders["3"][split]] for split in ("train2017", "restval")]
+    assert ids[0] != ids[1]

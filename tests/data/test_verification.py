@@ -1,24 +1,26 @@
-import hashlib
+import base64
 import json
 import random
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from tests.helpers.archives import encode_archive, encode_picture, read_archive
-from vl_plugins.data.shards import write_shards
-from vl_plugins.data.sources import CaptionedImage
-from vl_plugins.data.storage import Folder
+from tests.helpers.archives import encode_archive, encode_picture
+from vl_plugins.data import CaptionedImage
+from vl_plugins.data.index import index_file
 from vl_plugins.data.verification import verify_shards
+from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 
 FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
-KEY, NEXT = "tiny-train-00000002", "tiny-train-00000003"  # of the second shard
-CHANGED = f"{SECOND}: its content is not what was written (SHA-256 differs from manifest.json)"
+CHANGED = "it is not what was written: its index has another SHA-256"
+CUT = "it cannot be read to its end: "
+FILES_V0_2 = Path(__file__).parents[1] / "files_v0_2"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     """Folder with the splits ``tiny-train`` (2 + 2 + 1 images, two captions each) and ``tiny-val`` (1 image)."""
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("sound")
@@ -26,9 +28,8 @@ def sound(tmp_path_factory):
     for index in range(6):
         (root / f"{index}.png").write_bytes(encode_picture((80 + index, 60)))
         captions, ids = (f"{index} one", f"{index} two"), (10 * index, 10 * index + 1)
-        images.append(
-            CaptionedImage(index, f"{index}.png", captions, ids, "val" if index == 5 else "train", "tiny", "x.png")
-        )
+        split = "val" if index == 5 else "train"
+        images.append(CaptionedImage(index, f"{index}.png", captions, ids, split, "tiny", "x.png", index % 2))
     write_shards(images, root, out, samples_per_shard=2)
     return out
 
@@ -38,224 +39,171 @@ def folder(sound, tmp_path):
     return Path(shutil.copytree(sound, tmp_path / "shards"))
 
 
-def problems(folder, **options):
-    return list(verify_shards(folder, **options).problems)
+def verify(folder, **options):
+    shards = [str(file) for file in sorted(folder.glob("*.tar"))]
+    return verify_shards(shards, folders=[str(folder)], **options)
 
 
-def edit_json(file, edit):
-    document = json.loads(file.read_text())
-    edit(document)
-    file.write_text(json.dumps(document))
+def problems(folder, shard=None):
+    """Return the problems of a folder, or of one shard, without its name."""
+    found = verify(folder).problems if shard is None else verify_shards([str(folder / shard)]).problems
+    prefix = f"{folder}/" if shard is None else f"{folder / shard}: "
+    assert all(problem.startswith(prefix) for problem in found)
+    return [problem.removeprefix(prefix) for problem in found]
 
 
-def edit_manifest(folder, edit):
-    edit_json(folder / "manifest.json", lambda manifest: edit(manifest["splits"]["tiny-train"]))
+def edit(file, change):
+    file.write_bytes(change(file.read_bytes()))
 
 
-def make_manifest_agree(folder):
-    """Put size and hash of the second shard into the manifest, as if its samples had been written so."""
-    data = (folder / SECOND).read_bytes()
-    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit_manifest(folder, lambda entry: entry["shards"][SECOND].update(facts))
-
-
-def rewrite(folder, **changes):
-    """Change files of the first sample of the second shard by extension; ``...`` takes one out."""
-    changes = {f"{KEY}.{extension}": data for extension, data in changes.items()}
-    members = {**read_archive(folder / SECOND), **changes}
-    (folder / SECOND).write_bytes(encode_archive((name, data) for name, data in members.items() if data is not ...))
-
-
-def test_sound_folder(folder):
-    result = verify_shards(folder)
-    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
-
-
-def flip(folder):
-    data = bytearray((folder / SECOND).read_bytes())
-    data[data.index(b"2 one")] ^= 1
-    (folder / SECOND).write_bytes(data)
-
-
-CHANGES = {
-    "flipped bit": flip,
-    "edited caption": lambda folder: rewrite(folder, txt=b"2 two"),
-    "zeros at the end": lambda folder: (folder / SECOND).open("ab").write(bytes(512)),
+SIZE = " bytes, but "
+DAMAGE = {
+    "edited caption": (lambda data: data.replace(b"2 one", b"3 one", 1), [CHANGED]),
+    "edited padding": (lambda data: data[:-1] + b"x", ["it has other data after its end", CHANGED]),
+    "zeros at its end": (lambda data: data + bytes(512), [SIZE]),
+    "cut between samples": (
+        lambda data: data[: data.index(b"tiny-train-00000003")],
+        [f"{CUT}it is cut off or damaged", SIZE],
+    ),
+    "cut in a file": (lambda data: data[: data.index(b"IDAT")], [f"{CUT}it is damaged: unexpected end", SIZE]),
+    "no archive": (lambda data: b"text" * 1000, [f"{CUT}it is damaged: ", SIZE]),
+    "nothing": (lambda data: b"", [f"{CUT}it is damaged: empty file", SIZE]),
+    "no samples": (lambda data: bytes(len(data)), ["it has no samples", CHANGED]),
+    "file twice": (lambda data: encode_archive([("a.png", "")] * 2), [f"{CUT}a.png is in it twice", CHANGED]),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_content(folder, change):
-    change(folder)
-    assert CHANGED in problems(folder)
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_archive(folder, damage, expected):
+    edit(folder / SECOND, damage)
+    found = problems(folder, SECOND)
+    assert len(found) == len(expected)
+    for problem, part in zip(found, expected, strict=True):
+        assert part in problem
 
 
-def test_any_flipped_bit_is_noticed(folder):
-    """Damaged headers and pictures raise no other error, also where the manifest agrees."""
+def test_any_flipped_bit_is_a_problem(folder):
     rng, sound = random.Random(0), (folder / SECOND).read_bytes()
-    manifest = (folder / "manifest.json").read_bytes()
     for _ in range(40):
         data = bytearray(sound)
         data[rng.choice([rng.randrange(len(sound)), rng.randrange(512)])] ^= 1 << rng.randrange(8)
         (folder / SECOND).write_bytes(data)
-        assert CHANGED in problems(folder, splits=["train"])
-        make_manifest_agree(folder)
-        verify_shards(folder, splits=["train"])
-        (folder / "manifest.json").write_bytes(manifest)
+        assert CHANGED in problems(folder, SECOND)
+
+
+def change_head(**changes):
+    return lambda head, *records: [head | {name: change(head[name]) for name, change in changes.items()}, *records]
+
+
+def swap(text):
+    return base64.b64encode(base64.b64decode(text)[::-1]).decode()
+
+
+INDEXES = {
+    "hash": (change_head(sha256=lambda value: value[::-1]), CHANGED),
+    "size of the shard": (change_head(size=lambda value: value + 1), SIZE),
+    "positions": (change_head(starts=lambda starts: [start + 512 for start in starts]), "other starts"),
+    "sizes": (change_head(sizes=lambda sizes: [size + 512 for size in sizes]), "other sizes"),
+    "numbers of captions": (change_head(counts=lambda counts: [counts[0] + 1, counts[1] - 1]), "other counts"),
+    "hashes of captions": (change_head(captions=swap), "other captions"),
+    "groups": (change_head(groups=swap), "other groups"),
+    "different lengths": (change_head(starts=lambda starts: starts[1:]), "its arrays have different lengths"),
+    "caption": (lambda head, first, *more: [head, first | {"captions": ["other", "2 two"]}, *more], "other records"),
+    "caption id": (lambda head, first, *more: [head, first | {"caption_ids": [7, 8]}, *more], "other records"),
+    "missing record": (lambda head, first, *more: [head, *more], "other records"),
+    "no index": (lambda head, *records: records, "is damaged: "),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), INDEXES.values(), ids=INDEXES)
+def test_index_that_differs(folder, change, expected):
+    file = Path(index_file(str(folder / SECOND)))
+    lines = change(*map(json.loads, file.read_text().splitlines()))
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (problem,) = problems(folder, SECOND)
+    assert expected in problem
 
 
 PICTURE = encode_picture((200, 100))
-# What is wrong with a sample whose hash is right.
 SAMPLES = {
     "empty picture": ({"png": b""}, "the file is empty"),
     "cut picture": ({"png": PICTURE[: len(PICTURE) * 3 // 4]}, "the image is damaged: "),
-    "other format": ({"png": encode_picture((9, 9), "BMP")}, "the format BMP is not supported"),
-    "no picture": ({"png": ...}, "it has no images; expected jpg or"),
-    "no json": ({"json": ...}, "it has no captions"),
-    "captions of numbers": ({"json": {"captions": ["2 one", 2]}}, "'captions' must be a list of strings, got ["),
-    "no JSON": ({"json": "{"}, "its json is not valid JSON"),
-    "deep": ({"json": "[" * 100_000}, "its json is not valid JSON: maximum recursion depth"),
+    # Without the tables that its pixels need; its header and end are whole.
+    "JPEG": ({"png": encode_picture((99, 99), "JPEG").replace(b"\xff\xdb", b"\xff\xfe")}, "the image is damaged: "),
+    "no picture": ({}, "it has no images"),
+    "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
+    "no captions": ({"png": PICTURE, "json": {}, "txt": ...}, "it has no captions"),
 }
 
 
-@pytest.mark.parametrize(("changes", "expected"), SAMPLES.values(), ids=SAMPLES)
-def test_sample_that_cannot_be_used_is_named(folder, changes, expected):
-    rewrite(folder, **changes)
-    assert problems(folder)[0] == CHANGED
-    make_manifest_agree(folder)
-    found = problems(folder)
-    assert found[0].startswith(f"{SECOND}: {KEY}: {expected}")
-    # The captions that are not counted are missing.
-    assert found[1:] == (
-        [f"{SECOND}: has 2 samples and 2 captions, manifest.json says 2 and 4"] if "json" in changes else []
-    )
+@pytest.mark.parametrize(("members", "expected"), SAMPLES.values(), ids=SAMPLES)
+def test_unusable_sample_of_another_program_is_named(tmp_path, members, expected):
+    bad = [(f"bad.{extension}", data) for extension, data in ({"txt": "a"} | members).items() if data is not ...]
+    sound = [("good.png", PICTURE), ("good.txt", "a")]
+    (tmp_path / "0.tar").write_bytes(encode_archive([*sound, *bad]))
+    (tmp_path / "manifest.json").write_text("of another program")
+    (problem,) = problems(tmp_path)
+    assert problem.startswith(f"0.tar: bad: {expected}")
+    (tmp_path / "0.tar").write_bytes(encode_archive(sound))
+    assert problems(tmp_path) == []
 
 
-CUTS = {
-    "between samples": (
-        lambda data: data[: data.index(NEXT.encode())],
-        "it is cut off or damaged at byte {size:,}: an archive ends with zeros",
-    ),
-    "file twice": (lambda data: encode_archive([("a.png", b""), ("a.png", b"")]), "a.png is in it twice"),
+LEFT = "left over from an interrupted run; run it again, or delete this file"
+GONE = "does not exist, but sizes.json, manifest.json or an index has it"
+FOLDERS = {
+    f".{FIRST}.01234567.partial": (b"", LEFT),
+    f"__index__/.{FIRST}.jsonl.01234567.partial": (b"", LEFT),
+    f".{FIRST}.done": (b"", LEFT),
+    "x.tar": (encode_archive([("0.png", PICTURE), ("0.txt", "a")]), "has no index, unlike other shards of the folder"),
+    f"__index__/{FIRST}.jsonl": (None, "has no index, unlike other shards of the folder"),
+    SECOND: (None, GONE),
 }
 
 
-@pytest.mark.parametrize(("cut", "expected"), CUTS.values(), ids=CUTS)
-def test_damaged_archive(folder, cut, expected):
-    data = cut((folder / SECOND).read_bytes())
-    (folder / SECOND).write_bytes(data)
-    found = problems(folder)
-    assert found[0] == CHANGED
-    assert found[1].startswith(f"{SECOND}: cannot be read to its end: {expected.format(size=len(data))}")
-    assert len(found) == 2
-
-
-def test_sample_too_few(folder):
-    members = read_archive(folder / SECOND).items()
-    (folder / SECOND).write_bytes(encode_archive(item for item in members if KEY in item[0]))
-    make_manifest_agree(folder)
-    assert problems(folder) == [
-        f"{SECOND}: has 1 samples and 2 captions, manifest.json says 2 and 4",
-    ]
-
-
-def test_shard_that_cannot_be_read(folder, monkeypatch):
-    def fail(self, name):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Folder, "open", fail)
-    (problem,) = problems(folder, splits=["tiny-val"])
-    assert problem.startswith("tiny-val-000000.tar: cannot be read to its end: ")
-    assert problem.endswith("Input/output error")
-
-
-def test_missing_shard_and_other_splits(folder):
-    (folder / SECOND).unlink()
-    assert problems(folder) == [f"{SECOND}: does not exist"]
-    result = verify_shards(folder, splits=["tiny-val"])
-    assert (result.shards, result.samples, result.captions, result.problems) == (1, 1, 2, ())
-
-
-def test_two_workers_report_the_same(folder):
-    (folder / SECOND).unlink()
-    for shard in (FIRST, THIRD):
-        (folder / shard).write_bytes((folder / shard).read_bytes()[:-700])
-    alone = verify_shards(folder)
-    assert alone == verify_shards(folder, workers=2)
-    assert len(alone.problems) == 3
-
-
-def test_memory(sound):
-    folder = Folder("memory://test_verification/shards")
-    folder.make()
-    for file in sound.iterdir():
-        with folder.write(file.name) as stream:
-            stream.write(file.read_bytes()[: -1024 if file.name == THIRD else None])
-    assert problems(folder) == [CHANGED.replace(SECOND, THIRD)]
-    folder.remove(THIRD)
-    assert problems(folder) == [f"{THIRD}: does not exist"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("tiny-train-000003.tar", "manifest.json does not list it"),
-        (".tiny-train-000000.tar.0123abcd.partial", "left over from an interrupted conversion; run it again"),
-        (".tiny-train-000002.tar.done", "left over from an interrupted conversion; run it again"),
-        ("pictures.tar", None),
-    ],
-)
-def test_other_files(folder, name, expected):
-    (folder / name).write_bytes(b"")
-    assert problems(folder) == ([f"{name}: {expected}"] if expected else [])
-    assert problems(folder, splits=["tiny-val"]) == []
-
-
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (lambda sizes: sizes.pop(SECOND), f"number of samples of {SECOND}: not listed, in manifest.json: 2"),
-        (
-            lambda sizes: sizes.update({"x-000000.tar": 1}),
-            "number of samples of x-000000.tar: 1, in manifest.json: not listed",
-        ),
-    ],
-)
-def test_sizes(folder, edit, expected):
-    edit_json(folder / "sizes.json", edit)
-    assert problems(folder) == [f"sizes.json: {expected}"]
-    assert problems(folder, splits=["tiny-val"]) == []
-
-
-def test_sizes_missing_or_unreadable(folder):
-    (folder / "sizes.json").unlink()
-    assert len(problems(folder)) == 4
-    (folder / "sizes.json").write_text('{"a": "b"}')
+@pytest.mark.parametrize("file", FOLDERS)
+def test_file_too_many_or_too_few(folder, file):
+    content, expected = FOLDERS[file]
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     (problem,) = problems(folder)
-    assert problem.startswith(f"{folder / 'sizes.json'} must hold numbers of samples by name of shard")
+    assert problem.startswith(f"{Path(file).name.removesuffix('.jsonl') if content is None else file}: {expected}")
+    (folder / "notes.txt").touch()
+    assert len(problems(folder)) == 1
 
 
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (
-            lambda entry: entry["shards"][SECOND].update(captions=5),
-            f"{SECOND}: has 2 samples and 4 captions, manifest.json says 2 and 5",
-        ),
-        (lambda entry: entry["shards"][SECOND].update(sha256=""), CHANGED),
-    ],
-)
-def test_edited_manifest(folder, edit, expected):
-    edit_manifest(folder, edit)
-    assert problems(folder) == [expected]
+def test_sizes(folder):
+    sizes = {FIRST: 2, SECOND: 3, "tiny-val-000000.tar": 1, "../x.tar": 1}
+    (folder / "sizes.json").write_text(json.dumps(sizes))
+    wrong = [f"{SECOND}: has 2 samples, sizes.json says 3", f"{THIRD}: has 1 samples, sizes.json says None"]
+    assert problems(folder) == [f"../x.tar: {GONE}", *wrong]
+    (folder / "sizes.json").write_text("[1]")
+    (problem,) = problems(folder)
+    assert problem.startswith("sizes.json: ")
+    (folder / "sizes.json").unlink()
+    (problem,) = verify(folder).problems
+    assert "No such file" in problem
 
 
-def test_shard_outside_of_the_folder_is_not_opened(folder):
-    shutil.copy(folder / FIRST, folder.parent / "x.tar")
-    edit_manifest(folder, lambda entry: entry["shards"].update({"../x.tar": entry["shards"][FIRST]}))
-    assert problems(folder)[-1] == "../x.tar: does not exist"
+def test_shards_of_version_0_2(tmp_path):
+    for name in ("features", "pictures"):
+        folder = Path(shutil.copytree(FILES_V0_2 / "shards" / name, tmp_path / name))
+        result = verify(folder)
+        assert (result.shards, result.problems) == (5, ())
+    first, second, *_ = sorted(file.name for file in folder.glob("*.tar"))
+    edit(folder / first, lambda data: data + bytes(512))
+    (folder / second).unlink()
+    (folder / "sizes.json").unlink()
+    changed = "it is not what was written: manifest.json has another SHA-256 or number of samples"
+    assert problems(folder) == [f"{first}: {changed}", f"{second}: {GONE}"]
+    edit(folder / "manifest.json", lambda data: data[:-9])
+    with pytest.raises(UserError, match=r"manifest\.json: "):
+        verify(folder)
 
 
-def test_no_manifest(tmp_path):
-    with pytest.raises(UserError, match=r"there is no .*manifest\.json: no shards of vl-plugins, or an interrupted"):
-        verify_shards(tmp_path)
+def test_sound_folder_and_its_copy_behind_a_url(sound):
+    result = verify(sound)
+    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, ())
+    folder, files = "memory://test_verification", fsspec.filesystem("memory")
+    files.put(str(sound), "/test_verification", recursive=True)
+    files.touch("/test_verification/.x.partial")
+    shards = [f"{folder}/{name}" for name in (FIRST, SECOND, THIRD, "tiny-val-000000.tar")]
+    assert verify_shards(shards, folders=[folder]).problems == (f"{folder}/.x.partial: {LEFT}",)

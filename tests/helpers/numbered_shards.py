@@ -1,12 +1,10 @@
 """Shards of numbered images: image i is red by i, and its captions are ``"i/0"``, ``"i/1"``, ..."""
 
 import io
-import os
 import tarfile
 from itertools import chain
 from pathlib import Path
 
-import fsspec
 import torch
 from PIL import Image
 from torchvision.transforms import PILToTensor
@@ -61,19 +59,8 @@ def make_collection(captions_of_images, images_per_shard=4, dataset="numbered", 
         for number, (captions, group) in enumerate(zip(captions_of_images, groups, strict=True))
     ]
     shards = [records[start : start + images_per_shard] for start in range(0, len(records), images_per_shard)]
-    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), bytes=0).head for shard in shards)
+    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), size=0).head for shard in shards)
     return Collection([f"{number}.tar" for number in range(len(shards))], heads)
-
-
-def in_memory(shards, monkeypatch):
-    """Copy shards and their indexes behind URLs that fsspec opens; return the URLs."""
-    files = fsspec.filesystem("memory")
-    monkeypatch.setattr(type(files), "store", {})
-    folder = Path(shards[0]).parent
-    for file in folder.rglob("*"):
-        if file.is_file():
-            files.pipe_file(f"/bucket/{file.relative_to(folder)}", file.read_bytes())
-    return [f"memory://bucket/{os.path.basename(shard)}" for shard in shards]
 
 
 def replace_member(shard, name, content):

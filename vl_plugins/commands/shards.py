@@ -65,6 +65,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         _add_writing_options(source_parser)
     shards_info.register_verify(actions)
     shards_info.register_info(actions)
+    shards_info.register_index(actions)
 
 
 def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
@@ -168,12 +169,13 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dic
     from vl_plugins.data.files import sha256
 
     options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
-    names = {"table": ("delimiter", "split_name", "val_fraction", "test_fraction")}
+    names: dict[str, tuple[str, ...]] = {"table": ("delimiter", "split_name", "val_fraction", "test_fraction")}
     names[HUB] = ("config", "revision", "caption_lines")
-    common = {name: options[name] for name in ("dataset_name", "on_error", *names.get(action, ()))}
+    common: dict[str, Any] = {name: options[name] for name in ("dataset_name", "on_error", *names.get(action, ()))}
     if action in names:
-        columns = (options[f"{name}_column"] for name in ("image", "caption", "split", "id"))
-        common["columns"] = sources.Columns(*columns, arguments.group_key)
+        columns = {"image": "image", "captions": "caption", "split": "split", "id": "id"}
+        columns = {name: options[f"{column}_column"] for name, column in columns.items()}
+        common["columns"] = sources.Columns(**columns, group=arguments.group_key)
     else:
         common["group_key"] = arguments.group_key
     if "leave_restval" in options:
@@ -188,7 +190,7 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dic
         common["dataset_name"] = arguments.dataset_name or "coco"
         images = sources.read_coco_captions(arguments.annotations, image_root=arguments.images, **common)
     else:
-        images = sources.read_karpathy(*arguments.annotations, action, **common)
+        images = sources.read_karpathy(arguments.annotations[0], action, **common)
     images = _of_splits(images, arguments.split, arguments.group_key)
     # Only now: the official files need not cover splits that are not written.
     if official := options.get("coco_annotations"):

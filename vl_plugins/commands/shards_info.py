@@ -9,7 +9,7 @@ from typing import Any
 from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.tables import printable
 
-__all__ = ["register_info", "register_verify"]
+__all__ = ["register_index", "register_info", "register_verify"]
 
 MOST_PROBLEMS = 100
 MOST_SAMPLES = 60
@@ -47,6 +47,18 @@ def register_info(actions: argparse._SubParsersAction) -> None:
     parser.add_argument("--samples", type=int, default=12, metavar="N", help=samples)
 
 
+def register_index(actions: argparse._SubParsersAction) -> None:
+    """Add the ``index`` subcommand."""
+    parser = actions.add_parser(
+        "index",
+        help="write the indexes of shards that other programs wrote",
+        examples=["vl-plugins shards index 'laion/{00000..00099}.tar'"],
+        description="Write an index beside each shard that has none, so that readers need not scan it. Shards of "
+        "`vl-plugins shards` have one already; those of version 0.2 and of other programs have none.",
+    )
+    _add_arguments(parser, _index)
+
+
 def _add_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
     add, engines = parser.add_argument, ("threads", "processes", "ray", "dask")
     shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or a URL such as s3://..."
@@ -65,33 +77,46 @@ def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from vl_plugins.data.files import join, names
     from vl_plugins.data.inspection import split_of
 
-    places = [place.rstrip("/") for place in arguments.shards]
-    folders = [place for place in places if not place.endswith(".tar")]
     shards: list[str] = []
-    for place in places:
-        found = [join(place, name) for name in names(place, "[!.]*.tar")] if place in folders else expand_shards(place)
+    folders = [place.rstrip("/") for place in arguments.shards if not place.endswith(".tar")]
+    for folder in folders:
+        found = [join(folder, name) for name in names(folder, "[!.]*.tar")]
         if not found:
-            raise UserError(f"{place} holds no shards; expected .tar files")
+            raise UserError(f"{folder} holds no shards; expected .tar files")
         shards += found
+    for pattern in arguments.shards:
+        shards += expand_shards(pattern) if pattern.endswith(".tar") else []
+    shards = list(dict.fromkeys(shards))
     if arguments.split is None:
         return shards, folders
-    selected: list[str] = []
-    for split in arguments.split:
-        found = [shard for shard in shards if split_of(shard) == split or split_of(shard).endswith(f"-{split}")]
-        if not found:
-            raise unknown_name("split", split, {*map(split_of, shards)})
-        selected += found
-    return sorted({*selected}, key=shards.index), []
+    splits = {split_of(shard) for shard in shards}
+    wanted = [{name for name in splits if name == split or name.endswith(f"-{split}")} for split in arguments.split]
+    if not all(wanted):
+        raise unknown_name("split", arguments.split[wanted.index(set())], splits)
+    return [shard for shard in shards if split_of(shard) in set.union(*wanted)], []
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from vl_plugins.data.engines import executor, run_jobs, usable_cores
+    from vl_plugins.data.files import exists
+    from vl_plugins.data.index import index_file, index_shard
+
+    shards = [shard for shard in _find_shards(arguments)[0] if not exists(index_file(shard))]
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    with executor(arguments.engine, workers) as pool:
+        images = sum(run_jobs(index_shard, shards, pool, 2 * workers))
+    result = {"shards": len(shards), "images": images}
+    print(json.dumps(result) if arguments.json else f"indexed {len(shards):,} shards, {images:,} images")
+    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.engines import executor, usable_cores
+    from vl_plugins.data.engines import executor
     from vl_plugins.data.verification import verify_shards
 
     shards, folders = _find_shards(arguments)
-    workers = usable_cores() if arguments.workers is None else arguments.workers
-    with executor(arguments.engine, workers) as pool:
-        result = verify_shards(shards, folders=folders, workers=workers, executor=pool)
+    with executor(arguments.engine, arguments.workers) as pool:
+        result = verify_shards(shards, folders=folders, workers=arguments.workers, executor=pool)
     if arguments.json:
         print(json.dumps(vars(result), indent=2))
     else:
@@ -105,7 +130,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.engines import executor, usable_cores
+    from vl_plugins.data.engines import executor
     from vl_plugins.data.inspection import draw_contact_sheet, inspect_shards, split_of
 
     sheet = arguments.contact_sheet
@@ -116,19 +141,16 @@ def _info(arguments: argparse.Namespace) -> int:
                 f"a contact sheet is a .png file of 1 to {MOST_SAMPLES} samples, got {sheet} and {arguments.samples}"
             )
     shards, _ = _find_shards(arguments)
-    workers = usable_cores() if arguments.workers is None else arguments.workers
-    with executor(arguments.engine, workers) as pool:
-        statistics, starts = inspect_shards(shards, workers=workers, executor=pool)
+    with executor(arguments.engine, arguments.workers) as pool:
+        statistics, starts = inspect_shards(shards, workers=arguments.workers, executor=pool)
     if arguments.json:
         print(json.dumps({"splits": statistics}, indent=2))
     else:
         for name, split in statistics.items():
             print(printable(name))
             for label, value in _rows(split):
-                indent = f"  {label:<18}  "
-                print(
-                    textwrap.fill(printable(value), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
-                )
+                lines = textwrap.wrap(printable(value), WIDTH - 22, break_on_hyphens=False)
+                print(textwrap.indent("\n".join(lines), " " * 22).replace(" " * 22, f"  {label:<18}  ", 1))
             print()
         print(textwrap.fill(REPEATS, WIDTH))
     if sheet is not None:

@@ -1,23 +1,27 @@
-"""WebDataset shards of captioned images: written from any source, read by index."""
+"""WebDataset shards of captioned images: written from any source, read by index.
 
-from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
-from vl_plugins.data.collection import Collection, expand_shards, first_captions, read_collection
-from vl_plugins.data.dataset import Draw, EvaluationBatch, Item, ShardDataset, evaluation_loader
-from vl_plugins.data.sampler import CaptionSampler, training_loader
+Names are imported when they are first used: what writes and checks shards needs no torch, which takes half a gigabyte.
+"""
 
-__all__ = [
-    "CaptionSampler",
-    "CaptionedImage",
-    "Collection",
-    "Draw",
-    "EvaluationBatch",
-    "Item",
-    "RejectedImage",
-    "ShardDataset",
-    "evaluation_loader",
-    "expand_shards",
-    "first_captions",
-    "normalize_caption",
-    "read_collection",
-    "training_loader",
-]
+import importlib
+from typing import Any
+
+_MODULES = {
+    "captions": ("CaptionedImage", "RejectedImage", "normalize_caption"),
+    "collection": ("Collection", "expand_shards", "first_captions", "read_collection"),
+    "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
+    "hugging_face": ("read_hugging_face",),
+    "sampler": ("CaptionSampler", "training_loader"),
+    "sources": ("Columns", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"),
+    "verification": ("verify_shards",),
+    "writer": ("write_shards",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -39,9 +39,10 @@ class CaptionedImage:
 
     def __post_init__(self) -> None:
         # Both become part of keys and shard names, where dots and slashes are separators.
-        for kind, name in (("split", self.split), ("data set", self.dataset)):
-            if not is_label(name):
-                raise UserError(f"{name!r} cannot name a {kind}; use letters, digits, '_' and '-'")
+        if not is_label(self.split):
+            raise UserError(f"{self.split!r} cannot name a split; use letters, digits, '_' and '-'")
+        if not is_label(self.dataset):
+            raise UserError(f"{self.dataset!r} cannot name a data set; use letters, digits, '_' and '-'")
         # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
         if ".." in self.file or ":" in self.file or "\\" in self.file or self.file.startswith("/"):
             path = PureWindowsPath(self.file)

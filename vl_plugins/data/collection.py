@@ -5,17 +5,19 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
-import torch
 from braceexpand import braceexpand
-from torch import Tensor
 
 from vl_plugins.data.files import exists, file_errors, names
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
 from vl_plugins.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Collection", "expand_shards", "first_captions", "read_collection"]
 
@@ -31,13 +33,14 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
             ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
 
     Raises:
-        UserError: the pattern is malformed or names no shard; or a shard does not exist or is named twice.
+        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
+            different file systems.
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
             shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
         else:
-            shards = list(map(os.fspath, pattern))
+            shards = [os.fspath(shard) for shard in pattern]
     except ValueError as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
@@ -46,6 +49,8 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
+    if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
+        raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
     if missing:
@@ -106,7 +111,8 @@ class Collection:
             groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
             self.only_txt += head.only_txt
         self.first_image = np.array(images)
-        self.starts, self.sizes, self.caption_hashes = map(np.concatenate, (starts, sizes, captions))
+        self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
+        self.caption_hashes = np.concatenate(captions)
         self.first_caption = np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
         self.labels = np.arange(images[-1])
         all_groups = np.concatenate(groups)
@@ -128,13 +134,21 @@ class Collection:
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
+        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time.
+
+        Raises:
+            UserError: the HTTP server of the shards does not support ranges.
+        """
         if not len(images):
             return []
         files = fsspec.core.url_to_fs(self.shards[0])[0]  # that of this process
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
-        starts = self.starts[images]
-        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
+        starts, sizes = self.starts[images], self.sizes[images].tolist()
+        found = files.cat_ranges(paths, starts.tolist(), (starts + sizes).tolist(), on_error="return")
+        for path, size, data in zip(paths, sizes, found, strict=True):
+            if isinstance(data, bytes) and len(data) > size:
+                raise UserError(f"cannot read parts of {path}: the server sends the whole file (no HTTP ranges)")
+        return found
 
     @cached_property
     def records(self) -> list[Record]:
@@ -170,8 +184,10 @@ class Collection:
         return [caption_id for record in self.records for caption_id in record.caption_ids]
 
     @cached_property
-    def image_of_caption(self) -> Tensor:
+    def image_of_caption(self) -> "Tensor":
         """(C,) int64, index of each caption's image."""
+        import torch  # what writes and checks shards does without it
+
         return torch.arange(len(self)).repeat_interleave(torch.from_numpy(self.captions_per_image))
 
     @cached_property
@@ -180,7 +196,7 @@ class Collection:
         splits = (f"{record.dataset}-{record.split}" for record in self.records if record.dataset and record.split)
         return list(dict.fromkeys(splits))
 
-    def with_captions(self, kept: Tensor) -> "Collection":
+    def with_captions(self, kept: "Tensor") -> "Collection":
         """Return the names of the same images with some of the captions, given by their indices."""
         found = copy.copy(self)
         indices = kept.tolist()
@@ -208,18 +224,21 @@ class Collection:
         return found
 
 
-def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
+def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
     """Return the ascending indices of the first ``number`` captions of each image.
 
     Args:
         image_of_caption: (C,) int64, index of each caption's image.
         number: at least 1.
 
+    >>> import torch
     >>> first_captions(torch.tensor([0, 0, 0, 1, 0]), 2)
     tensor([0, 1, 3])
     """
     if number < 1:
         raise ValueError(f"number must be at least 1, got {number}")
+    import torch
+
     order = image_of_caption.argsort(stable=True)
     counts = image_of_caption.bincount()
     first = counts.cumsum(0) - counts

@@ -53,7 +53,7 @@ class Item(NamedTuple):
     image: Tensor
     captions: list[str]
     label: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     key: str
 
 
@@ -109,8 +109,8 @@ class ShardDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int | Draw]) -> list[Item]:
         """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
-        draws = [index if isinstance(index, Draw) else Draw(index, self._captions_of(index)) for index in indices]
-        items: list[Item | UserError] = []
+        draws = [index if isinstance(index, Draw) else self._all_captions(index) for index in indices]
+        items: list[Any] = []  # or errors
         for draw, data in zip(draws, self.collection.read([draw.image for draw in draws]), strict=True):
             try:
                 decoded = self._decode(draw, data)
@@ -129,8 +129,10 @@ class ShardDataset(Dataset):
             items[number] = self._item(stand_in, *self._decode(stand_in, *self.collection.read([stand_in.image])))
         return items
 
-    def _captions_of(self, image: int) -> range:
-        return range(int(self.collection.first_caption[image + 1] - self.collection.first_caption[image]))
+    def _all_captions(self, image: int) -> Draw:
+        image = range(len(self))[image]  # negative indices count from the end, and others end an iteration
+        first = self.collection.first_caption
+        return Draw(image, range(int(first[image + 1] - first[image])))
 
     def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
         """Return the picture or features, the captions that were asked for, and the key."""
@@ -218,7 +220,7 @@ def evaluation_loader(
     """
     dataset = copy.copy(dataset)
     dataset.on_error = "raise"
-    counts = dataset.collection.captions_per_image.clip(max=max_captions).tolist()
+    counts = [min(count, max_captions or count) for count in dataset.collection.captions_per_image.tolist()]
     starts = range(0, len(dataset), batch_size)[rank::world_size]
     batches = [
         [Draw(image, range(counts[image])) for image in range(start, min(start + batch_size, len(dataset)))]

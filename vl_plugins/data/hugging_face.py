@@ -1,22 +1,15 @@
 """Image-caption data sets of the Hugging Face hub, and local folders of Parquet files, images or WebDataset tars."""
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.data.images import FileFolder
-from vl_plugins.data.sources import (
-    CaptionedImage,
-    Columns,
-    PlacedRow,
-    RejectedImage,
-    as_id,
-    group_rows,
-    is_integer,
-    join_rows,
-)
-from vl_plugins.data.storage import MAX_FILE_BYTES, read_file
+from vl_plugins.data.out_of_core import KeyedRows, group_rows
+from vl_plugins.data.sources import Columns, Images, join_rows
 from vl_plugins.errors import UserError, first_line, require
 
 __all__ = ["HuggingFaceFiles", "read_hugging_face"]
@@ -28,12 +21,9 @@ ROWS_TOGETHER = 1000
 
 
 class HuggingFaceFiles(FileFolder):
-    """The images of a data set, ``<split of the data set>/<row>/<file name>``, in the library's memory-mapped files.
+    """Images named ``<split of the data set>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    Args:
-        name: of the data set.
-        splits: ``datasets.Dataset`` by its split, with one column, of type ``datasets.Image(decode=False)``.
-        folders: the only ones that images are read from.
+    Where a row has the path of a file in place of its bytes, the file must be in one of the folders.
     """
 
     def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[Path]):
@@ -51,7 +41,7 @@ class HuggingFaceFiles(FileFolder):
         path = Path(image["path"]).resolve()
         if not any(path.is_relative_to(folder) for folder in self.folders):
             raise UserError(f"the row names the file {path}, which is not of the data set")
-        return read_file(path, "the file", MAX_FILE_BYTES)  # of a folder of images
+        return read_bytes(path, name="the file", max_bytes=MAX_FILE_BYTES)  # of a folder of images
 
     def state(self, file: str) -> str:
         return self.splits[file.partition("/")[0]]._fingerprint  # of all rows, so that no image is read twice
@@ -70,30 +60,25 @@ def read_hugging_face(
     caption_lines: bool = False,
     join_restval: bool = True,
     dataset_name: str | None = None,
-    rejected: list[RejectedImage] | None = None,
-) -> tuple[list[CaptionedImage], HuggingFaceFiles]:
+    on_error: str = "raise",
+) -> tuple[Images, HuggingFaceFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
-    Rows of one split with the same id and an image of as many bytes are one image, see
-    :func:`~vl_plugins.data.sources.join_rows`. Caption ids are running numbers.
+    Rows of one split with the same id and an image of as many bytes are one image, where the first row is. Caption ids
+    are running numbers.
 
     Args:
         name: name on the hub, such as ``"jxie/coco_captions"``, or a local folder of Parquet files, of images with
             ``metadata.csv``, of WebDataset tars, or of whatever else the library knows.
         columns: which column holds what. By default images are in the column of that type, and ids of images in the
-            first present of ``image_id``, ``cocoid``, ``img_id``, ``imgid``, ``filename``, ``file_name``, ``id`` and
-            ``__key__`` (without any, each row is an image). Without a split column the splits are those of the data
-            set. ``validation`` is called ``val``.
+            first present of :data:`ID_COLUMNS`; without any, each row is an image. Without a split column the splits
+            are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
-        data_files: pattern of the files by split, ``{"test": "data/test-*"}``; only these are downloaded. By default
-            the library finds all splits.
+        data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
         caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
         join_restval: whether ``restval`` counts as ``train``.
         dataset_name: by default the last part of ``name``.
-        rejected: a list for images that cannot be used, see :func:`~vl_plugins.data.sources.join_rows`.
-
-    Returns:
-        The images in the order in which they first appear, and their files.
+        on_error: see :func:`~vl_plugins.data.sources.join_rows`.
 
     Raises:
         UserError: the data set cannot be loaded; a column is not there or cannot be found; an image cannot be used.
@@ -115,11 +100,8 @@ def read_hugging_face(
         raise UserError(f"{name}: column {columns.image!r} has no images; columns: {', '.join(features)}") from error
     if dataset_name is None:
         dataset_name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(name).resolve().name)
-    rows = list(_rows(name, splits, columns, dataset_name, caption_lines, join_restval))
-    integers = all(is_integer(row["image_id"]) for _, row in rows)
-    for _, row in rows:
-        row["image_id"] = as_id(row["image_id"], integers)
-    images = list(join_rows(group_rows(rows), rejected))
+    rows = _rows(splits, columns, caption_lines, join_restval)
+    images = join_rows(group_rows(rows, f"{name}: "), dataset_name, f"{name}: ", on_error)
     images_only = {split: rows.select_columns([columns.image]) for split, rows in splits.items()}
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     folders = [Path(name)] if Path(name).is_dir() else [Path(cache) for cache in caches]
@@ -134,36 +116,27 @@ def _image_columns(datasets: Any, features: Mapping[str, Any]) -> list[str]:
     return found if len(found) == 1 else [column for column in found if column == "image"]
 
 
-def _rows(
-    name: str,
-    splits: Mapping[str, Any],
-    columns: Columns,
-    dataset_name: str,
-    caption_lines: bool,
-    join_restval: bool,
-) -> Iterator[PlacedRow]:
-    """Yield all rows; those of one image have the same path."""
+def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join_restval: bool) -> KeyedRows:
+    """Yield all rows with keys; those of one image have the same key."""
     compute = require("pyarrow.compute", extra="hub")
     wanted = [*columns.captions, columns.split, columns.id, columns.group]
     for split, dataset in splits.items():
         file_names = [column for column in FILE_NAME_COLUMNS if column in {*dataset.features} - {columns.image}]
         names = list(dict.fromkeys(column for column in (*wanted, *file_names) if column is not None))
         batches = dataset.select_columns([columns.image, *names]).with_format("arrow")
-        pick = columns.picker(names, dataset_name, split, caption_lines)
-        files: dict[Any, str] = {}
-        number = 0
+        pick = columns.picker(names, split, caption_lines)
+        numbers = itertools.count()
         for batch in batches.iter(ROWS_TOGETHER):
             # Neither touches the bytes of the images, which stay on the disk.
             image = batch[columns.image]
             paths = compute.struct_field(image, "path").to_pylist()
             sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
             for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
-                row = pick(list(values.values()))
-                file_name = next((values[column] for column in file_names if values[column]), path)
-                file = f"{split}/{number}/{PurePosixPath(str(file_name or '')).name or number}"
-                if columns.id is not None:
-                    file = files.setdefault((str(row["image_id"]), size), file)
-                if row["split"] == "restval" and join_restval:
-                    row["split"] = "train"
-                yield f"{name}: {split} row {number}", {**row, "file": file, "filename": PurePosixPath(file).name}
-                number += 1
+                number = next(numbers)
+                row = pick(f"{split} row {number}", list(values.values()))
+                path = next(filter(None, (values[column] for column in file_names)), path)
+                row.filename = PurePosixPath(str(path or "")).name or str(number)
+                row.file = f"{split}/{number}/{row.filename}"
+                if row.split == "restval" and join_restval:
+                    row.split = "train"
+                yield row.file if columns.id is None else f"{split}/{row.image_id}/{size}", row

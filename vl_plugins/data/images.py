@@ -2,7 +2,6 @@
 
 import io
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,21 +113,21 @@ def _opened(data: bytes) -> Iterator[Any]:
     if not data:
         raise UserError("the file is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with pillow.open(io.BytesIO(data)) as image:
-                if image.format not in IMAGE_EXTENSIONS:
-                    raise UserError(f"the format {image.format} is not supported; supported are JPEG, PNG and WebP")
-                if image.mode not in READABLE_MODES:
-                    raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
-                if image.format != "MPO" and getattr(image, "is_animated", False):
-                    raise UserError(f"the image is animated, with {image.n_frames} frames; readers would see only one")
-                yield image
+        with pillow.open(io.BytesIO(data)) as image:
+            if image.width * image.height > pillow.MAX_IMAGE_PIXELS:  # pillow only warns up to twice as many
+                raise pillow.DecompressionBombError
+            if image.format not in IMAGE_EXTENSIONS:
+                raise UserError(f"the format {image.format} is not supported; supported are JPEG, PNG and WebP")
+            if image.mode not in READABLE_MODES:
+                raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
+            if image.format != "MPO" and getattr(image, "is_animated", False):
+                raise UserError(f"the image is animated, with {image.n_frames} frames; readers would see only one")
+            yield image
     except UserError:
         raise
     except pillow.UnidentifiedImageError:
         raise UserError("the file is not an image") from None
-    except (pillow.DecompressionBombWarning, pillow.DecompressionBombError):
+    except pillow.DecompressionBombError:
         raise UserError(f"the image has more than {pillow.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error

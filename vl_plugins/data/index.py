@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from vl_plugins.data.captions import RejectedImage, caption_hash
-from vl_plugins.data.files import join, write_complete
+from vl_plugins.data.files import file_errors, join, sha256, write_complete
 from vl_plugins.data.samples import Record, parse_record, scan
 from vl_plugins.errors import UserError
 
@@ -25,6 +25,7 @@ __all__ = [
     "IndexHead",
     "ShardIndex",
     "index_file",
+    "index_shard",
     "make_index",
     "read_head",
     "read_records",
@@ -37,13 +38,15 @@ RENEW = "write the shards again, or their indexes with `vl-plugins shards index`
 HASHES = np.dtype("<i8")
 # Enough for the first line of most indexes; file systems behind URLs would read more at once.
 BLOCK_BYTES = 1 << 18
+# S3 calls a missing file forbidden where listing is.
+NO_INDEX = (FileNotFoundError, PermissionError)
 
 
 class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The first line of an index.
 
     Args:
-        bytes, sha256: of the archive.
+        size, sha256: of the archive, in bytes and as hexadecimal digits.
         fingerprint: of the images and options that the shard was made of; empty if another program wrote it.
         source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
         options: of the conversion.
@@ -55,7 +58,7 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
         only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
     """
 
-    bytes: int
+    size: int
     sha256: str = ""
     fingerprint: str = ""
     source: dict[str, Any] = {}
@@ -126,15 +129,16 @@ def read_head(shard: str) -> IndexHead:
         files, path = fsspec.core.url_to_fs(file)
         with files.open(path, block_size=BLOCK_BYTES) as stream:
             head = msgspec.json.decode(stream.readline(), type=IndexHead)
-    except FileNotFoundError:
+    except NO_INDEX:
         return scan_shard(shard).head
     except msgspec.DecodeError as error:
         raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
-    number, groups = len(head.starts), len(head.groups) // HASHES.itemsize
-    if not number == len(head.sizes) == len(head.counts) or sum(head.counts) * HASHES.itemsize != len(head.captions):
+    number, groups = len(head.starts), len(head.groups) / HASHES.itemsize
+    is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
+    if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
         raise UserError(f"{file} is damaged: its arrays have different lengths; {RENEW}")
-    if groups not in (0, number) or (size := _size(shard)) != head.bytes:
-        raise UserError(f"{shard} has {size:,} bytes, but {head.bytes:,} in {file}, which is not its index; {RENEW}")
+    if (size := _size(shard)) != head.size:
+        raise UserError(f"{shard} has {size:,} bytes, but {head.size:,} in {file}, which is not its index; {RENEW}")
     return head
 
 
@@ -145,7 +149,7 @@ def read_records(shard: str) -> list[Record]:
         with fsspec.open(file, "rb") as stream:
             stream.readline()
             return msgspec.json.Decoder(Record).decode_lines(stream.read())
-    except FileNotFoundError:
+    except NO_INDEX:
         return scan_shard(shard).records
     except msgspec.DecodeError as error:
         raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
@@ -154,7 +158,7 @@ def read_records(shard: str) -> list[Record]:
 def scan_shard(shard: str) -> ShardIndex:
     """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    with fsspec.open(shard, "rb") as stream:
+    with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
         try:
             for sample in scan(stream):
                 try:
@@ -167,7 +171,15 @@ def scan_shard(shard: str) -> ShardIndex:
         except UserError as error:
             raise UserError(f"cannot read {shard}: {error}") from error
         size = stream.seek(0, 2)
-    return make_index(records, starts, sizes, bytes=size, only_txt=only_txt)
+    return make_index(records, starts, sizes, size=size, only_txt=only_txt)
+
+
+def index_shard(shard: str) -> int:
+    """Write the index of a shard that another program wrote, in place of one; return the number of images in it."""
+    index = scan_shard(shard)
+    index.head.sha256 = sha256(shard)
+    write_index(shard, index)
+    return len(index.records)
 
 
 def _size(url: str) -> int:

@@ -71,7 +71,7 @@ def read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, dict[st
 
 
 def inspect_shards(
-    shards: Sequence[str], *, workers: int = 1, executor: Any = None
+    shards: Sequence[str], *, workers: int | None = None, executor: Any = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
     """Read shards once; return statistics of each split, ready for JSON, and the first byte of each sample by shard.
 
@@ -86,48 +86,54 @@ def inspect_shards(
 
     Args:
         shards: paths or URLs.
-        workers: number of threads, or of the workers of ``executor``.
-        executor: see :func:`vl_plugins.data.engines.executor`; threads by default.
+        workers: number of shards that are read at a time; by default one per core.
+        executor: runs the jobs in place of threads, see :func:`vl_plugins.data.engines.executor`.
 
     Raises:
         UserError: a shard, or the first line of its index, cannot be read.
     """
-    splits: dict[str, _Split] = defaultdict(_Split)
+    workers = engines.usable_cores() if workers is None else workers
+    splits: dict[str, _Split] = {}
     starts = {}
-    with contextlib.nullcontext(executor) if executor else engines.executor("threads", workers) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = executor or stack.enter_context(engines.executor("threads", workers))
         parts = engines.run_jobs(_inspect_shard, shards, pool, 2 * workers)
         for shard, part in zip(shards, tqdm(parts, "read", len(shards), unit="shard", disable=None), strict=True):
-            splits[split_of(shard)].add(shard, *part)
-            starts[shard] = part[1]["starts"]
-    return {name: split.summarize() for name, split in splits.items()}, starts
+            if (name := split_of(shard)) not in splits:
+                splits[name] = _Split(stack)
+            starts[shard] = splits[name].add(shard, *part)
+        return {name: split.summarize() for name, split in splits.items()}, starts
 
 
-def _inspect_shard(shard: str) -> tuple[dict[str, Counter], dict[str, np.ndarray], dict[str, Any] | None]:
-    """Return the frequency of values by name, with sums under ``totals``; places and hashes; and the source."""
+def _inspect_shard(shard: str) -> tuple[np.ndarray, dict[str, Counter], dict[str, np.ndarray], dict[str, Any] | None]:
+    """Return the first byte of each sample; how often values occur, by name, and sums, as ``totals``; hashes; source.
+
+    Hashes of captions are once for each image in ``captions``, those it has again in ``again``.
+    """
+    starts, source = [], None
     counts: dict[str, Counter] = defaultdict(Counter)
-    # Hashes of captions are once for each image in `captions`, the others in `again`.
-    arrays: dict[str, list[int]] = {"starts": [], "pictures": [], "groups": [], "captions": [], "again": []}
+    hashes: dict[str, list[int]] = {"pictures": [], "groups": [], "captions": [], "again": []}
     for sample, record, data, sizes in _scan(shard):
-        arrays["starts"].append(sample.start)
+        starts.append(sample.start)
         if record is None:
             continue
         for name, value in {"captions_per_image": len(record.captions), **sizes}.items():
             counts[name][value] += 1
         counts["words"].update(len(caption.split()) for caption in record.captions)
         texts = Counter(map(caption_hash, record.captions))
-        arrays["captions"] += texts
-        arrays["again"] += (texts - Counter(list(texts))).elements()
-        arrays["pictures"].append(_hash(data))
+        hashes["captions"] += texts
+        hashes["again"] += (texts - Counter(list(texts))).elements()
+        hashes["pictures"].append(_hash(data))
         if record.group is not None:
-            arrays["groups"].append(_hash(repr((record.dataset, record.group)).encode()))
+            hashes["groups"].append(_hash(repr((record.dataset, record.group)).encode()))
     files, path = fsspec.core.url_to_fs(shard)
-    counts["totals"].update(shards=1, bytes=files.size(path), samples=len(arrays["starts"]))
-    source = None
+    counts["totals"].update(shards=1, bytes=files.size(path), samples=len(starts))
     if exists(index_file(shard)):
         head = read_head(shard)
         counts["totals"].update(indexes=1, rejected=len(head.rejected))
         source = head.source
-    return counts, {name: np.array(values, np.int64) for name, values in arrays.items()}, source
+    arrays = {name: np.array(values, np.int64) for name, values in hashes.items()}
+    return np.array(starts, np.int64), counts, arrays, source
 
 
 def _scan(shard: str, start: int = 0) -> Iterator[tuple[Sample, Record | None, bytes, dict[str, int]]]:
@@ -162,19 +168,20 @@ def _hash(data: bytes) -> int:
 class _Split:
     """What the shards of a split contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: contextlib.ExitStack):
         self.shards: list[str] = []
         self.counts: dict[str, Counter] = defaultdict(Counter)
-        self.hashes = {name: _Hashes() for name in ("pictures", "groups", "captions", "again")}
+        self.hashes = {name: _Hashes(stack) for name in ("pictures", "groups", "captions", "again", "none")}
         self.source: dict[str, Any] | None = None
 
-    def add(self, shard: str, counts: Mapping, arrays: Mapping, source: dict[str, Any] | None) -> None:
+    def add(self, shard: str, starts: np.ndarray, counts: Mapping, hashes: Mapping, source: Any) -> np.ndarray:
         self.shards.append(shard)
         for name, numbers in counts.items():
             self.counts[name] += numbers
-        for name, hashes in self.hashes.items():
-            hashes.add(arrays[name])
+        for name, values in hashes.items():
+            self.hashes[name].add(values)
         self.source = source if self.source is None else self.source
+        return starts
 
     def summarize(self) -> dict[str, Any]:
         counts, totals = self.counts, self.counts["totals"]
@@ -190,15 +197,16 @@ class _Split:
             "groups": sum(len(values) for values, *_ in self.hashes["groups"].parts()),
             **{name: dict(sorted(counts[name].items())) for name in ("captions_per_image", "feature_dims")},
             **{name: _range(counts[name]) for name in ("words", "widths", "heights", "features")},
-            "repeated_pictures": self._find_repeats(self.hashes["pictures"], _Hashes()),
+            "repeated_pictures": self._find_repeats(self.hashes["pictures"], self.hashes["none"]),
             "repeated_captions": self._find_repeats(self.hashes["captions"], self.hashes["again"]),
         }
 
     def _find_repeats(self, hashes: "_Hashes", again: "_Hashes") -> dict[str, Any]:
-        number = different = 0
+        total = number = different = 0
         best = (1, 0, 0)  # number of images, -position, hash
         for (values, first, counts), (more, _, times) in zip(hashes.parts(), again.parts(), strict=True):
             repeated = counts > 1
+            total += int(counts.sum() + times.sum())
             number += int(counts[repeated].sum() + times[np.isin(more, values[repeated])].sum())
             different += int(repeated.sum())
             if len(values):
@@ -213,16 +221,15 @@ class _Split:
         }
         if different:
             example = _label(self.shards[bisect.bisect_right(hashes.ends, -best[1])], best[2])
-            share = number / (hashes.ends[-1] + again.ends[-1])
-            found |= {"share": share, "example": example, "example_images": best[0]}
+            found |= {"share": number / total, "example": example, "example_images": best[0]}
         return found
 
 
 class _Hashes:
     """64-bit hashes in a temporary file, so that memory does not grow with their number."""
 
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
+    def __init__(self, stack: contextlib.ExitStack):
+        self.file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self.ends: list[int] = []
 
     def add(self, values: np.ndarray) -> None:
@@ -230,12 +237,12 @@ class _Hashes:
         self.ends.append(len(values) + (self.ends[-1] if self.ends else 0))
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield different hashes, the position of the first of each, and their frequencies, a sixteenth at a time."""
-        for last in range(16):
+        """Yield different hashes, the position of the first of each, and their frequencies, 1/64 at a time."""
+        for last in range(64):
             self.file.seek(0)
             start, found = 0, [np.empty((2, 0), np.int64)]
             while len(block := np.frombuffer(self.file.read(1 << 20), np.int64)):
-                here = np.flatnonzero(block & 15 == last)
+                here = np.flatnonzero(block & 63 == last)
                 found.append(np.stack([block[here], here + start]))
                 start += len(block)
             hashes, positions = np.concatenate(found, axis=1)
@@ -252,7 +259,7 @@ def _range(counts: Counter) -> dict[str, float] | None:
     return {"minimum": values[0], "median": sum(middle) / 2, "maximum": values[-1]}
 
 
-def draw_contact_sheet(starts: Mapping[str, np.ndarray], file: str | os.PathLike, number: int, title: str = "") -> None:
+def draw_contact_sheet(starts: Mapping[str, np.ndarray], file: str | os.PathLike, number: int, title: str) -> None:
     """Draw samples, evenly from all, with their keys and first captions to a PNG file.
 
     A sample whose picture is missing or damaged becomes an empty frame with a note. Letters that the fonts of

@@ -1,4 +1,4 @@
-"""Rows grouped into images, and shuffled images, by DuckDB on disk, so memory does not grow with their number."""
+"""Rows grouped into images, and images shuffled, by DuckDB on disk: memory does not grow with their number."""
 
 import contextlib
 import hashlib
@@ -15,16 +15,17 @@ import numpy as np
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.errors import UserError, require
 
-__all__ = ["Row", "group_rows", "shuffled"]
+__all__ = ["KeyedRows", "Row", "group_rows", "shuffled"]
 
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
 
 
-class Row(msgspec.Struct, array_like=True):
+class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
-    Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. A row with a ``problem`` cannot be used.
+    Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
+    A row with a ``problem`` cannot be used.
     """
 
     place: int | str
@@ -32,13 +33,16 @@ class Row(msgspec.Struct, array_like=True):
     captions: list[Any]
     split: Any
     image_id: Any = None
-    filename: Any = None
     group: Any = None
+    filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
 
 
-def group_rows(rows: Iterable[tuple[str, Row]], source: str) -> Iterator[tuple[list[Row], bool]]:
+KeyedRows = Iterator[tuple[str, Row]]
+
+
+def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]:
     """Group rows by image. Image ids become ints if all are ints or canonical decimal strings of up to 18 digits.
 
     Args:
@@ -51,37 +55,49 @@ def group_rows(rows: Iterable[tuple[str, Row]], source: str) -> Iterator[tuple[l
     Raises:
         UserError: a text is not valid Unicode.
     """
-    integers, total = True, 0
+    integers = True
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Row).decode
-    with _database() as database:
-        database.execute("CREATE TEMP TABLE rows (number BIGINT, image VARCHAR, id VARCHAR, row VARCHAR)")
-        for part in _batches(rows):
-            texts = []
-            for _, row in part:
+    with _workspace() as (database, stream):
+        database.execute("CREATE TEMP TABLE rows (position BIGINT, size BIGINT, image VARCHAR, id VARCHAR)")
+
+        def places() -> Iterator[tuple]:
+            nonlocal integers
+            position = 0
+            for key, row in rows:
+                image_id = ""  # DuckDB 1.1 cannot read a part that is None throughout
+                if row.image_id is not None:
+                    image_id, integers = str(row.image_id), integers and _is_integer(row.image_id)
                 try:
-                    texts.append(encode(row).decode())
+                    size = stream.write(encode(row))
                 except UnicodeEncodeError as error:
                     raise UserError(f"{source}{row.place}: it is not UTF-8") from error
-            ids = [row.image_id for _, row in part]
-            integers = integers and all(map(_is_integer, ids))
-            names = [None if value is None else str(value) for value in ids]
-            _insert(database, "rows", np.arange(total, total + len(part)), [key for key, _ in part], names, texts)
-            total += len(part)
-        # An image whose rows have different ids is an error, so any of them will do.
+                yield position, size, key, image_id
+                position += size
+
+        rest = places()
+        while part := list(itertools.islice(rest, ROWS_INSERTED)):
+            _insert(database, "rows", part)
+        stream.flush()
+        seek, read = stream.raw.seek, stream.raw.read
+        # Rows of one image that have different ids raise an error later, so any of them will do.
         database.execute(
-            "CREATE TEMP TABLE images AS SELECT image, min(number) AS first, any_value(id) AS image_id "
+            "CREATE TEMP TABLE images AS SELECT image, min(position) AS first, any_value(nullif(id, '')) AS image_id "
             "FROM rows GROUP BY image"
         )
         ordered = database.execute(
-            "SELECT first, row, image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
-            "FROM rows JOIN images USING (image) ORDER BY first, number"
+            "SELECT first, position, size, "
+            "image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
+            "FROM rows JOIN images USING (image) ORDER BY first, position"
         )
         for _, members in itertools.groupby(_fetch(ordered), operator.itemgetter(0)):
-            fetched = list(members)
-            joined = [decode(text) for _, text, _ in fetched]
-            for row in joined:
-                row.image_id = _as_id(row.image_id, integers)
-            yield joined, bool(fetched[0][2])
+            joined = []
+            for _, position, size, repeated in members:  # noqa: B007, the same for all
+                seek(position)
+                row = decode(read(size))
+                if row.image_id is not None:
+                    row.image_id = _as_id(row.image_id, integers)
+                joined.append(row)
+            yield joined, bool(repeated)
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
@@ -90,20 +106,28 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
     All others come first and keep their order.
     """
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(CaptionedImage).decode
-    with _database() as database:
-        database.execute("CREATE TEMP TABLE images (position BIGINT, image VARCHAR)")
-        for part in _batches(images):
-            positions, texts = [], []
-            for image in part:
-                if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
-                    yield image
-                    continue
-                digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
-                positions.append(int.from_bytes(digest, "little", signed=True))
-                texts.append(encode(image).decode())
-            _insert(database, "images", np.array(positions, dtype=np.int64), texts)
-        for (text,) in _fetch(database.execute("SELECT image FROM images ORDER BY position, image")):
-            yield decode(text)
+    with _workspace() as (database, stream):
+        database.execute("CREATE TEMP TABLE images (rank BIGINT, position BIGINT, size BIGINT)")
+        places: list[tuple[int, int, int]] = []
+        total = 0
+        for image in images:
+            if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
+                yield image
+                continue
+            digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
+            size = stream.write(encode(image))
+            places.append((int.from_bytes(digest, "little", signed=True), total, size))
+            total += size
+            if len(places) == ROWS_INSERTED:
+                _insert(database, "images", places)
+                places.clear()
+        if places:
+            _insert(database, "images", places)
+        stream.flush()
+        ordered = database.execute("SELECT position, size FROM images ORDER BY rank, position")
+        for position, size in _fetch(ordered):
+            stream.raw.seek(position)
+            yield decode(stream.raw.read(size))
 
 
 def _is_integer(image_id: Any) -> bool:
@@ -118,21 +142,19 @@ def _as_id(image_id: Any, integers: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _database() -> Iterator[Any]:
+def _workspace() -> Iterator[tuple[Any, Any]]:
+    """Open a database and a file. Rows go to the file: DuckDB runs out of memory if it sorts long texts."""
     duckdb = require("duckdb", extra="data")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
         limits = {"memory_limit": "100MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
-            yield database
+            yield database, stream
 
 
-def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, ROWS_INSERTED)), [])
-
-
-def _insert(database: Any, table: str, numbers: np.ndarray, *columns: Sequence[str | None]) -> None:
-    arrays = [numbers, *(np.array(column, dtype=object) for column in columns)]
+def _insert(database: Any, table: str, rows: Sequence[tuple]) -> None:
+    columns = zip(*rows, strict=True)
+    types = (np.int64 if isinstance(value, int) else object for value in rows[0])
+    arrays = [np.array(column, dtype=dtype) for column, dtype in zip(columns, types, strict=True)]
     database.register("part", {f"c{index}": array for index, array in enumerate(arrays)})
     database.execute(f"INSERT INTO {table} SELECT * FROM part")
 

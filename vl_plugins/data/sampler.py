@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Images whose captions are drawn at a time.
 AT_A_TIME = 4096
+# Orders that are tried to fill a batch with different captions.
+ATTEMPTS = 10
 
 
 def parse_captions_per_image(value: str | int) -> str | int:
@@ -116,28 +118,33 @@ class CaptionSampler(Sampler[Draw]):
         fresh = self._candidates(np.random.default_rng([self.seed, epoch]))
         waiting: list[_Candidate] = []
         for step in range(self._steps):
-            batch: dict[int, list[int]] = {}
-            owners: dict[int, int] = {}  # label by hash of a caption in the batch
-            earlier, later = iter(waiting), []
-            # Images of the epoch come again only when nothing else is left.
-            again = self._candidates(np.random.default_rng([self.seed, epoch, step]))
-            for is_new, candidate in chain(zip(repeat(True), chain(earlier, fresh)), zip(repeat(False), again)):
-                label, free = candidate.label, list(zip(candidate.numbers, candidate.hashes, strict=True))
-                if self.distinct_captions:
-                    free = [pair for pair in free if owners.get(pair[1], label) == label]
-                if not free and is_new:
-                    later.append(candidate)
-                elif free and candidate.image not in batch:
-                    owners.update((caption, label) for _, caption in free[:number])
-                    batch[candidate.image] = list(islice(cycle(caption for caption, _ in free), number))
-                    if len(batch) == size:
-                        break
+            for attempt in range(ATTEMPTS):
+                batch: dict[int, list[int]] = {}
+                owners: dict[int, int] = {}  # label by hash of a caption in the batch
+                earlier, kept, taken = iter(waiting), [], []
+                # Images of the epoch come again only when nothing else is left.
+                again = self._candidates(np.random.default_rng([self.seed, epoch, step, attempt]))
+                for is_new, candidate in chain(zip(repeat(True), chain(earlier, fresh)), zip(repeat(False), again)):
+                    label, free = candidate.label, list(zip(candidate.numbers, candidate.hashes, strict=True))
+                    if self.distinct_captions:
+                        free = [pair for pair in free if owners.get(pair[1], label) == label]
+                    if free and candidate.image not in batch:
+                        owners.update((caption, label) for _, caption in free[:number])
+                        batch[candidate.image] = list(islice(cycle(caption for caption, _ in free), number))
+                        taken += [candidate] * is_new
+                        if len(batch) == size:
+                            break
+                    elif is_new:
+                        kept.append(candidate)
+                waiting = [*kept, *earlier]
+                if len(batch) == size:
+                    break
+                waiting += taken  # begin with those that did not fit
             else:
                 raise UserError(
                     f"no {size} images have different captions: give a smaller batch size, or let images with equal "
                     "captions meet by distinct_captions=False (--allow-duplicate-captions)"
                 )
-            waiting = [*later, *earlier]
             yield list(batch.items())
         if waiting and self.rank == 0:
             logger.warning(

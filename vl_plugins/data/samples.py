@@ -40,7 +40,7 @@ NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 META_NAME = re.compile(r"__[^/]*__($|/)")
 
 
-class Record(msgspec.Struct, omit_defaults=True):
+class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; tracking millions takes long
     """The names and captions of one image.
 
     Args:
@@ -52,9 +52,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     """
 
     key: str
-    captions: list[str]
+    captions: tuple[str, ...]
     image_id: int | str
-    caption_ids: list[int | str]
+    caption_ids: tuple[int | str, ...]
     dataset: str | None = None
     split: str | None = None
     group: int | str | None = None
@@ -119,7 +119,7 @@ def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
                 sample.members[extension] = data
             sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         # tarfile takes a cut between two members, or garbage, for the end.
-        stream.seek(archive.offset)  # type: ignore[attr-defined]
+        stream.seek(archive.offset)
         if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise UserError("it is cut off or damaged: an archive ends with zeros")
     if sample is not None:
@@ -166,7 +166,8 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
     dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
     group = found.get("group")
-    record = Record(key, captions, image_id, caption_ids, dataset, split, group if _is_id(group) else None)
+    group = group if _is_id(group) else None
+    record = Record(key, tuple(captions), image_id, tuple(caption_ids), dataset, split, group)
     try:
         msgspec.json.encode(record)
     except UnicodeEncodeError as error:  # half a character, as JSON can have it

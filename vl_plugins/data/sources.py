@@ -9,16 +9,16 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import msgspec
 
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_label, normalize_caption
 from vl_plugins.data.files import open_regular, read_bytes
-from vl_plugins.data.out_of_core import Row, group_rows
+from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
 from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
 
 __all__ = ["Columns", "join_rows", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"]
@@ -37,19 +37,19 @@ def join_rows(groups: Iterable[tuple[list[Row], bool]], dataset: Any, source: st
         on_error: ``"raise"``, or ``"skip"`` to yield a :class:`RejectedImage` in place of an image with a wrong row.
 
     Raises:
-        UserError: a value has the wrong type or is not allowed in a :class:`CaptionedImage`, an id is not unique, or
-            rows of an image disagree. With ``"skip"`` only if the split is unknown.
+        UserError: a value is not one of a :class:`CaptionedImage`, an id is not unique, or rows of an image disagree.
+            With ``"skip"`` only if the split is unknown.
     """
-    image_ids: set[str] = set()
-    caption_ids: set[int | str] = set()
+    used: set[tuple[str, Any]] = set()
     total = 0  # captions
     for index, (rows, may_repeat) in enumerate(groups):
         try:
             image = _join(rows, index, total, dataset, source)
-            if may_repeat:
-                _check_unused("image", [str(image.image_id)], image_ids)
+            ids: list[tuple[str, Any]] = [("image", str(image.image_id))] if may_repeat else []
             if rows[0].caption_ids is not None:
-                _check_unused("caption", image.caption_ids, caption_ids)
+                ids += [("caption", caption_id) for caption_id in image.caption_ids]
+            _claim(ids, used)
+            yield image
         except ValueError as error:
             wrong, reason = rows[0], error
             for row in rows:
@@ -58,63 +58,57 @@ def join_rows(groups: Iterable[tuple[list[Row], bool]], dataset: Any, source: st
                 except ValueError as row_error:
                     wrong, reason = row, row_error
                     break
-            yield _reject(_label(source, wrong), _split(rows[0]), reason, on_error)
-        else:
-            yield image
-            # Only now: the ids of an image that is rejected stay free.
-            if may_repeat:
-                image_ids.add(str(image.image_id))
-            if rows[0].caption_ids is not None:
-                caption_ids.update(image.caption_ids)
-        total += sum(len(row.captions) for row in rows)
+            yield _reject(_label(source, wrong), rows[0].split, reason, on_error)
+        total += sum([len(row.captions) for row in rows])
 
 
 def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str) -> CaptionedImage:
     """Return the image of some rows; ``index`` and ``total`` are the ids of an image and a caption without ids."""
     first = rows[0]
     for row in rows:
+        if row.split == "validation":
+            row.split = "val"
         if row.problem is not None:
             raise UserError(row.problem)
-        for key in ("split", "image_id", "group") if row is not first else ():
+    for row in rows[1:]:
+        for key in ("split", "image_id", "group"):
             value, expected = getattr(row, key), getattr(first, key)
             # As text: JSON may have a number in one line and the same in quotes in another.
             if value != expected and str(value) != str(expected):
                 reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
                 raise UserError(f"{reason}; rows of one image must agree")
-    for kind, name in (("path", first.file), ("image id", first.image_id)):
-        if isinstance(name, str) and not name.strip():
-            raise UserError(f"its {kind} is blank")
-    captions = [caption for row in rows for caption in row.captions]
-    if first.caption_ids is None:
-        caption_ids: list[Any] = list(range(total, total + len(captions)))
-    else:
+    if isinstance(first.file, str) and not first.file.strip():
+        raise UserError("its path is blank")
+    if isinstance(first.image_id, str) and not first.image_id.strip():
+        raise UserError("its image id is blank")
+    captions = first.captions if len(rows) == 1 else [caption for row in rows for caption in row.captions]
+    caption_ids: Sequence[Any] = range(total, total + len(captions))
+    if first.caption_ids is not None:
         caption_ids = [caption_id for row in rows for caption_id in row.caption_ids or ()]
     fields = {
         "image_id": index if first.image_id is None else first.image_id,
         "file": first.file,
         "captions": captions,
-        "caption_ids": caption_ids,
-        "split": _split(first),
+        "caption_ids": tuple(caption_ids),
+        "split": first.split,
         "dataset": dataset,
-        "filename": first.filename,
+        "filename": first.file if first.filename is None else first.filename,
         "group": first.group,
     }
     return msgspec.convert(fields, CaptionedImage)
 
 
-def _split(row: Row) -> Any:
-    return "val" if row.split == "validation" else row.split
-
-
-def _check_unused(kind: str, ids: Sequence[int | str], used: Collection[int | str]) -> None:
-    for value, count in Counter(ids).items():
-        if count > 1 or value in used:
+def _claim(ids: Sequence[tuple[str, Any]], used: set[tuple[str, Any]]) -> None:
+    """Add ids of a kind to those that are used, all of them or none."""
+    for (kind, value), count in Counter(ids).items() if ids else ():
+        if count > 1 or (kind, value) in used:
             raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
+    used.update(ids)
 
 
 def _label(source: str, row: Row) -> str:
     """Return ``source place (file name)`` as one line of UTF-8."""
-    name = row.filename
+    name = row.file if row.filename is None else row.filename
     shown = f" ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else ""
     return f"{source}{row.place}{shown}"
 
@@ -125,18 +119,16 @@ def _reject(label: str, split: Any, error: ValueError, on_error: str) -> Rejecte
     raise UserError(f"{label}: {error}") from error
 
 
-def _read_json(file: str | Path, hint: str, **fields: Any) -> dict[str, Any]:
-    """Read a JSON file whose fields have these types; ``hint`` follows the error about another format."""
+def _read_json(file: str | Path, kind: Any, hint: str) -> tuple[Any, Any]:
+    """Return a JSON document as it is, and as a type; ``hint`` follows the error about another format."""
     data = read_bytes(file)
     try:
         document = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    try:
-        msgspec.convert(document, TypedDict("Document", fields))  # type: ignore[operator]
+        return document, msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{file}: {error}; {hint}") from error
-    return document
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
 
 
 def _group(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
@@ -147,20 +139,29 @@ def _group(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
     return ((group, True) for group in groups.values())
 
 
-class _Sentence(TypedDict):
+class _Sentence(msgspec.Struct):
     raw: str
+    sentid: Any = None
 
 
-class _KarpathyNeeds(TypedDict):
+class _KarpathyImage(msgspec.Struct):
     filename: str
     split: Literal["train", "restval", "val", "validation", "test"]
     sentences: list[_Sentence]
+    filepath: str = ""
+    cocoid: int | None = None
+    imgid: int | None = None
 
 
-class _KarpathyImage(_KarpathyNeeds, total=False):
-    filepath: str
-    cocoid: int
-    imgid: int
+class _Karpathy(msgspec.Struct):
+    images: list[_KarpathyImage]
+    dataset: Any = None
+
+
+KARPATHY_HINT = (
+    "expected Karpathy's format, with the splits train, restval, val and test; "
+    "`vl-plugins shards coco-captions` converts COCO's own caption files"
+)
 
 
 def read_karpathy(
@@ -172,57 +173,60 @@ def read_karpathy(
     group_key: str | None = None,
     on_error: str = "raise",
 ) -> Images:
-    """Yield the images of an annotation file in the format of Karpathy's COCO and Flickr30K splits.
+    """Yield the images of an annotation file in the format of Karpathy's COCO and Flickr30K splits, in its order.
 
     Args:
         annotation_file: ``dataset_coco.json``, ``dataset_flickr30k.json``, or another file in their format. Images need
-            ``filename``, ``split`` and ``sentences`` with ``raw``.
+            ``filename``, ``split`` and ``sentences`` with ``raw``. Caption ids are ``sentid`` if all have it, or else
+            running numbers.
         dataset: ``"coco"``, with ``filepath`` as folder, if given, and ``cocoid`` or else ``imgid`` as image id; or
             ``"flickr30k"``, with ``filename`` only and ``imgid``. Without them image ids are running numbers.
         dataset_name: by default the name in the file, or else ``dataset``.
         join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO).
         group_key: field of an image with its ``group``.
-        on_error: see :func:`join_rows`.
-
-    Yields:
-        The images of all splits in the order of the file. Caption ids are ``sentid``, or running numbers if any is
-        missing.
+        on_error: see :func:`join_rows`, as for the errors of an image.
 
     Raises:
-        UserError: the file is missing or not in this format; an image cannot be used, see :func:`join_rows`.
+        UserError: the file is missing or not in this format; an image cannot be used.
     """
     one_of("dataset", dataset, ("coco", "flickr30k"))
-    hint = "expected Karpathy's format, with the splits train, restval, val and test; "
-    hint += "`vl-plugins shards coco-captions` converts COCO's own caption files"
-    document = _read_json(annotation_file, hint, images=list[_KarpathyImage])
-    has_ids = all("sentid" in sentence for item in document["images"] for sentence in item["sentences"])
-    id_keys = ("cocoid", "imgid") if dataset == "coco" else ("imgid",)
+    document, parsed = _read_json(annotation_file, _Karpathy, KARPATHY_HINT)
+    has_ids = all(sentence.sentid is not None for item in parsed.images for sentence in item.sentences)
+    is_coco = dataset == "coco"
     rows = (
         Row(
             place=position,
-            file=str(PurePosixPath(item.get("filepath", "") if dataset == "coco" else "", item["filename"])),
-            captions=[sentence["raw"] for sentence in item["sentences"]],
-            split="train" if item["split"] == "restval" and join_restval else item["split"],
-            image_id=next((item[key] for key in id_keys if key in item), None),
-            filename=item["filename"],
-            group=item.get(group_key),
-            caption_ids=[sentence["sentid"] for sentence in item["sentences"]] if has_ids else None,
+            file=str(PurePosixPath(item.filepath if is_coco else "", item.filename)),
+            captions=[sentence.raw for sentence in item.sentences],
+            split="train" if item.split == "restval" and join_restval else item.split,
+            image_id=item.cocoid if is_coco and item.cocoid is not None else item.imgid,
+            group=document["images"][position].get(group_key),
+            filename=item.filename,
+            caption_ids=[sentence.sentid for sentence in item.sentences] if has_ids else None,
         )
-        for position, item in enumerate(document["images"])
+        for position, item in enumerate(parsed.images)
     )
-    name = document.get("dataset", dataset) if dataset_name is None else dataset_name
+    name = dataset_name if dataset_name is not None else parsed.dataset or dataset
     yield from join_rows(_group(rows), name, f"{annotation_file}: image ", on_error)
 
 
-class _Image(TypedDict):
+class _Image(msgspec.Struct):
     id: int
     file_name: str
 
 
-class _Annotation(TypedDict):
+class _Annotation(msgspec.Struct):
     id: int
     image_id: int
     caption: str
+
+
+class _Annotations(msgspec.Struct):
+    annotations: list[_Annotation]
+
+
+class _Captions(_Annotations):
+    images: list[_Image]
 
 
 COCO_HINT = "expected a file like captions_val2017.json; `vl-plugins shards coco` converts Karpathy's"
@@ -236,7 +240,7 @@ def read_coco_captions(
     group_key: str | None = None,
     on_error: str = "raise",
 ) -> Images:
-    """Yield the images of COCO's official caption files, or of others in their format.
+    """Yield the images of COCO's official caption files, or of others in their format, in their order.
 
     Args:
         annotation_files: files with ``images`` (``id``, ``file_name``) and ``annotations`` (``id``, ``image_id``,
@@ -244,14 +248,11 @@ def read_coco_captions(
         image_root: folder of the images. Those of a split are in the folder with its name, if there is one.
         dataset_name: name of the data set.
         group_key: field of an image with its ``group``.
-        on_error: see :func:`join_rows`.
-
-    Yields:
-        The images and captions in the order of the files, with the annotation ids as ``caption_ids``.
+        on_error: see :func:`join_rows`, as for the errors of an image.
 
     Raises:
-        UserError: a file is missing or not in this format; files have the same split; an image cannot be used, or an id
-            occurs in two files; annotations are of an image that the file does not list.
+        UserError: a file is missing or not in this format; files have the same split; an image cannot be used, or has
+            annotations but is not listed.
     """
     files = {Path(file).stem.removeprefix("captions_"): file for file in annotation_files}
     if len(files) < len(annotation_files):
@@ -259,22 +260,22 @@ def read_coco_captions(
 
     def rows() -> Iterator[Row]:
         for split, file in files.items():
-            document = _read_json(file, COCO_HINT, images=list[_Image], annotations=list[_Annotation])
-            annotations = _by_image(document["annotations"])
+            document, parsed = _read_json(file, _Captions, COCO_HINT)
+            annotations = _by_image(parsed.annotations)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
-            for position, item in enumerate(document["images"]):
-                found = annotations.pop(item["id"], ())
+            for position, item in enumerate(parsed.images):
+                found = annotations.get(item.id, ())
                 yield Row(
                     place=f"{file}: image {position}",
-                    file=str(PurePosixPath(folder, item["file_name"])),
-                    captions=[annotation["caption"] for annotation in found],
+                    file=str(PurePosixPath(folder, item.file_name)),
+                    captions=[annotation.caption for annotation in found],
                     split=split,
-                    image_id=item["id"],
-                    filename=item["file_name"],
-                    group=item.get(group_key),
-                    caption_ids=[annotation["id"] for annotation in found],
+                    image_id=item.id,
+                    group=document["images"][position].get(group_key),
+                    filename=item.file_name,
+                    caption_ids=[annotation.id for annotation in found],
                 )
-            for image_id in sorted(annotations):
+            for image_id in sorted(annotations.keys() - {item.id for item in parsed.images}):
                 problem = "it has annotations, but is not among the images of the file"
                 yield Row(f"{file}: image id {image_id}", None, [], split, problem=problem)
 
@@ -291,51 +292,47 @@ def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path], 
         images: images whose ``image_id`` is that of COCO (``cocoid``).
         annotation_files: official caption files that have all these images between them; for Karpathy's splits, that is
             ``captions_train2014.json`` and ``captions_val2014.json``, or both of 2017.
-        on_error: ``"raise"``, or ``"skip"`` to yield a :class:`RejectedImage` in place of an image without an
-            annotation for each caption.
+        on_error: see :func:`join_rows`.
 
     Raises:
         UserError: an official file is missing or not in this format; an image or a caption of it is not in the files.
     """
-    official = _by_image(
-        annotation
-        for file in annotation_files
-        for annotation in _read_json(file, COCO_HINT, annotations=list[_Annotation])["annotations"]
-    )
     files = ", ".join(map(str, annotation_files))
-    used: set[int] = set()
+    parsed = [_read_json(file, _Annotations, COCO_HINT)[1] for file in annotation_files]
+    official = _by_image(annotation for document in parsed for annotation in document.annotations)
+    used: set[tuple[str, Any]] = set()
     for image in images:
         if isinstance(image, CaptionedImage):
             try:
                 caption_ids = _match_captions(image.captions, official.get(image.image_id, ()))
-                _check_unused("caption", caption_ids, used)
+                _claim([("caption", caption_id) for caption_id in caption_ids], used)
+                image = replace(image, caption_ids=caption_ids)
             except UserError as error:
-                row = Row(f"{files}: image id {image.image_id}", None, [], image.split, filename=image.filename)
+                row = Row(f"{files}: image id {image.image_id}", image.filename, [], image.split)
                 image = _reject(_label("", row), image.split, error, on_error)
-            else:
-                used.update(caption_ids)
-                image = replace(image, caption_ids=tuple(caption_ids))
         yield image
 
 
-def _by_image(annotations: Iterable[dict[str, Any]]) -> dict[int | str, list[dict[str, Any]]]:
-    by_image: dict[int | str, list[dict[str, Any]]] = defaultdict(list)
+def _by_image(annotations: Iterable[_Annotation]) -> dict[int | str, list[_Annotation]]:
+    by_image: dict[int | str, list[_Annotation]] = defaultdict(list)
     for annotation in annotations:
-        by_image[annotation["image_id"]].append(annotation)
+        by_image[annotation.image_id].append(annotation)
     return dict(by_image)
 
 
-def _match_captions(captions: Sequence[str], annotations: Sequence[dict[str, Any]]) -> list[int]:
+def _match_captions(captions: Sequence[str], annotations: Sequence[_Annotation]) -> tuple[int, ...]:
     """Return the annotation id of each caption, each id once."""
+    if not annotations:
+        raise UserError("it has no annotations there; Karpathy's splits need those of train2014 and val2014")
     unused: dict[str, list[int]] = defaultdict(list)
     for annotation in reversed(annotations):
-        unused[normalize_caption(annotation["caption"])].append(annotation["id"])
-    if not unused:
-        raise UserError("it has no annotations there; Karpathy's splits need those of train2014 and val2014")
-    for caption, count in Counter(map(normalize_caption, captions)).items():
-        if count > len(unused[caption]):
+        unused[normalize_caption(annotation.caption)].append(annotation.id)
+    caption_ids = []
+    for caption in captions:
+        if not (ids := unused[normalize_caption(caption)]):
             raise UserError(f"caption {caption!r} is not, or not as often, among the annotations of its image")
-    return [unused[normalize_caption(caption)].pop() for caption in captions]
+        caption_ids.append(ids.pop())
+    return tuple(caption_ids)
 
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
@@ -354,12 +351,10 @@ class Columns:
     A caption is a text, an object with texts under ``raw``, ``caption``, ``captions`` or ``text``, or a list of these.
 
     Args:
-        image: by default the first present of ``image``, ``filepath``, ``file_name``, ``filename``, ``path`` and
-            ``image_path``.
-        captions: by default the first present of ``caption``, ``captions``, ``sentences``, ``sentence``, ``text``,
-            ``texts``, ``title`` and ``txt``, and all of ``caption1``, ``caption_2``, ``caption 3``, ...
+        image: by default the first present of :data:`IMAGE_COLUMNS`.
+        captions: by default the first present of :data:`CAPTION_COLUMNS`, and all of ``caption1``, ``caption_2``, ...
         split: by default ``split``, if present.
-        id: id of the image; by default the first present of ``image_id`` and ``id``, if any.
+        id: id of the image; by default the first present of :data:`ID_COLUMNS`, if any.
         group: ``group`` of the image; by default there are no groups.
     """
 
@@ -416,16 +411,14 @@ class Columns:
             texts = [values[position] for position in captions_at]
             if len(texts) > 1:
                 texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-            if caption_lines or not all(type(text) is str for text in texts):
+            if caption_lines or [text for text in texts if type(text) is not str]:
                 texts = [text for value in texts for text in _texts(value, caption_lines)]
-            image = None if image_at is None else values[image_at]
             return Row(
                 place,
-                image,
+                None if image_at is None else values[image_at],
                 texts,
                 split if split_at is None else values[split_at],
                 None if id_at is None else "" if values[id_at] is None else values[id_at],
-                image,
                 None if group_at is None else values[group_at],
             )
 
@@ -447,9 +440,9 @@ def read_table(
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
     Text tables start with a row of column names and quote fields as spreadsheets do; JSON Lines have an object in each
-    line. Rows with the same path are one image, at the position of the first. With several caption columns an empty one
-    means that the row has fewer captions. Without an id column ids are running numbers. Tables of any size are grouped
-    on disk, in the folder for temporary files.
+    line. Rows with the same path are one image, where the first row is. With several caption columns an empty one means
+    that the row has fewer captions. Caption ids are running numbers, image ids too if there is no id column. Tables of
+    any size are grouped on disk, in the folder for temporary files.
 
     Args:
         file: UTF-8 text; JSON Lines if the name ends in ``.jsonl``.
@@ -462,9 +455,6 @@ def read_table(
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
             ``val`` and ``test`` instead; other rows of the table do not matter.
         on_error: see :func:`join_rows`.
-
-    Yields:
-        The images in the order in which they first appear; the caption ids are running numbers.
 
     Raises:
         UserError: the file has no rows, or a line that cannot be read; the columns cannot be found; an image cannot be
@@ -487,7 +477,7 @@ def read_table(
         roots = tuple(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders)
         pick = found.picker(names, split_name)
 
-        def rows() -> Iterator[tuple[str, Row]]:
+        def rows() -> KeyedRows:
             for line, values in itertools.chain([first], table):
                 problem = None
                 if len(values) != len(names):
@@ -497,9 +487,10 @@ def read_table(
                 row.problem = problem
                 key = f"{line}/"  # no path ends so
                 if isinstance(row.file, str) and row.file.strip():
-                    key = row.file = _clean(row.file, roots)
-                    if roots and row.filename.startswith(roots):
-                        row.filename = key
+                    key = _clean(row.file, roots)
+                    if key != row.file:
+                        row.filename = key if roots and row.file.startswith(roots) else row.file
+                        row.file = key
                 if val_fraction or test_fraction:
                     group = "" if row.group is None else str(row.group)
                     row.split = _draw_split(group.strip() or key, val_fraction, test_fraction) or split_name
@@ -558,7 +549,7 @@ def _clean(path: str, roots: tuple[str, ...]) -> str:
 
 
 def _draw_split(key: str, val_fraction: float, test_fraction: float) -> str | None:
-    position = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    position = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
     return "test" if position < test_fraction else "val" if position >= 1 - val_fraction else None
 
 

@@ -35,7 +35,7 @@ class Verification:
 
 
 def verify_shards(
-    shards: Sequence[str], *, folders: Sequence[str] = (), workers: int = 1, executor: Any = None
+    shards: Sequence[str], *, folders: Sequence[str] = (), workers: int | None = None, executor: Any = None
 ) -> Verification:
     """Compare shards with their indexes, or with ``manifest.json`` of version 0.2, and decode all pictures and arrays.
 
@@ -44,14 +44,15 @@ def verify_shards(
     Args:
         shards: paths or URLs.
         folders: those with all of their shards in ``shards``; their other files are checked too.
-        workers: number of threads, or of the workers of ``executor``.
-        executor: see :func:`vl_plugins.data.engines.executor`; threads by default.
+        workers: number of shards that are read at a time; by default one per core.
+        executor: runs the jobs in place of threads, see :func:`vl_plugins.data.engines.executor`.
 
     Raises:
         UserError: a folder cannot be listed, or its ``manifest.json`` is damaged.
     """
     manifests = {folder: _read_manifest(folder) for folder in {*map(posixpath.dirname, shards), *folders}}
     jobs = [(shard, manifests[posixpath.dirname(shard)].get(posixpath.basename(shard))) for shard in shards]
+    workers = engines.usable_cores() if workers is None else workers
     with contextlib.nullcontext(executor) if executor else engines.executor("threads", workers) as pool:
         results = engines.run_jobs(_verify_shard, jobs, pool, 2 * workers)
         results = list(tqdm(results, "verify", len(jobs), unit="shard", disable=None))
@@ -88,7 +89,7 @@ def _verify_shard(job: tuple[str, Mapping[str, Any] | None]) -> tuple[int, int, 
             other_data = max((any(chunk) for chunk in iter(lambda: reader.read(CHUNK), b"")), default=False)
             if damage or other_data or not samples:
                 problems.append(damage or ("it has other data after its end" if other_data else "it has no samples"))
-        found = make_index(records, starts, sizes, bytes=reader.end, sha256=reader.digest.hexdigest())
+        found = make_index(records, starts, sizes, size=reader.end, sha256=reader.digest.hexdigest())
         if exists(index_file(shard)):
             index = ShardIndex(read_head(shard), read_records(shard))
             parts = ("starts", "sizes", "counts", "captions", "groups")
@@ -131,7 +132,7 @@ def _read_manifest(folder: str) -> dict[str, Any]:
     """Return what ``manifest.json`` of version 0.2 says of each shard; {} without one, or with another program's."""
     file = join(folder, "manifest.json")
     data = read_bytes(file) if exists(file) else b""
-    if b'"vl_plugins 0.' not in data:
+    if b'"splits"' not in data:
         return {}
     with user_errors(file):
         return {name: facts for split in json.loads(data)["splits"].values() for name, facts in split["shards"].items()}

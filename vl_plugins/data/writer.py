@@ -208,17 +208,21 @@ class _Splits:
             remove_partial(folder, rf"{name}-\d+\.tar(\.jsonl)?")
 
     def finish(self, shards: Iterable[str], overwrite: bool) -> None:
-        """Remove shards of a run with more images, or raise an error for them, and partial files of killed workers."""
-        found = {join(self.out, file) for file in names(self.out, "*.tar")}
-        if lost := sorted({*shards} - found):
-            raise UserError(f"{lost[0]} is not there: its worker wrote it to a disk or memory of its own")
-        ours = re.compile(rf"({'|'.join(self.last)})-\d{{6,}}\.tar")
-        for shard in sorted(found.difference(shards)):
-            if ours.fullmatch(os.path.basename(shard)):
+        """Remove shards of a run with more images, or raise an error for them, and what killed processes left."""
+        found = names(self.out, "*.tar")
+        written = [os.path.basename(shard) for shard in shards]
+        if lost := sorted({*written} - {*found}):
+            raise UserError(f"{lost[0]} is not in {self.out}: its worker wrote it to a disk or memory of its own")
+        ours = re.compile(rf"({'|'.join(self.last)})-\d{{6,}}\.tar(\.jsonl)?")
+        for name in sorted({*found} - {*written}):
+            if ours.fullmatch(name):
                 if not overwrite:
-                    raise _conflict(shard)
-                remove(shard)
-                remove(index_file(shard))
+                    raise _conflict(join(self.out, name))
+                remove(join(self.out, name))
+        indexes = join(self.out, INDEX_FOLDER)
+        for name in {*names(indexes)} - {f"{name}.jsonl" for name in written}:
+            if ours.fullmatch(name):
+                remove(join(indexes, name))
         for name in self.last:
             self._remove_partial(name)
 
@@ -266,8 +270,8 @@ class _ShardWriter:
                 starts.append(end)
                 sizes.append(len(data))
                 end += len(data)
-                named = (image.image_id, list(image.caption_ids), image.dataset, image.split, image.group)
-                records.append(Record(key, list(image.captions), *named))
+                named = (image.image_id, image.caption_ids, image.dataset, image.split, image.group)
+                records.append(Record(key, image.captions, *named))
             if not records:
                 last = rejected[-1]
                 raise UserError(f"no image of {shard.file} can be used, such as {last.image}: {last.reason}")
@@ -282,7 +286,7 @@ class _ShardWriter:
                 # A shard that is there has its own index, and its number of images in `sizes.json`.
                 remove(join(os.path.dirname(shard.file), SIZES_FILE))
                 remove(shard.file)
-            facts = {"bytes": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint, **self.facts}
+            facts = {"size": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint, **self.facts}
             index = make_index(records, starts, sizes, rejected=rejected, **facts)
             write_index(shard.file, index)
         return index.head
@@ -330,6 +334,7 @@ def _write_sizes(out: str) -> None:
     """Renew the number of images of all shards in a folder; those without an index keep theirs."""
     file = join(out, SIZES_FILE)
     with lock(join(out, f"{INDEX_FOLDER}/.{SIZES_FILE}.lock"), file, wait=True):
+        remove_partial(out, re.escape(SIZES_FILE))
         before = read_bytes(file) if exists(file) else b"{}"
         old, sizes = msgspec.json.decode(before, type=dict[str, int]), {}
         indexed = set(names(join(out, INDEX_FOLDER), "*.jsonl"))

@@ -36,7 +36,7 @@ def args(toy_shards):
     [
         (PluginOptions(), [], None, False),
         (UNIFIED, [], "random", True),
-        (PluginOptions(loss="unified", captions_per_image="3"), [], 3, True),
+        (PluginOptions(loss="unified", captions_per_image="3"), [], "3", True),
         (UNIFIED, ["--dataset-resampled"], None, True),
         (UNIFIED, ["--dataset-type", "synthetic"], None, False),
     ],
@@ -48,7 +48,8 @@ def test_who_reads_what(args, options, flags, captions_per_image, validation):
 def who_reads(options, args):
     """Return the captions per image if our reader serves the training split, and whether it serves the other."""
     reader = choose_reader(options, args)
-    return reader.sampler and reader.sampler.captions_per_image, reader.validation is not None
+    assert (reader.make_sampler is None) == (reader.captions_per_image is None)
+    return reader.captions_per_image, reader.validation is not None
 
 
 def test_shards_without_lists_of_captions_are_left_to_open_clip_unless_captions_are_asked_for(args, tmp_path):
@@ -174,6 +175,17 @@ def test_batches_and_counts_as_the_trainer_needs_them(args):
     val = data["val"].dataloader
     assert val.num_samples == 24
     assert [len(batch.images) for batch in val] == [8] * 3
+
+
+def test_processes_share_out_an_epoch(args):
+    keys = []
+    for rank in range(2):
+        arguments, record = args("--warmup", "1"), BatchRecord()
+        arguments.rank, arguments.world_size = rank, 2
+        train = read(arguments, captions("first"), record)["train"].dataloader
+        assert (train.num_batches, train.num_samples) == (4, 64)
+        keys += [key for _ in train for key in record.keys]
+    assert len(set(keys)) == len(keys) == 64
 
 
 def test_the_step_and_its_images_are_recorded(args):

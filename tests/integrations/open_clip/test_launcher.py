@@ -140,7 +140,6 @@ SETS = ["--loss", "smooth_chamfer", "--head", "set"]
 WRONG = {
     "nothing": (["--train-data", ""], "there is nothing to do: give --train-data or --val-data, or --help"),
     "suffix": (["--val-data", "val.txt"], "--val-data val.txt: unknown suffix; give shards, such as "),
-    "shards": (["--val-data", "no-{0..2}.tar"], "3 of 3 shards do not exist: no-0.tar"),
     "logs": (["--logs", "/dev/null"], "cannot lock /dev/null/run/.lock: Not a directory"),
     "miner": (["--loss", "unified", "--miner", "BatchHardMine"], "(did you mean 'BatchHardMiner'?)"),
     "option-without-loss": (["--distance", "mil"], "--distance needs --loss"),

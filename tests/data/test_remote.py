@@ -1,0 +1,111 @@
+"""Shards on an HTTP server and on S3 are read and written as those in a folder."""
+
+import os
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.servers import http_server, s3_server, serve
+from vl_plugins.cli import main
+from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data.sources import read_karpathy
+from vl_plugins.data.writer import write_shards
+
+SHARDS = "toy-train-{000000..000007}.tar"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["http", "s3"])
+def remote(request, toy_shards):
+    if request.param == "http":
+        with http_server(toy_shards) as (url, _):
+            yield url
+    else:
+        bucket = request.getfixturevalue("bucket")
+        fsspec.filesystem("s3").put(f"{toy_shards}/", f"{bucket}/toy/", recursive=True)
+        yield f"{bucket}/toy"
+
+
+def to_tensor(image):
+    return torch.from_numpy(np.array(image))
+
+
+def tokenize(texts):
+    return torch.tensor([[len(text), *text.encode()[:8]] for text in texts])
+
+
+def read_all(folder, workers):
+    dataset = ShardDataset(f"{folder}/{SHARDS}", to_tensor, tokenize)
+    collection = dataset.collection
+    training = training_loader(dataset, CaptionSampler(collection, 16, captions_per_image=2), workers=workers)
+    evaluation = evaluation_loader(dataset, 24, workers=workers)
+    return [*training, *evaluation], collection.records, collection.pictures([3, 60])
+
+
+def test_batches_names_and_pictures_are_those_of_local_files(remote, toy_shards):
+    expected, found = read_all(toy_shards, workers=0), read_all(remote, workers=2)
+    assert [len(part) for part in expected] == [4 + 3, 64, 2]
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert found[1:] == expected[1:]
+
+
+def test_a_shard_without_an_index_is_scanned(toy_shards, tmp_path):
+    shard = "toy-train-000003.tar"
+    os.symlink(toy_shards / shard, tmp_path / shard)
+    with http_server(tmp_path) as (url, _):
+        found, expected = read_collection(f"{url}/{shard}"), read_collection(toy_shards / shard)
+        assert found.records == expected.records
+    assert found.starts.tolist() == expected.starts.tolist()
+
+
+def test_training_reads_indexes_and_drawn_images_only(toy_shards):
+    with http_server(toy_shards) as (url, requests):
+        dataset = ShardDataset(f"{url}/{SHARDS}", to_tensor, tokenize)
+        opening = len(requests)
+        assert len(dataset.__getitems__([1, 9])) == 2
+    assert all("GET" not in request or ".jsonl bytes=0-" in request for request in requests[:opening])
+    ends = dataset.collection.starts + dataset.collection.sizes
+    assert sorted(requests[opening:]) == [
+        f"GET /toy-train-{shard:06d}.tar bytes={dataset.collection.starts[image]}-{ends[image] - 1}"
+        for shard, image in enumerate([1, 9])
+    ]
+
+
+def test_a_missing_shard_or_server_is_one_line(remote, capsys):
+    shard, gone = "toy-train-000008.tar", "http://127.0.0.1:1"
+    problems = {remote: "1 of 1 shards do not exist: {}", gone: "cannot look for {}: Connect call failed"}
+    for url, problem in problems.items():
+        assert main(["shards", "info", f"{url}/{shard}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert problem.format(f"{url}/{shard}") in line
+
+
+def test_a_server_without_ranges_is_an_error(toy_shards):
+    with serve(partial(SimpleHTTPRequestHandler, directory=os.fspath(toy_shards))) as url:
+        dataset = ShardDataset(f"{url}/{SHARDS}", to_tensor, tokenize, on_error="skip")
+        with pytest.raises(ValueError, match=r"toy-train-000001\.tar: the server sends the whole file"):
+            dataset[9]
+
+
+def test_shards_are_written_to_s3(toy_scenes, toy_shards, bucket, capsys):
+    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    write_shards(images, toy_scenes, f"{bucket}/new", samples_per_shard=8)
+    folder, files = bucket.removeprefix("s3://") + "/new", fsspec.filesystem("s3")
+    files.invalidate_cache()
+    written = [os.path.relpath(file, folder) for file in files.find(folder)]
+    assert sum(file.endswith((".tar", ".jsonl")) for file in written) == 14 + 14
+    for file in written:
+        assert files.cat(f"{folder}/{file}") == (toy_shards / file).read_bytes(), file
+    assert main(["shards", "verify", f"{bucket}/new"]) == 0
+    files.pipe(f"{folder}/toy-test-000001.tar", b"damaged")
+    assert main(["shards", "verify", f"{bucket}/new"]) == 1
+    assert "toy-test-000001.tar" in capsys.readouterr().out

@@ -1,0 +1,98 @@
+"""Servers on loopback that shards are read from: HTTP with ranges, and S3."""
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
+
+__all__ = ["http_server", "s3_server", "serve"]
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Serves the files of a folder, and ranges of them."""
+
+    protocol_version = "HTTP/1.1"  # keeps connections open
+
+    def __init__(self, *arguments, requests: list[str], delay: float, **options):
+        self.requests, self.delay = requests, delay
+        super().__init__(*arguments, **options)
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        self.requests.append(f"{self.command} {self.path} {bounds[0] if bounds else ''}".rstrip())
+        time.sleep(self.delay)
+        file = self.translate_path(self.path)
+        if not os.path.isfile(file):
+            self.send_error(404)
+            return
+        size = os.path.getsize(file)
+        first, last = (int(bounds[1]), min(int(bounds[2] or size), size - 1)) if bounds else (0, size - 1)
+        self.send_response(206 if bounds else 200)
+        if bounds:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.end_headers()
+        if self.command == "GET":
+            with open(file, "rb") as stream:
+                stream.seek(first)
+                self.wfile.write(stream.read(last + 1 - first))
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+@contextmanager
+def serve(handler: Callable) -> Iterator[str]:
+    """Answer HTTP requests by ``http.server``; yield the URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@contextmanager
+def http_server(folder: str | os.PathLike, delay: float = 0.0) -> Iterator[tuple[str, list[str]]]:
+    """Serve the files of a folder; yield the URL and a growing list of requests, ``GET /a.tar bytes=0-511``.
+
+    Args:
+        folder: to serve.
+        delay: seconds before each answer.
+    """
+    requests: list[str] = []
+    with serve(partial(_Handler, directory=os.fspath(folder), requests=requests, delay=delay)) as url:
+        yield url, requests
+
+
+@contextmanager
+def s3_server(bucket: str = "bucket") -> Iterator[str]:
+    """Serve S3 from memory; yield the URL of an empty bucket, which ``s3fs`` finds by environment variables."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    settings = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+    try:
+        with mock.patch.dict(os.environ, settings | {"AWS_DEFAULT_REGION": "us-east-1"}):
+            files = fsspec.filesystem("s3", skip_instance_cache=True)
+            files.mkdir(bucket)
+            yield f"s3://{bucket}"
+    finally:
+        server.stop()
