@@ -143,11 +143,12 @@ def encode(
         return None
     if max_captions is not None:
         collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
+    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     description = {
         "precision": precision,
         "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
         "splits": list(collection.splits),
-        "weights_sha256": _hash(part for item in sorted(model.state_dict().items()) for part in item),
+        "weights_sha256": _hash(part for name in sorted(weights) for part in (name, weights[name])),
         "configuration_sha256": _hash(_settings(model)),
         "preprocessing_sha256": _hash([repr(transform), repr(tokenizer), tokenizer([PROBE])]),
         "shards_sha256": hash_shards(collection),
