@@ -29,16 +29,15 @@ def test_a_paragraph_for_each_loss(capsys, monkeypatch):
         return find(kind, name)
 
     monkeypatch.setattr(losses, "find", broken)
-    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["losses"]) == 0
     output = capsys.readouterr().out
-    assert max(map(len, output.splitlines())) <= 90
+    assert max(map(len, output.splitlines())) <= 100
     paragraphs = output.strip().split("\n\n")
     assert [paragraph.partition("\n")[0] for paragraph in paragraphs[:-2]] == list(list_losses())
     assert paragraphs[list_losses().index("unified")] == (
         "unified\n"
-        "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor\n"
-        "  (Eq. 5).\n"
+        "  Contrastive loss with the margin of the triplet loss, over all negatives of an anchor (Eq. 5).\n"
         "  options   margin=0.2, scale=50.0, weights=None, relative=None, symmetric=True, tiled=None\n"
         "  equation  Eq. 5, 24-27\n"
         "  paper     Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language\n"

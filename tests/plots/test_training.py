@@ -42,7 +42,6 @@ def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
     "content",
     [
         b'{"epoch": 1, "rsum"',
-        b"[1, 2]",
         b'{"epoch": 1, "image_to_text_R@1": 0.5}',
         b'{"epoch": 1, "rsum": "3"}',
         b"\xff",

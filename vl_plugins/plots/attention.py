@@ -52,10 +52,10 @@ def plot_attention(items: Sequence[AttendedImage], out: str | os.PathLike[str]) 
         items: at least one, on the CPU, all with the same number of slots.
         out: ``.png``, ``.pdf`` or ``.svg``; its folder is created.
     """
-    slots = len(items[0].captions)
-    figure = new_figure((slots + 1) * (PANEL + 0.1) + 0.7, len(items) * (PANEL + 0.6) + 0.6)
-    rows = figure.subplots(len(items), slots + 1, squeeze=False)
-    for axes, heading in zip(rows[0], ["image", *(f"slot {number}" for number in range(1, slots + 1))], strict=True):
+    headings = ["image", *(f"slot {number}" for number, _ in enumerate(items[0].captions, 1))]
+    figure = new_figure(len(headings) * (PANEL + 0.1) + 0.7, len(items) * (PANEL + 0.6) + 0.6)
+    rows = figure.subplots(len(items), len(headings), squeeze=False)
+    for axes, heading in zip(rows[0], headings, strict=True):
         axes.set_title(heading, fontsize=FONT_SIZE + 1)
     for axes in rows.flat:
         axes.set(xticks=[], yticks=[])
@@ -73,9 +73,7 @@ def plot_attention(items: Sequence[AttendedImage], out: str | os.PathLike[str]) 
             sign, color, _ = MARKS[match]
             text = textwrap.fill(f"{sign} {caption}", 26, max_lines=6, placeholder=" …")
             axes.set_xlabel(text, color=color, fontsize=FONT_SIZE, parse_math=False)  # dollar signs are no formulas
-    bar = figure.colorbar(shown, ax=rows, fraction=0.02, aspect=40)
-    bar.set_label("attention", fontsize=FONT_SIZE)
-    bar.ax.tick_params(labelsize=FONT_SIZE)
+    figure.colorbar(shown, ax=rows, fraction=0.02, aspect=40, label="attention")
     for (sign, color, meaning), place in zip(MARKS.values(), (0.25, 0.6), strict=True):
         figure.text(place, 0, f"{sign} {meaning}", color=color, fontsize=FONT_SIZE, va="bottom")
     figure.get_layout_engine().set(rect=(0, 0.25 / figure.get_figheight(), 1, 1 - 0.25 / figure.get_figheight()))
@@ -120,9 +118,7 @@ def attended_images(
     names = [*collection.keys, *map(str, collection.image_ids)]
     if unknown := [key for key in keys if key not in names]:
         raise unknown_name("image", unknown[0], collection.keys)
-    indices = [names.index(key) % len(collection) for key in dict.fromkeys(keys)] or list(range(len(collection)))[
-        :images
-    ]
+    indices = [names.index(key) % len(collection) for key in dict.fromkeys(keys)] or [*range(len(collection))][:images]
     files = collection.pictures(indices)
     to_pixels, to_inputs = _split_normalization(preprocess)
     pictures = torch.stack([to_pixels(decode({"jpg": files[index]})) for index in indices])
@@ -132,10 +128,8 @@ def attended_images(
     items = []
     for index, picture, maps, row in zip(indices, pictures, attention, nearest, strict=True):
         captions = [collection.captions[caption] for caption in row]
-        own = {
-            *map(normalize_caption, collection.records[index].captions)
-        }  # another image may have the same one, first
-        matches = [normalize_caption(caption) in own for caption in captions]
+        own = [normalize_caption(caption) for caption in collection.records[index].captions]
+        matches = [normalize_caption(caption) in own for caption in captions]  # which may be another image's, too
         items.append(AttendedImage(picture.permute(1, 2, 0).clamp(0, 1), maps, captions, matches))
     return items
 
@@ -160,14 +154,11 @@ def _maps(attention: Tensor, iteration: int | None, grid: tuple[int, int] | None
 
 def _nearest_captions(model: Any, tokenizer: Callable, captions: Sequence[str], elements: Tensor) -> list[list[int]]:
     """Return the index of the nearest of C captions for each of the L2-normalized elements (I, K, D)."""
-    queries = elements.flatten(0, 1)
-    best = []
+    cosines = []
     for start in range(0, len(captions), CAPTIONS_PER_BATCH):
-        tokens = tokenizer(list(captions[start : start + CAPTIONS_PER_BATCH]))
-        sets = model.encode_text(tokens.to(queries.device), normalize=True)  # (c, L, D)
-        values, indices = (sets.float() @ queries.T).amax(dim=1).max(dim=0)  # of (c, I * K)
-        best.append((values, indices + start))
-    values, batch = torch.stack([values for values, _ in best]).max(dim=0)
-    if not values.isfinite().all():
+        tokens = tokenizer(list(captions[start : start + CAPTIONS_PER_BATCH])).to(elements.device)
+        sets = model.encode_text(tokens, normalize=True)  # (c, L, D)
+        cosines.append((sets.float() @ elements.flatten(0, 1).T).amax(dim=1))  # (c, I * K)
+    if not (nearest := torch.cat(cosines).max(dim=0)).values.isfinite().all():
         raise UserError("the embeddings of the model are not finite")
-    return torch.stack([indices for _, indices in best]).gather(0, batch[None]).view(elements.shape[:2]).tolist()
+    return nearest.indices.view(elements.shape[:2]).tolist()
