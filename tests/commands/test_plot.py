@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 
 from vl_plugins.cli import main
+from vl_plugins.data import read_collection
 from vl_plugins.plots import attention, gradients, training
 
 RECALLS = {f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
@@ -104,14 +105,17 @@ def attention_arguments(checkpoints, toy_shards):
 
 
 def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, monkeypatch):
+    """Images are in the order asked for, each once, by key or image id."""
     drawn, plot = [], attention.plot_attention
     monkeypatch.setattr(attention, "plot_attention", lambda items, out: (drawn.append(items), plot(items, out)))
-    for number, options in enumerate((["--images", "10"], ["--keys", "toy-test-00000009", "toy-test-00000001"])):
+    image_id = str(read_collection(attention_arguments[-1]).image_ids[1])
+    for number, options in enumerate(
+        (["--images", "10"], ["--keys", "toy-test-00000009", image_id, "toy-test-00000009"])
+    ):
         out = tmp_path / f"{number}.png"
         assert main([*attention_arguments, "--iteration", "1", *options, "--out", str(out)]) == 0
         assert out.read_bytes().startswith(b"\x89PNG")
     everything, chosen = drawn
-    assert len(chosen) == 2
     for item, other in zip(chosen, (everything[9], everything[1]), strict=True):
         assert torch.equal(item.image, other.image)
         torch.testing.assert_close(item.attention, other.attention)

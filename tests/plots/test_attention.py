@@ -129,17 +129,6 @@ def test_pictures_attention_and_captions_are_the_models(loaded, collection, monk
             assert found == (collection.captions[nearest], collection.image_of_caption[nearest] == index)
 
 
-def test_images_by_key_or_id_are_in_the_order_asked_for(loaded, collection):
-    everything = attended_images(*loaded, collection, images=60)
-    assert len(everything) == 24
-    keys = [str(collection.image_ids[9]), collection.keys[1], collection.keys[0], collection.keys[1]]
-    chosen = attended_images(*loaded, collection, keys=keys)
-    for item, index in zip(chosen, (9, 1, 0), strict=True):
-        assert torch.equal(item.image, everything[index].image)
-        torch.testing.assert_close(item.attention, everything[index].attention)
-        assert item[2:] == everything[index][2:]
-
-
 def test_a_caption_of_two_images_matches_both(loaded, tmp_path):
     """The nearest caption is the first image's."""
     with tarfile.open(tmp_path / "both.tar", "w") as shard:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from vl_plugins.data import read_collection
-from vl_plugins.errors import UserError
 from vl_plugins.retrieval import report as report_module
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.report import write_report
@@ -152,20 +151,16 @@ def test_charts_show_similarities_and_recalls(write, matrix, collection, monkeyp
     monkeypatch.setattr(report_module, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
     write()
     (histograms,), (curves,) = (figure.axes for figure in figures)
-    right = torch.zeros_like(matrix, dtype=torch.bool)
-    right[collection.image_of_caption, torch.arange(120)] = True
-    negatives = matrix.masked_fill(right, -math.inf)
-    values = [matrix[right], negatives.amax(dim=1), negatives.amax(dim=0)]
-    low, high = torch.cat(values).aminmax()
+    negatives = matrix.clone()
+    negatives[collection.image_of_caption, torch.arange(120)] = -math.inf
+    values = [matrix[negatives.isinf()], negatives.amax(dim=1), negatives.amax(dim=0)]
+    low, high = (bound.item() for bound in torch.cat(values).aminmax())
     for patch, numbers in zip(histograms.patches, values, strict=True):
-        edges, heights = patch.get_xy().T
-        assert edges[1:-1:2] == pytest.approx(torch.linspace(low, high, 51)[:-1].tolist(), abs=1e-6)
-        expected = torch.histc(numbers.double(), 50, low.item(), high.item()) / len(numbers) * 100
-        assert heights[1:-1:2] == pytest.approx(expected.tolist(), abs=1e-4)
+        expected = torch.histc(numbers.double(), 50, low, high) / len(numbers) * 100
+        assert patch.get_xy()[1:-1:2, 1] == pytest.approx(expected.tolist(), abs=1e-4)
     for line, queries in zip(curves.lines, references(matrix, collection).values(), strict=True):
-        for k, percent in zip(*line.get_data(), strict=True):
-            last = percent == max(y for x, y in line.get_xydata() if x == k)
-            assert not last or percent == pytest.approx(100 * sum(r <= k for r, *_ in queries) / len(queries))
+        recalls = dict(line.get_xydata().tolist())  # of several points with one K, the last
+        assert recalls == pytest.approx({k: 100 * sum(r <= k for r, *_ in queries) / len(queries) for k in recalls})
 
 
 def test_examples_equal_plain_loops(report, matrix, collection):
@@ -214,15 +209,6 @@ def thumbnail(page, key):
     return pillow.open(io.BytesIO(base64.b64decode(image.attrib["src"].partition(",")[2])))
 
 
-def test_pictures_are_those_of_the_shards(report, collection):
-    page, files = parse(report), collection.pictures(range(24))
-    for index, key in enumerate(collection.keys):
-        with thumbnail(page, key) as shown, pillow.open(io.BytesIO(files[index])) as original:
-            assert shown.format == "JPEG"
-            pixels = [picture.convert("RGB").resize((4, 4)).tobytes() for picture in (shown, original)]
-            assert max(abs(one - other) for one, other in zip(*pixels, strict=True)) < 24
-
-
 def encoded(image, format):
     stream = io.BytesIO()
     image.save(stream, format)
@@ -266,20 +252,6 @@ def test_pictures_of_every_kind(write, collection, tmp_path):
                 assert image.size == expected
                 corner = image.getpixel((0, 0))
     assert corner == (255, 255, 255)
-
-
-def test_a_lost_shard_leaves_the_old_report(tmp_path, toy_shards, ranks):
-    shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    lost = read_collection(f"{tmp_path}/toy-test-{{000000..000002}}.tar")
-    assert len(lost.records) == 24
-    (tmp_path / "toy-test-000001.tar").unlink()
-    file = tmp_path / "out" / "report.html"
-    file.parent.mkdir()
-    file.write_text("old")
-    with pytest.raises(UserError, match=r"cannot read .*toy-test-000001\.tar: No such file"):
-        write_report(file, ranks, [{}], title="t", settings={}, collection=lost)
-    assert file.read_text() == "old"
-    assert list(file.parent.iterdir()) == [file]
 
 
 def test_queries_may_be_few_and_without_wrong_candidates(write, collection):
