@@ -130,7 +130,8 @@ class TestContent:
         """Without times and owners. The pictures grow by a block each: every length of the last record occurs."""
         images = make_images(2 * tarfile.RECORDSIZE // tarfile.BLOCKSIZE)
         for index, image in enumerate(images):
-            (root / image.file).write_bytes(encode_picture((5, 4), "JPEG") + b"x" * (tarfile.BLOCKSIZE * index))
+            picture = encode_picture((5, 4), "JPEG")
+            (root / image.file).write_bytes(picture.ljust(tarfile.BLOCKSIZE * (index + 2), b"x"))
         written, _ = write(images, samples_per_shard=1)
         assert len(written.shards) == len(images)
         for shard in map(Path, written.shards):
@@ -152,7 +153,7 @@ class TestContent:
         write(make_images(3, "val", 5))
         for shard in written.shards:
             head, scanned = read_head(shard), scan_shard(shard)
-            for name in ("starts", "sizes", "counts", "captions", "groups", "bytes"):
+            for name in ("starts", "sizes", "counts", "captions", "groups", "size"):
                 assert getattr(head, name) == getattr(scanned.head, name)
             assert read_records(shard) == scanned.records
             assert head.sha256 == hashlib.sha256(Path(shard).read_bytes()).hexdigest()
@@ -310,6 +311,12 @@ class TestOtherContents:
         assert sizes == {"tiny-train-000000.tar": 3, "tiny-train-000001.tar": 1, "tiny-val-000000.tar": 2}
         assert set(files) == {"sizes.json", *sizes, *(f"__index__/{shard}.jsonl" for shard in sizes)}
         assert files["tiny-val-000000.tar"] == before["tiny-val-000000.tar"]
+
+    def test_sizes_of_another_kind_are_an_error(self, tmp_path, make_images, write):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "sizes.json").write_text('{"a.tar": "many"}')
+        with pytest.raises(UserError, match=r"out/sizes\.json: Expected `int`, got `str`"):
+            write(make_images(1))
 
     def test_shards_without_an_index_are_kept_if_they_have_the_same_content(self, tmp_path, make_images, write):
         """As those of version 0.2."""

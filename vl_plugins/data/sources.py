@@ -73,8 +73,7 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
     for row in rows[1:]:
         for key in ("split", "image_id", "group"):
             value, expected = getattr(row, key), getattr(first, key)
-            # As text: JSON may have a number in one line and the same in quotes in another.
-            if value != expected and str(value) != str(expected):
+            if value != expected:
                 reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
                 raise UserError(f"{reason}; rows of one image must agree")
     if isinstance(first.file, str) and not first.file.strip():

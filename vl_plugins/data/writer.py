@@ -22,7 +22,7 @@ from vl_plugins.data.images import FileFolder, inspect_image, resize_image
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, index_file, make_index, read_head, write_index
 from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.errors import UserError, one_of, user_errors
 
 __all__ = ["TXT", "Written", "write_shards"]
 
@@ -192,24 +192,17 @@ class _Splits:
 
     def _open(self, name: str) -> None:
         if len(name) > LONGEST_NAME:
-            raise UserError(
-                f"the name {name} is longer than {LONGEST_NAME} characters, too long for names in tar files"
-            )
+            raise UserError(f"{name} is longer than {LONGEST_NAME} characters, too long for names in tar files")
         self.locks.enter_context(lock(join(self.out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {self.out}"))
-        self._remove_partial(name)
         self._begin(name, 0)
 
     def _begin(self, name: str, start: int) -> None:
         file = join(self.out, f"{name}-{start // self.samples_per_shard:06d}.tar")
         self.last[name] = _Shard(file, name, start, [], [])
 
-    def _remove_partial(self, name: str) -> None:
-        for folder in (self.out, join(self.out, INDEX_FOLDER)):
-            remove_partial(folder, rf"{name}-\d+\.tar(\.jsonl)?")
-
     def finish(self, shards: Iterable[str], overwrite: bool) -> None:
         """Remove shards of a run with more images, or raise an error for them, and what killed processes left."""
-        found = names(self.out, "*.tar")
+        found, indexes = names(self.out, "*.tar"), join(self.out, INDEX_FOLDER)
         written = [os.path.basename(shard) for shard in shards]
         if lost := sorted({*written} - {*found}):
             raise UserError(f"{lost[0]} is not in {self.out}: its worker wrote it to a disk or memory of its own")
@@ -219,28 +212,20 @@ class _Splits:
                 if not overwrite:
                     raise _conflict(join(self.out, name))
                 remove(join(self.out, name))
-        indexes = join(self.out, INDEX_FOLDER)
         for name in {*names(indexes)} - {f"{name}.jsonl" for name in written}:
             if ours.fullmatch(name):
                 remove(join(indexes, name))
-        for name in self.last:
-            self._remove_partial(name)
+        for folder in (self.out, indexes):
+            remove_partial(folder, ours.pattern)
 
 
 @dataclass(frozen=True)
 class _ShardWriter:
-    """Writes one shard at a time, in any thread or process.
-
-    Args:
-        files: as for :func:`write_shards`.
-        options: what the bytes of a shard depend on.
-        facts: further fields of an index.
-        overwrite: as for :func:`write_shards`.
-    """
+    """Writes one shard at a time, in any thread or process."""
 
     files: FileFolder
-    options: dict[str, Any]
-    facts: dict[str, Any]
+    options: dict[str, Any]  # what the bytes of a shard depend on
+    facts: dict[str, Any]  # further fields of its index
     overwrite: bool
 
     def write(self, shard: _Shard) -> tuple[str, IndexHead]:
@@ -335,8 +320,9 @@ def _write_sizes(out: str) -> None:
     file = join(out, SIZES_FILE)
     with lock(join(out, f"{INDEX_FOLDER}/.{SIZES_FILE}.lock"), file, wait=True):
         remove_partial(out, re.escape(SIZES_FILE))
-        before = read_bytes(file) if exists(file) else b"{}"
-        old, sizes = msgspec.json.decode(before, type=dict[str, int]), {}
+        before, sizes = read_bytes(file) if exists(file) else b"{}", {}
+        with user_errors(file):
+            old = msgspec.json.decode(before, type=dict[str, int])
         indexed = set(names(join(out, INDEX_FOLDER), "*.jsonl"))
         for name in names(out, "*.tar"):
             if f"{name}.jsonl" in indexed:
