@@ -30,7 +30,7 @@ def test_the_converter_reads_it_as_coco(toy_scenes):
     item = json.loads((toy_scenes / "dataset_toy.json").read_text())["images"][70]
     assert set(item) == {"filepath", "filename", "split", "imgid", "cocoid", "sentids", "sentences"}
     assert item["sentids"] == [sentence["sentid"] for sentence in item["sentences"]]
-    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
     assert Counter(image.split for image in images) == {"train": 64, "val": 24, "test": 24}
     assert {len(image.captions) for image in images} == {5}
     assert {image.dataset for image in images} == {"toy"}
@@ -40,7 +40,7 @@ def test_the_converter_reads_it_as_coco(toy_scenes):
 
 
 def test_captions_go_from_vague_to_exact(tmp_path):
-    images = read_karpathy(write_toy_scenes(tmp_path, train=600, val=100, test=100), "coco")
+    images = list(read_karpathy(write_toy_scenes(tmp_path, train=600, val=100, test=100), "coco"))
     distinct = [len({image.captions[level] for image in images}) for level in range(5)]
     assert distinct[4] == len(images), "the exact caption belongs to one image only"
     assert max(distinct[:2]) < len(images) / 2, "the vague ones fit several"
@@ -49,7 +49,7 @@ def test_captions_go_from_vague_to_exact(tmp_path):
 
 
 def test_pictures_show_what_the_exact_caption_says(toy_scenes):
-    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
     checked = Counter()
     for image in images:
         words = image.captions[4].split()
