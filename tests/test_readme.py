@@ -368,8 +368,7 @@ def test_plot_commands(tmp_path, monkeypatch):
 BENCHMARKS = {
     "losses": "--batch-sizes 32 64 --dimension 16 --rounds 1",
     "ranks": "--images 50 --dimension 16 --rounds 1",
-    "reader": "--images 128 --size 32 32 --rounds 1",
-    "writer": "--images 16 --size 32 32 --rounds 1",
+    "data": "--scale 0.002 --rounds 1",
 }
 
 
