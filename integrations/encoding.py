@@ -247,7 +247,7 @@ def _hash(parts: Iterable[Any]) -> str:
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:
             digest.update(re.sub(r" at 0x[0-9a-f]+", "", str(part)).encode())
     return digest.hexdigest()

@@ -95,7 +95,7 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
     return _create(find, kind, specification, options)
 
 
-def _create(find: Callable, kind: str, specification: Any, options: dict[str, Any]) -> Any:
+def _create(find: Callable[[str, str], Any], kind: str, specification: Any, options: dict[str, Any]) -> Any:
     name = specification
     if isinstance(specification, Mapping):
         given = {option: value for option, value in specification.items() if option != "name"}

@@ -93,7 +93,9 @@ def _run(command: str, log: Path | None = None, epochs: int = 0) -> str:
     with (
         open(log or os.devnull, "w") as log_file,
         tqdm(total=100 * epochs, desc=log and log.stem, bar_format=form, disable=log is None) as bar,
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log and subprocess.STDOUT, text=True) as process,
+        subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=None if log is None else subprocess.STDOUT, text=True
+        ) as process,
     ):
         for line in process.stdout or ():
             lines.append(line)

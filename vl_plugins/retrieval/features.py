@@ -117,7 +117,7 @@ class Features:
         if self.images.ndim == 3:
             name, options = self.description.get("similarity"), self.description.get("similarity_kwargs") or {}
             _expect(isinstance(name, str), "the similarity of sets in the description, such as 'smooth_chamfer'")
-            compare = recorded_similarity(name, options).requires_grad_(False).to(device).compute_mat
+            compare = recorded_similarity(str(name), options).requires_grad_(False).to(device).compute_mat
         return EmbeddingSimilarities(self.images.to(device), self.captions.to(device), compare)
 
     def check_same_items(self, other: Any, name: str, other_name: str) -> None:
@@ -220,7 +220,7 @@ def save_features(features: Features, file: str | os.PathLike) -> None:
         return
     arrays = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
     stream = io.BytesIO()
-    np.savez(stream, **arrays, **{METADATA: np.array(text)})
+    np.savez(stream, **arrays, **{METADATA: np.array(text)})  # type: ignore[arg-type]
     write_file(file, stream.getbuffer())
 
 
@@ -255,7 +255,7 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False) -> Featur
             ids = arrays[name].tolist() if name in arrays else None
             _expect(None in (ids, values.get(name)) or ids == values[name], f"one list of {name}, got two that differ")
             values[name] = values.get(name) if ids is None else ids
-        tensors = {attribute: torch.as_tensor(arrays[name]) for name, attribute in TENSORS.items()}
+        tensors: dict[str, Any] = {attribute: torch.as_tensor(arrays[name]) for name, attribute in TENSORS.items()}
         _expect(not tensors["image_of_caption"].is_floating_point(), "integers as image_of_caption")
         tensors["image_of_caption"] = tensors["image_of_caption"].to(torch.int64)
         for side in ("images", "captions") if normalize else ():

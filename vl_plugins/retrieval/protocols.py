@@ -161,10 +161,11 @@ def _captions(features: Features, protocol: str) -> Tensor:
         raise _MismatchError("it has no image ids, which tell the split")
     if difference := id_difference("image", features.image_ids, [*split], "COCO's test split"):
         raise _MismatchError(difference)
-    known = frozenset().union(*split.values())
-    pairs = enumerate(zip(features.caption_ids or (), owners.tolist(), strict=False))
-    by_id = [index for index, (caption, image) in pairs if caption in split[features.image_ids[image]]]
-    missing = known.difference(features.caption_ids[index] for index in by_id) if by_id else known
+    known: frozenset[Any] = frozenset().union(*split.values())
+    image_ids, caption_ids = list(features.image_ids), list(features.caption_ids or ())
+    pairs = enumerate(zip(caption_ids, owners.tolist(), strict=False))
+    by_id = [index for index, (caption, image) in pairs if caption in split[image_ids[image]]]
+    missing = known.difference(caption_ids[index] for index in by_id)
     if not missing and len(by_id) == len(known):
         return torch.tensor(by_id)
     # Other ids than COCO's; by chance some of them are the same numbers.

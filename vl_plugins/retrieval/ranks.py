@@ -134,8 +134,9 @@ def similarity_ranks(
         similarities = MatrixSimilarities(similarities)
     images, captions = similarities.shape
     if isinstance(answers, Tensor):
-        counts = answers.bincount() if answers.ndim == 1 and len(answers) == captions and answers.min() >= 0 else []
-        if len(counts) != images or not all(counts):
+        is_valid = answers.ndim == 1 and len(answers) == captions and answers.min() >= 0
+        counts = answers.bincount() if is_valid else answers.new_zeros(0)
+        if len(counts) != images or not counts.all():
             raise ValueError(f"expected the image, 0 to {images - 1}, of {captions} captions, and captions of each")
         answers = right_answers(answers)
     device = similarities.device
@@ -200,15 +201,9 @@ def _rank(
     back = order.argsort()
     rank, average_precision, r_precision, negatives, negative = (column[back] for column in by_query)
     back = by_positive[0].argsort(stable=True)
+    of_positives = (column[back] for column in by_positive)
     return DirectionRanks(
-        queries,
-        rank,
-        relevant,
-        average_precision,
-        r_precision,
-        *(column[back] for column in by_positive),
-        negatives,
-        negative,
+        *(queries, rank, relevant, average_precision, r_precision, *of_positives, negatives, negative)
     )
 
 

@@ -79,7 +79,7 @@ def write_report(
     page = environment.get_template("report.html.jinja").render(
         title=title,
         settings=settings,
-        tables=[metrics_table(results, judged) for judged, results in enumerate(tables) if results],
+        tables=[metrics_table(results, bool(judged)) for judged, results in enumerate(tables) if results],
         charts=_charts(ranks),
         groups=groups,
         collection=collection,
