@@ -62,10 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
 def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) -> list[Any]:
     """Return the features of checkpoints with their models; None in all processes but the first."""
     from vl_plugins.data import expand_shards
+
+    expand_shards(arguments.shards)  # before torch is imported and the processes meet
     from vl_plugins.distributed import process_device, start_processes, stop_processes
     from vl_plugins.integrations.encoding import encode_checkpoint
 
-    expand_shards(arguments.shards)  # before the processes meet, when only the first one prints errors
     options = {name: getattr(arguments, name) for name in ("model_config", "max_captions", "batch_size", "workers")}
     options |= {"device": process_device(arguments.device), "precision": arguments.precision}
     processes = start_processes()

@@ -84,15 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
     """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
+    from vl_plugins.data import first_captions, read_collection
+
+    shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
+    collection: Any = read_collection(shards) if shards else None  # before torch is imported
     import torch
 
-    from vl_plugins.data import first_captions, read_collection
     from vl_plugins.integrations.encoding import hash_shards
     from vl_plugins.retrieval.features import load_features
     from vl_plugins.retrieval.protocols import check_images
 
-    shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
-    collection: Any = read_collection(shards) if shards else None
     for protocol in arguments.protocol if shards else ():
         check_images(protocol, len(collection), shards)
     files = names[: len(names) - len(models)]

@@ -84,11 +84,13 @@ def _training(arguments: argparse.Namespace) -> None:
 
 def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.data import read_collection
+
+    collection = read_collection(arguments.shards)  # before torch is imported
     from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.integrations.encoding import find_checkpoint
     from vl_plugins.plots.attention import attended_images, plot_attention
 
-    collection, file = read_collection(arguments.shards), find_checkpoint(arguments.checkpoint)
+    file = find_checkpoint(arguments.checkpoint)
     with user_errors(f"checkpoint {file}"):
         loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
     options = {name: getattr(arguments, name) for name in ("images", "keys", "iteration", "device")}
@@ -96,8 +98,6 @@ def _attention(arguments: argparse.Namespace) -> None:
 
 
 def _gradients(arguments: argparse.Namespace) -> None:
-    from vl_plugins.plots.gradients import plot_gradient_sizes
-
     losses: list[list[str]] = []
     for word in arguments.losses:
         if "=" in word and losses:
@@ -111,5 +111,7 @@ def _gradients(arguments: argparse.Namespace) -> None:
         with user_errors(name):
             options = parse_key_values(words, "plot gradients")
             drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
+    from vl_plugins.plots.gradients import plot_gradient_sizes
+
     with user_errors(" ".join(arguments.losses)):  # losses that cannot be called with two sets of embeddings
         plot_gradient_sizes(drawn, arguments.out)
