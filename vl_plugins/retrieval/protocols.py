@@ -26,24 +26,22 @@ class Protocol(NamedTuple):
     """What a protocol requires.
 
     Attributes:
-        description: for ``--help``.
         images: how many there must be; any number if None. Of each, five captions are taken.
         coco: whether image ids must be those of Karpathy's test split in its order.
         folds: parts with equal numbers of images of which the mean is taken.
     """
 
-    description: str
     images: int | None = None
     coco: bool = False
     folds: int = 1
 
 
 PROTOCOLS = {
-    "plain": Protocol("all images and all captions"),
-    "flickr30k-1k": Protocol("Flickr30K's test split: 1,000 images, 5,000 captions", 1000),
-    "coco-5k": Protocol("Karpathy's COCO test split: 5,000 images, 25,000 captions", 5000, coco=True),
-    "coco-1k": Protocol("mean over five folds of 1,000 images of that split", 5000, coco=True, folds=5),
-    "eccv": Protocol("ECCV Caption (mAP@R, R-Precision, R@1) and CxC on that split", 5000, coco=True),
+    "plain": Protocol(),
+    "flickr30k-1k": Protocol(1000),
+    "coco-5k": Protocol(5000, coco=True),
+    "coco-1k": Protocol(5000, coco=True, folds=5),
+    "eccv": Protocol(5000, coco=True),
 }
 
 
@@ -144,7 +142,7 @@ class _MismatchError(Exception):
 
 def _captions(features: Features, protocol: str) -> Tensor:
     """Return the indices of the captions that a protocol takes, after checking that these are its images."""
-    owners, (_, images, coco, _) = features.image_of_caption, PROTOCOLS[protocol]
+    owners, (images, coco, _) = features.image_of_caption, PROTOCOLS[protocol]
     if images is None:
         return torch.arange(len(owners))
     if few := (owners.bincount() < CAPTIONS_PER_IMAGE).nonzero().flatten().tolist():
