@@ -1,5 +1,3 @@
-import random
-
 import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity
@@ -12,40 +10,25 @@ def test_worked_by_hand():
     """Ranks of the images: 1 and 2; of the captions: 1, 2, 1, and 2 for a tie."""
     scores = torch.tensor([[0.9, 0.6, 0.8, 0.5], [0.2, 0.86, 0.85, 0.5]])
     metrics = retrieval_metrics(similarity_ranks(scores, torch.tensor([0, 0, 1, 1])))
-    assert metrics == pytest.approx(
-        {
-            "image_to_text_R@1": 0.5,
-            "image_to_text_R@5": 1.0,
-            "image_to_text_R@10": 1.0,
-            "image_to_text_mean_rank": 1.5,
-            "image_to_text_median_rank": 1.5,
-            # The first two answers: right and wrong, wrong and right.
-            "image_to_text_mean_average_precision_at_r": (1 / 2 + 1 / 4) / 2,
-            "image_to_text_r_precision": 0.5,
-            "text_to_image_R@1": 0.5,
-            "text_to_image_R@5": 1.0,
-            "text_to_image_R@10": 1.0,
-            "text_to_image_mean_rank": 1.5,
-            "text_to_image_median_rank": 1.5,
-            "text_to_image_mean_average_precision_at_r": 0.5,
-            "text_to_image_r_precision": 0.5,
-            "rsum": 500.0,
-            "positive_similarity": (0.9 + 0.6 + 0.85 + 0.5) / 4,
-            "hardest_negative_similarity": ((0.8 + 0.86) / 2 + (0.2 + 0.86 + 0.8 + 0.5) / 4) / 2,
-        }
-    )
+    both = {"R@1": 0.5, "R@5": 1.0, "R@10": 1.0, "mean_rank": 1.5, "median_rank": 1.5, "r_precision": 0.5}
+    expected = {f"{way}_{name}": value for way in Ranks._fields for name, value in both.items()}
+    # The first two captions of the images are right and wrong, and wrong and right.
+    expected["image_to_text_mean_average_precision_at_r"] = (1 / 2 + 1 / 4) / 2
+    expected["text_to_image_mean_average_precision_at_r"] = 0.5
+    expected |= {"rsum": 500.0, "positive_similarity": (0.9 + 0.6 + 0.85 + 0.5) / 4}
+    expected["hardest_negative_similarity"] = ((0.8 + 0.86) / 2 + (0.2 + 0.86 + 0.8 + 0.5) / 4) / 2
+    assert metrics == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("recall_at", "has_rsum"), [((1, 5, 10, 50), True), ((2,), False)])
-def test_other_recalls(recall_at, has_rsum):
+def test_other_recalls():
     """Image i has the rank 1 + i."""
     scores = (torch.arange(60)[None] > 59 - torch.arange(60)[:, None]).double() + 0.5 * torch.eye(60).flip(1)
-    metrics = retrieval_metrics(similarity_ranks(scores, torch.arange(59, -1, -1)), recall_at=recall_at)
-    for k in recall_at:
-        assert metrics[f"image_to_text_R@{k}"] == pytest.approx(k / 60)
+    metrics = retrieval_metrics(similarity_ranks(scores, torch.arange(59, -1, -1)), recall_at=(2, 50))
+    assert {key: value for key, value in metrics.items() if "image_to_text_R@" in key} == pytest.approx(
+        {"image_to_text_R@2": 2 / 60, "image_to_text_R@50": 50 / 60}
+    )
     assert metrics["image_to_text_median_rank"] == 30.5
-    assert sum("R@" in key for key in metrics) == 2 * len(recall_at)
-    assert ("rsum" in metrics) == has_rsum
+    assert "rsum" not in metrics
 
 
 @pytest.mark.parametrize("pairs", [40, 41])
@@ -79,36 +62,6 @@ def test_table_is_aligned_and_shows_percent_and_what_is_missing():
         "i2t mAP@R R-P R@1 t2i mAP@R R-P R@1",
         "unified 100.0 100.0 100.0 100.0 100.0 100.0",
     ]
-
-
-@pytest.mark.filterwarnings("ignore:failed to import `ujson`")
-@pytest.mark.parametrize("seed", range(3))
-def test_equals_eccv_caption(seed):
-    """Its functions take, for each query, the sorted ids of all candidates, and the ids of the right ones.
-
-    Some captions belong to several images, some are no query, and some answers are not among the candidates.
-    """
-    theirs = pytest.importorskip("eccv_caption._metrics")
-    generator = random.Random(seed)
-    scores = torch.randn(17, 43, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    answers = []
-    for rows, queries in ((scores, 13), (scores.T, 21)):
-        by_query = {}
-        for query in generator.sample(range(len(rows)), queries):
-            by_query[query] = generator.sample(range(rows.shape[1]), generator.randint(1, 6))
-            rows[query, by_query[query]] += 1.5  # otherwise chance is all there is to measure
-            if generator.random() < 0.3:
-                by_query[query].append(-1)
-        answers.append(by_query)
-    ours = retrieval_metrics(similarity_ranks(scores, tuple(answers)), recall_at=(1, 3, 5, 10))
-    for name, rows, by_query in zip(Ranks._fields, (scores, scores.T), answers, strict=True):
-        retrieved = {query: row.argsort(descending=True).tolist() for query, row in enumerate(rows)}
-        expected = theirs.compute_eccv_metrics(retrieved, by_query)
-        assert 0 < expected["eccv_map_at_r"] < expected["eccv_rprecision"] < 1
-        pairs = {"mean_average_precision_at_r": expected["eccv_map_at_r"], "r_precision": expected["eccv_rprecision"]}
-        pairs |= {f"R@{k}": theirs.compute_r_at_k(retrieved, by_query, K=k) for k in (1, 3, 5, 10)}
-        for metric, value in pairs.items():
-            assert ours[f"{name}_{metric}"] == pytest.approx(value, rel=1e-12)  # their means are numpy's
 
 
 @pytest.mark.parametrize("captions_per_image", [1, 5])

@@ -61,8 +61,8 @@ def coco(benchmark, test_split):
         captions[columns[caption]] += images[[rows[image] for image in also]].sum(dim=0) / (4 * len(also) ** 0.5)
     for image, also in benchmark.eccv_gts["i2t"].items():
         images[rows[image]] += 0.05 * captions[[columns[c] for c in also if c in columns]].sum(dim=0)
-    sides = (torch.nn.functional.normalize(side, dim=1) for side in (images, captions))
-    return replace(found, **dict(zip(("images", "captions"), sides, strict=True)))
+    images, captions = (torch.nn.functional.normalize(side, dim=1) for side in (images, captions))
+    return replace(found, images=images, captions=captions)
 
 
 def nearest(queries, candidates, query_ids, candidate_ids):
@@ -83,16 +83,15 @@ def test_equals_eccv_caption(benchmark, coco):
     results = {}
     for protocol in ("coco-1k", "coco-5k", "eccv"):
         results |= evaluate([coco], protocol).metrics
-    assert len(expected) == 14
     sources = {"coco_1k": "coco-1k", "coco_5k": "coco-5k", "cxc": "cxc", "eccv": "eccv-caption"}
-    metrics = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map_at_r": "mean_average_precision_at_r"}
-    metrics["rprecision"] = "r_precision"
+    metrics = {f"r{k}": f"R@{k}" for k in (1, 5, 10)}
+    metrics |= {"map_at_r": "mean_average_precision_at_r", "rprecision": "r_precision"}
     names = {f"{theirs}_{short}": (ours, metrics[short]) for theirs, ours in sources.items() for short in metrics}
+    assert len(expected) == 14
     for name, ways in expected.items():
-        source, metric = names[name]
-        for way, short in (("image_to_text", "i2t"), ("text_to_image", "t2i")):
-            assert 0.01 < ways[short] < 0.95
-            assert results[source][f"{way}_{metric}"] == pytest.approx(ways[short], rel=0, abs=1e-12), name
+        for way, value in (("image_to_text", ways["i2t"]), ("text_to_image", ways["t2i"])):
+            assert 0.01 < value < 0.95
+            assert results[names[name][0]][f"{way}_{names[name][1]}"] == pytest.approx(value, rel=0, abs=1e-12), name
 
 
 def test_equals_clip_benchmark(coco):
@@ -124,17 +123,11 @@ def test_of_more_captions_five_count(test_split, ids):
     metrics = evaluation.metrics["coco-5k"]
     assert (metrics["num_samples"], metrics["num_captions"]) == (5000, len(evaluation.captions)) == (5000, 25000)
     assert metrics["image_to_text_mean_rank"] == 24996  # all captions are equal
+    folds, whole = (evaluate([found], "coco-1k", with_ranks=with_ranks) for with_ranks in (False, True))
+    assert (folds.ranks, len(whole.ranks.text_to_image.queries), folds.metrics) == (None, 25000, whole.metrics)
     if not ids:
         with pytest.raises(UserError, match="are missing or belong to another image, such as"):
             evaluate([found], "eccv")
-
-
-def test_the_whole_split_is_ranked_for_a_report_on_folds(test_split):
-    found = features([*test_split.values()], [*test_split], (unit(5000, 4), unit(25000, 4, seed=1)))
-    folds, whole = (evaluate([found], "coco-1k", with_ranks=with_ranks) for with_ranks in (False, True))
-    assert folds.ranks is None
-    assert len(whole.ranks.image_to_text.queries) == 5000
-    assert whole.metrics == folds.metrics
 
 
 def test_sets_and_the_mean_of_models():
@@ -157,12 +150,10 @@ def test_sets_and_the_mean_of_models():
 def changed(test_split, change):
     image_ids, captions = [*test_split], [list(of_image) for of_image in test_split.values()]
     if change == "another split":
-        image_ids = [-image for image in image_ids]
+        image_ids[:3] = -1, -2, -3
     if change == "shuffled":
         for values in (image_ids, captions):
             values[7], values[4000] = values[4000], values[7]
-    if change == "an image is missing":
-        image_ids, captions = image_ids[1:], captions[1:]
     if change == "four captions":
         captions[17].pop()
     if change == "two captions changed places":
@@ -177,9 +168,8 @@ def changed(test_split, change):
     ("change", "message"),
     [
         ("no ids", "it has no image ids"),
-        ("another split", "5,000 of the 5,000 images are missing, such as 391895"),
+        ("another split", "3 of the 5,000 images are missing, such as 391895"),
         ("shuffled", "the 5,000 images are in another order: at place 7 is image"),
-        ("an image is missing", "4,999 in test.tar"),
         ("four captions", "1 images have fewer than 5 captions, the first is 17"),
         ("two captions changed places", "2 of the 25,000 captions are missing or belong to another image, such as"),
         ("a caption twice", "caption ids occur twice"),
@@ -206,16 +196,13 @@ def flickr30k(images=1000, captions=5, splits=("flickr30k-test",), **options):
 def test_flickr30k(found, message):
     with pytest.raises(UserError, match=message):
         evaluate([found], "flickr30k-1k", name="test.tar")
-    for splits in (("flickr30k-test",), ("f30k-test",), ()):
+    for splits in (("f30k-test",), ()):
         assert len(evaluate([flickr30k(splits=splits)], "flickr30k-1k").captions) == 5000
 
 
 def test_the_number_of_images_is_checked_before_they_are_encoded():
-    check_images("plain", 7)
     with pytest.raises(UserError, match="protocol coco-5k is about 5,000 images, but there are 1,000 in the shards"):
         check_images("coco-5k", 1000)
-    with pytest.raises(UserError, match=r"unknown protocol 'coco-5' \(did you mean 'coco-5k'"):
-        check_images("coco-5", 5000)
 
 
 def model(kind, images):

@@ -10,7 +10,6 @@ from tests.reference import retrieval as reference
 from vl_plugins.distances import mil_similarity, smooth_chamfer_similarity
 from vl_plugins.retrieval import (
     DirectionRanks,
-    EmbeddingSimilarities,
     MatrixSimilarities,
     MeanSimilarities,
     best_answers,
@@ -70,10 +69,9 @@ def assert_direction_equals(got, scores, answers, top, **tolerance):
         assert len({*there} - {*answers[query]}) == len(there)
 
 
-def assert_equals_reference(found, scores, answers, top, **tolerance):
-    by_caption = [list(column) for column in zip(*scores, strict=True)]
-    for direction, rows, right in zip(found, (scores, by_caption), answers, strict=True):
-        assert_direction_equals(direction, rows, right, top, **tolerance)
+def directions(found, scores, answers):
+    """For each direction its ranks, scores and answers."""
+    return zip(found, (scores, [list(column) for column in zip(*scores, strict=True)]), answers, strict=True)
 
 
 def assert_same(got, expected):
@@ -97,11 +95,9 @@ def test_equals_plain_loops(scores, top, seed):
     generator = random.Random(seed)
     answers = random_answers(generator, *shape), random_answers(generator, *shape[::-1])
     found = similarity_ranks(torch.tensor(scores), answers, top=top)
-    assert_equals_reference(found, scores, answers, top, rtol=0, atol=0)
-
     number = generator.randint(0, top)
-    by_caption = list(zip(*scores, strict=True))
-    for direction, rows, by_query in zip(found, (scores, by_caption), answers, strict=True):
+    for direction, rows, by_query in directions(found, scores, answers):
+        assert_direction_equals(direction, rows, by_query, top, rtol=0, atol=0)
         columns = [column.tolist() for column in best_answers(direction, number)]
         for query, index, similarity, is_right in zip(sorted(by_query), *columns, strict=True):
             order = reference.ranking(rows[query], by_query[query])[:number]
@@ -110,7 +106,7 @@ def test_equals_plain_loops(scores, top, seed):
             assert is_right == [candidate in by_query[query] for candidate in order] + [False] * missing
             there = index[: len(order)]
             assert index[len(order) :] == [-1] * missing
-            assert len(set(there)) == len(there)
+            assert len({*there}) == len(there)
             assert [rows[query][candidate] for candidate in there] == similarity[: len(there)]
             assert [candidate in by_query[query] for candidate in there] == is_right[: len(there)]
 
@@ -123,29 +119,17 @@ def test_embeddings_equal_plain_loops_in_chunks_of_any_size(monkeypatch, caption
     found = retrieval_ranks(images, captions, image_of_caption, top=9)
     assert found.image_to_text.positive_similarity.dtype == torch.float64
     scores = reference.matrix(images.tolist(), captions.tolist())
-    assert_equals_reference(found, scores, reference.by_image_and_by_caption(image_of_caption.tolist()), 9)
+    answers = reference.by_image_and_by_caption(image_of_caption.tolist())
+    for direction, rows, by_query in directions(found, scores, answers):
+        assert_direction_equals(direction, rows, by_query, 9)
+    with pytest.raises(ValueError, match="10 answers need ranks with top=10, got 9"):
+        best_answers(found.image_to_text, 10)
 
 
-def test_worked_example_of_ties():
-    scores = torch.tensor([[0.8, 0.8, 0.3, 0.8, 0.5], [0.0, 0.0, 0.0, 1.0, 1.0]])
-    image_of_caption = torch.tensor([0, 0, 0, 1, 1])
-    found = similarity_ranks(scores, image_of_caption, top=1)
-    assert found.image_to_text.rank.tolist() == [2, 1]
-    assert found.text_to_image.rank.tolist() == [1, 1, 1, 1, 1]
-    index, _, is_right = best_answers(similarity_ranks(scores, image_of_caption).image_to_text, 4)
-    assert index[0].tolist() in ([3, 0, 1, 4], [3, 1, 0, 4])
-    assert is_right[0].tolist() == [False, True, True, False]
-    with pytest.raises(ValueError, match="2 answers need ranks with top=2, got 1"):
-        best_answers(found.image_to_text, 2)
+SETS = [((4, 512), similarity) for similarity in (mil_similarity, smooth_chamfer_similarity)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "similarity"),
-    [
-        *[((width,), None) for width in (3, 17, 512, 513)],
-        *[((4, 512), similarity) for similarity in (mil_similarity, smooth_chamfer_similarity)],
-    ],
-)
+@pytest.mark.parametrize(("shape", "similarity"), [*[((width,), None) for width in (3, 17, 512, 513)], *SETS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("blocks", [True, False])
 def test_constant_models_have_the_worst_ranks(monkeypatch, blocks, dtype, shape, similarity):
@@ -155,29 +139,12 @@ def test_constant_models_have_the_worst_ranks(monkeypatch, blocks, dtype, shape,
         monkeypatch.setattr(similarities, "KEPT", 0)
     vector = torch.nn.functional.normalize(torch.randn(shape, dtype=dtype), dim=-1)
     # Less than what products are padded to, as many, one more, and several with a remainder.
-    for images, captions in ((1, 7), (7, 7), (13, 1025), (16, 48), (17, 49), (257, 1009))[
-        : 6 if len(shape) == 1 else 5
-    ]:
+    for images, captions in ((1, 7), (7, 7), (13, 1025), (16, 48), (17, 49), (157, 309)):
         image_of_caption = torch.arange(captions) % images
         inputs = (vector.expand(number, *shape).contiguous() for number in (images, captions))
         found = retrieval_ranks(*inputs, image_of_caption, similarity)
         assert torch.equal(found.image_to_text.rank, captions - image_of_caption.bincount() + 1)
         assert (found.text_to_image.rank == images).all()
-
-
-@pytest.mark.parametrize("width", [17, 512, 513])
-def test_copies_of_captions_tie_wherever_they_stand(width):
-    """One caption more in the second half of the collection for each in the first, of another image."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(300, width, generator=generator)
-    captions = torch.randn(557, width, generator=generator)
-    image_of_caption = torch.arange(557) % 300
-    image_of_caption = torch.cat([image_of_caption, (image_of_caption.flip(0) + 1) % 300])
-    found = retrieval_ranks(images, torch.cat([captions, captions.flip(0)]), image_of_caption)
-    # The copy of the best right caption is a wrong one, so no image finds its caption first.
-    assert (found.image_to_text.rank >= 2).all()
-    best = found.text_to_image.negative_similarity[:, 0].maximum(found.text_to_image.positive_similarity)
-    assert torch.equal(best[:557], best[557:].flip(0))
 
 
 @pytest.mark.parametrize("similarity", [None, lambda images, captions: images @ captions.T])
@@ -199,21 +166,18 @@ def test_inputs_of_any_type_and_mode(dtype, similarity):
 
 
 def test_progress_reaches_its_end(capsys):
-    retrieval_ranks(*embeddings(images=10))
-    assert capsys.readouterr() == ("", "")
-    retrieval_ranks(*embeddings(images=10), progress=True)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "rank: 100%" in err
+    for progress in (False, True):
+        retrieval_ranks(*embeddings(images=10), progress=progress)
+        out, err = capsys.readouterr()
+        assert (out, "rank: 100%" in err, bool(err)) == ("", progress, progress)
 
 
-@pytest.mark.parametrize("top", [0, 3])
-def test_memory_is_that_of_a_chunk(monkeypatch, top):
+def test_memory_is_that_of_a_chunk(monkeypatch):
     """Also where one image has as many captions as all others together."""
     monkeypatch.setattr(ranks, "BLOCK", 2**15)
     images, captions, image_of_caption = embeddings(600, width=2, captions_per_image=(600, *[1] * 599))
     with LargestTensor() as largest:
-        retrieval_ranks(images, captions, image_of_caption, top=top)
+        retrieval_ranks(images, captions, image_of_caption)
     assert largest.elements <= 48 * 1200 < 600 * 1200 / 10
 
 
@@ -233,7 +197,6 @@ RIGHT = {0: [0]}
         ((RIGHT, {0: [4]}), "beyond the 6 queries or the 4 candidates"),
         ((RIGHT, {0: [1], 1: [-1]}), "each query needs a right answer among the candidates"),
         ((RIGHT, {0: [1], 1: []}), "each query needs a right answer among the candidates"),
-        (({}, RIGHT), "each query needs a right answer among the candidates"),
     ],
 )
 def test_bad_answers_are_named(answers, message):
@@ -248,18 +211,13 @@ def test_similarities_that_are_not_finite_are_errors(place, value):
     scores = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     scores[place] = value
     matrix = MatrixSimilarities(scores)
-    indices = torch.arange(4.0)[:, None], torch.arange(6.0)[:, None]
-    computed = EmbeddingSimilarities(*indices, lambda i, c: scores[i.long(), c.long().T])
-    for found in (scores, MeanSimilarities([matrix, matrix]), computed):
+    for found in (matrix, MeanSimilarities([matrix, matrix])):
         with pytest.raises(ValueError, match="similarities must be finite"):
             similarity_ranks(found, torch.tensor([0, 1, 2, 3, 3, 0]))
 
 
 @pytest.mark.parametrize("row", [[3e38, 3e38], [-3e38, -3e38], [3e38, -3e38]])
-@pytest.mark.parametrize("huge_image", [0, 1])
-def test_overflow_is_an_error(row, huge_image):
-    # inf, -inf, and inf - inf = NaN; as positives and as negatives.
-    images = torch.ones(2, 2)
-    images[huge_image] = torch.tensor(row)
+def test_overflow_is_an_error(row):
+    """inf, -inf, and inf - inf = NaN."""
     with pytest.raises(ValueError, match="similarities must be finite"):
-        retrieval_ranks(images, torch.full((2, 2), 10.0), torch.tensor([0, 1]))
+        retrieval_ranks(torch.tensor([[1.0, 1.0], row]), torch.full((2, 2), 10.0), torch.tensor([0, 1]))

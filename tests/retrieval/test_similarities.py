@@ -55,63 +55,12 @@ def test_rows_of_both_directions(monkeypatch, kind, block, kept):
             rows.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("kept", [0, similarities.KEPT])
-def test_a_similarity_sees_full_precision_and_no_gradients(monkeypatch, kept):
-    monkeypatch.setattr(similarities, "KEPT", kept)
-    seen = set()
-
-    def similarity(images, captions):
-        product = images @ captions.T
-        seen.add((images.dtype, captions.dtype, product.dtype, torch.is_grad_enabled()))
-        return product
-
-    found = EmbeddingSimilarities(IMAGES.half().requires_grad_(), CAPTIONS.half(), similarity)
-    with torch.autocast("cpu", torch.bfloat16):
-        found.of_images(torch.arange(67)), found.of_captions(torch.arange(131))
-    assert seen == {(torch.float32, torch.float32, torch.float32, False)}
-
-
-def test_those_of_sets_are_computed_once_if_they_fit(monkeypatch):
-    pairs = []
-
-    def similarity(images, captions):
-        pairs.append(len(images) * len(captions))
-        return images @ captions.T
-
-    for kept, times in ((67 * 131, 1), (67 * 131 - 1, 2)):
-        monkeypatch.setattr(similarities, "KEPT", kept)
-        pairs.clear()
-        found = EmbeddingSimilarities(IMAGES, CAPTIONS, similarity)
-        found.of_images(torch.arange(67)), found.of_captions(torch.arange(131))
-        assert sum(pairs) == times * 96 * 144  # padded
-
-
-@pytest.mark.parametrize(
-    ("images", "captions", "message"),
-    [
-        (torch.ones(4, 2, 3), torch.ones(6, 2, 3), r"must be \(I, D\) and \(C, D\), got \(4, 2, 3\) and \(6, 2, 3\)"),
-        (torch.ones(4, 3), torch.ones(6, 2), r"got \(4, 3\) and \(6, 2\)"),
-        (torch.ones(4, 3), torch.ones(6, 3).index_fill(0, torch.tensor([2, 5]), torch.nan), "caption .* 2 .* is 2$"),
-        (torch.ones(4, 3).index_fill(0, torch.tensor(3), -torch.inf), torch.ones(6, 3), "image .* 1 are not, .* is 3$"),
-    ],
-)
-def test_bad_embeddings_are_named(images, captions, message):
-    with pytest.raises(ValueError, match=message):
-        EmbeddingSimilarities(images, captions)
-
-
 def test_a_memory_mapped_matrix_stays_on_disk(tmp_path):
     values = random(400, 900)
     np.save(tmp_path / "similarities.npy", values.numpy())
     mapped = MatrixSimilarities(torch.from_numpy(np.load(tmp_path / "similarities.npy", mmap_mode="c")))
     assert extra_bytes(lambda: mapped.of_images(torch.arange(40))) < 0.2 * values.nbytes
     assert torch.equal(mapped.of_captions(torch.arange(900)), values.T)
-
-
-@pytest.mark.parametrize("matrix", [torch.ones(4), torch.ones(4, 6).int()])
-def test_a_bad_matrix_is_named(matrix):
-    with pytest.raises(ValueError, match=r"floating point \(I, C\), got torch.(float|int)32 \(4,"):
-        MatrixSimilarities(matrix)
 
 
 def test_a_mean_of_other_types():
@@ -123,9 +72,40 @@ def test_a_mean_of_other_types():
         torch.testing.assert_close(MeanSimilarities(members).of_images(rows), expected)
 
 
-def test_members_that_differ_are_named():
-    first = MatrixSimilarities(torch.ones(4, 6))
-    with pytest.raises(ValueError, match=r"\(4, 6\), \(4, 6\), \(4, 7\)"):
-        MeanSimilarities([first, first, MatrixSimilarities(torch.ones(4, 7))])
-    with pytest.raises(ValueError, match=r"got \[\]"):
-        MeanSimilarities([])
+@pytest.mark.parametrize(("kept", "times"), [(67 * 131, 1), (67 * 131 - 1, 2)])
+def test_a_similarity_sees_full_precision_and_each_pair_once_if_all_fit(monkeypatch, kept, times):
+    monkeypatch.setattr(similarities, "KEPT", kept)
+    pairs, seen = [], set()
+
+    def similarity(images, captions):
+        product = images @ captions.T
+        pairs.append(product.numel())
+        seen.add((images.dtype, captions.dtype, product.dtype, torch.is_grad_enabled()))
+        return product
+
+    found = EmbeddingSimilarities(IMAGES.half().requires_grad_(), CAPTIONS.half(), similarity)
+    with torch.autocast("cpu", torch.bfloat16):
+        found.of_images(torch.arange(67)), found.of_captions(torch.arange(131))
+    assert seen == {(torch.float32, torch.float32, torch.float32, False)}
+    assert sum(pairs) == times * 96 * 144  # padded
+
+
+A_MATRIX = MatrixSimilarities(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EmbeddingSimilarities(*SETS), r"must be \(I, D\) and \(C, D\), got \(67, 2, 4\) and \(131, 2, 4\)"),
+        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS[:, 1:]), r"got \(67, 8\) and \(131, 7\)"),
+        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS / CAPTIONS[:, :1].gt(-1)), "caption embeddings must be finite"),
+        (lambda: EmbeddingSimilarities(torch.tensor([[1], [2], [torch.nan]]), IMAGES[:, :1]), "image .* 1 .* is 2$"),
+        (lambda: MatrixSimilarities(torch.ones(4)), r"floating point \(I, C\), got torch.float32 \(4,\)"),
+        (lambda: MatrixSimilarities(torch.ones(4, 6).int()), r"got torch.int32 \(4, 6\)"),
+        (lambda: MeanSimilarities([A_MATRIX, MatrixSimilarities(torch.ones(4, 7))]), r"\(4, 6\), \(4, 7\)"),
+        (lambda: MeanSimilarities([]), r"got \[\]"),
+    ],
+)
+def test_wrong_shapes_and_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
