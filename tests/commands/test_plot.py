@@ -54,7 +54,7 @@ def test_losses_with_the_options_given(drawn):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("vlc --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
+        ("unifed --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
         ("NTXentLos", "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
         ("unified scael=1", "loss 'unified': "),
         ("unified scale=0", "unified: scale must be a finite number > 0, got 0"),
