@@ -60,7 +60,6 @@ def plot_attention(items: Sequence[AttendedImage], out: str | os.PathLike[str]) 
     for axes in rows.flat:
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
-        axes.set_anchor("N")
     largest = max(item.attention.max().item() for item in items) or 1.0
     for item, (picture, *panels) in zip(items, rows, strict=True):
         picture.imshow(item.image.numpy())
