@@ -190,7 +190,7 @@ RIGHT = {0: [0]}
         (torch.tensor([0, 1, 2, 3, 3]), "the image, 0 to 3, of 6 captions, and captions of each"),
         (torch.tensor([0, 1, 2, 3, 3, 4]), "the image, 0 to 3"),
         (torch.tensor([0, 1, 2, 3, 3, -1]), "the image, 0 to 3"),
-        (torch.tensor([0, 1, 2, 2, 2, 0]), "captions of each"),
+        (torch.tensor([0, 1, 3, 3, 3, 0]), "captions of each"),
         (({4: [0]}, RIGHT), "beyond the 4 queries or the 6 candidates"),
         (({-1: [0], 2: [0]}, RIGHT), "beyond the 4 queries or the 6 candidates"),
         (({0: [0], 3: [6]}, RIGHT), "beyond the 4 queries or the 6 candidates"),

@@ -67,6 +67,7 @@ def test_a_mean_of_other_types():
     exact = EmbeddingSimilarities(random(5, 3, dtype=torch.float64), random(7, 3, seed=4, dtype=torch.float64))
     half = MatrixSimilarities(random(5, 7, seed=5).half())
     rows = torch.arange(5)
+    assert half.of_images(rows).dtype == half.of_captions(rows).dtype == torch.float32
     expected = (exact.of_images(rows) + half.matrix.double()) / 2
     for members in ([exact, half], [half, exact]):
         torch.testing.assert_close(MeanSimilarities(members).of_images(rows), expected)
@@ -98,8 +99,11 @@ A_MATRIX = MatrixSimilarities(torch.ones(4, 6))
     [
         (lambda: EmbeddingSimilarities(*SETS), r"must be \(I, D\) and \(C, D\), got \(67, 2, 4\) and \(131, 2, 4\)"),
         (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS[:, 1:]), r"got \(67, 8\) and \(131, 7\)"),
-        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS / CAPTIONS[:, :1].gt(-1)), "caption embeddings must be finite"),
-        (lambda: EmbeddingSimilarities(torch.tensor([[1], [2], [torch.nan]]), IMAGES[:, :1]), "image .* 1 .* is 2$"),
+        (
+            lambda: EmbeddingSimilarities(IMAGES, CAPTIONS.clone().fill_(-torch.inf)),
+            "caption embeddings .* 131 .* is 0$",
+        ),
+        (lambda: EmbeddingSimilarities(torch.tensor([[1], [2], [torch.inf]]), IMAGES[:, :1]), "image .* 1 .* is 2$"),
         (lambda: MatrixSimilarities(torch.ones(4)), r"floating point \(I, C\), got torch.float32 \(4,\)"),
         (lambda: MatrixSimilarities(torch.ones(4, 6).int()), r"got torch.int32 \(4, 6\)"),
         (lambda: MeanSimilarities([A_MATRIX, MatrixSimilarities(torch.ones(4, 7))]), r"\(4, 6\), \(4, 7\)"),

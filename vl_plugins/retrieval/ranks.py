@@ -167,44 +167,31 @@ def _rank(
         raise ValueError(f"answers have indices beyond the {shape[0]} queries or the {shape[1]} candidates")
     queries, relevant, counts, flat = (tensor.to(device) for tensor in (queries, relevant, counts, flat))
     first = counts.cumsum(0) - counts
-    # Queries with as many right answers go together, so that one with thousands does not set the memory of all.
-    order = relevant.argsort(stable=True)
     rows = max(1, BLOCK // shape[1] // KERNEL) * KERNEL
     parts = []
-    for part in tqdm(order.split(rows), disable=not progress, desc="rank"):
+    for part in tqdm(torch.arange(len(queries), device=device).split(rows), disable=not progress, desc="rank"):
         places = torch.arange(int(counts[part].max()), device=device)
         padding = places >= counts[part, None]
         right = flat[first[part, None] + places.masked_fill(padding, 0)]
         similarity = similarity_of(queries[part])
-        least, most = similarity.aminmax()
-        if not (least > -torch.inf and most < torch.inf):  # NaN is neither
+        if not (similarity.amin() > -torch.inf and similarity.amax() < torch.inf):  # NaN is neither
             raise ValueError("similarities must be finite")
         positive, by_similarity = similarity.gather(1, right).masked_fill(padding, -torch.inf).sort(descending=True)
         best = positive[:, :1]
         similarity.scatter_(1, right, -torch.inf)
-        rank = 1 + (similarity >= best).sum(dim=1, dtype=torch.int32)  # faster than int64
         negative, negatives = similarity.topk(min(max(top, int(relevant[part].max())), shape[1]))
+        rank = 1 + similarity.ge_(best).sum(dim=1)  # faster than counting, and exact below 2**24
         place = torch.searchsorted(-negative, -positive, right=True) + places + 1
         hit = (place <= relevant[part, None]) & ~padding
         share = (hit * (places + 1).double() / place).sum(dim=1), hit.double().sum(dim=1)
-        negatives = negatives.masked_fill(negative == -torch.inf, -1)
-        of_queries = rank.long(), *(value / relevant[part] for value in share), negatives[:, :top], negative[:, :top]
-        of_positives = (
-            part[:, None].expand_as(right)[~padding],
-            right.gather(1, by_similarity)[~padding],
-            positive[~padding],
-        )
-        parts.append((of_queries, of_positives))
-    by_query, by_positive = (
-        [torch.cat(column) for column in zip(*side, strict=True)] for side in zip(*parts, strict=True)
-    )
-    back = order.argsort()
-    rank, average_precision, r_precision, negatives, negative = (column[back] for column in by_query)
-    back = by_positive[0].argsort(stable=True)
-    of_positives = (column[back] for column in by_positive)
-    return DirectionRanks(
-        *(queries, rank, relevant, average_precision, r_precision, *of_positives, negatives, negative)
-    )
+        average_precision, r_precision = (value / relevant[part] for value in share)
+        positives = (part[:, None].expand_as(right), right.gather(1, by_similarity), positive)
+        negative = negative[:, :top].clone()  # one query with thousands of right answers must not set the memory of all
+        negatives = negatives[:, :top].masked_fill(negative == -torch.inf, -1)
+        of_positives = (value[~padding] for value in positives)
+        parts.append((rank.long(), average_precision, r_precision, *of_positives, negatives, negative))
+    rank, *fields = (torch.cat(column) for column in zip(*parts, strict=True))
+    return DirectionRanks(queries, rank, relevant, *fields)
 
 
 def best_answers(ranks: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Tensor]:
