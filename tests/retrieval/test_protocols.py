@@ -136,7 +136,7 @@ def test_sets_and_the_mean_of_models():
     two = replace(one, **sets)
     matrices = [one.images @ one.captions.T, torch.einsum("ikd,cld->ickl", two.images, two.captions).amax(dim=(2, 3))]
     variances = [circular_variance(part).mean().item() for part in (two.images, two.captions)]
-    for models, matrix in (([one], matrices[0]), ([two], matrices[1]), ([one, two], sum(matrices) / 2)):
+    for models, matrix in (([one], matrices[0]), ([two], matrices[1]), ([two, one], sum(matrices) / 2)):
         metrics = evaluate(models).metrics["plain"]
         found = [metrics.pop(f"{kind}_circular_variance", None) for kind in ("image", "caption")]
         assert found == (pytest.approx(variances) if models == [two] else [None, None])

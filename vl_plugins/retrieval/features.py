@@ -117,7 +117,7 @@ class Features:
         if self.images.ndim == 3:
             name, options = self.description.get("similarity"), self.description.get("similarity_kwargs") or {}
             _expect(isinstance(name, str), "the similarity of sets in the description, such as 'smooth_chamfer'")
-            compare = recorded_similarity(str(name), options).requires_grad_(False).to(device).compute_mat
+            compare = recorded_similarity(str(name), options).to(device).compute_mat
         return EmbeddingSimilarities(self.images.to(device), self.captions.to(device), compare)
 
     def check_same_items(self, other: Any, name: str, other_name: str) -> None:
