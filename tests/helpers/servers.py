@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
+from urllib.request import Request, urlopen
 
 __all__ = ["http_server", "s3_server", "serve"]
 
@@ -90,9 +91,10 @@ def s3_server(bucket: str = "bucket") -> Iterator[str]:
     address = "http://{}:{}".format(*server.get_host_and_port())
     settings = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
     try:
+        urlopen(Request(f"{address}/moto-api/reset", method="POST")).close()  # servers of a process share their buckets
         with mock.patch.dict(os.environ, settings | {"AWS_DEFAULT_REGION": "us-east-1"}):
-            files = fsspec.filesystem("s3", skip_instance_cache=True)
-            files.mkdir(bucket)
+            fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another server
+            fsspec.filesystem("s3").mkdir(bucket)
             yield f"s3://{bucket}"
     finally:
         server.stop()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import fsspec
 import numpy as np
 from braceexpand import braceexpand
+from fsspec.asyn import reset_lock
 
 from vl_plugins.data.files import exists, file_errors, names
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
@@ -23,6 +24,11 @@ __all__ = ["Collection", "expand_shards", "first_captions", "read_collection"]
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
+
+# Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
+# the parent, forever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=reset_lock)
 
 
 def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:

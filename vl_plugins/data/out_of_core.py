@@ -19,6 +19,7 @@ __all__ = ["KeyedRows", "Row", "group_rows", "shuffled"]
 
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
+BLOCK_BYTES = 1 << 24
 
 
 class Row(msgspec.Struct, array_like=True, gc=False):
@@ -78,26 +79,22 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
         while part := list(itertools.islice(rest, ROWS_INSERTED)):
             _insert(database, "rows", part)
         stream.flush()
-        seek, read = stream.raw.seek, stream.raw.read
         # Rows of one image that have different ids raise an error later, so any of them will do.
         database.execute(
             "CREATE TEMP TABLE images AS SELECT image, min(position) AS first, any_value(nullif(id, '')) AS image_id "
             "FROM rows GROUP BY image"
         )
         ordered = database.execute(
-            "SELECT first, position, size, "
+            "SELECT position, size, first, "
             "image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
             "FROM rows JOIN images USING (image) ORDER BY first, position"
         )
-        for _, members in itertools.groupby(_fetch(ordered), operator.itemgetter(0)):
-            joined = []
-            for _, position, size, repeated in members:  # noqa: B007, the same for all
-                seek(position)
-                row = decode(read(size))
-                if row.image_id is not None:
-                    row.image_id = _as_id(row.image_id, integers)
-                joined.append(row)
-            yield joined, bool(repeated)
+        for _, members in itertools.groupby(_fetch(ordered, stream), lambda place: place[0][2]):
+            group = list(members)
+            joined = [decode(text) for _, text in group]
+            for row in joined:
+                row.image_id = _as_id(row.image_id, integers)
+            yield joined, bool(group[0][0][3])
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
@@ -125,9 +122,8 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
             _insert(database, "images", places)
         stream.flush()
         ordered = database.execute("SELECT position, size FROM images ORDER BY rank, position")
-        for position, size in _fetch(ordered):
-            stream.raw.seek(position)
-            yield decode(stream.raw.read(size))
+        for _, text in _fetch(ordered, stream):
+            yield decode(text)
 
 
 def _is_integer(image_id: Any) -> bool:
@@ -159,5 +155,16 @@ def _insert(database: Any, table: str, rows: Sequence[tuple]) -> None:
     database.execute(f"INSERT INTO {table} SELECT * FROM part")
 
 
-def _fetch(result: Any) -> Iterator[tuple]:
-    return itertools.chain.from_iterable(iter(lambda: result.fetchmany(ROWS_FETCHED), []))
+def _fetch(result: Any, stream: Any) -> Iterator[tuple[tuple, bytes]]:
+    """Yield the rows of a result, which begin with a position and a size in the file, each with the text there."""
+    while part := result.fetchmany(ROWS_FETCHED):
+        positions, sizes, *_ = zip(*part, strict=True)
+        start, end = min(positions), max(map(operator.add, positions, sizes))
+        if end - start <= min(2 * sum(sizes), BLOCK_BYTES):  # most tables have the rows of an image together
+            stream.raw.seek(start)
+            block = stream.raw.read(end - start)
+            yield from ((row, block[row[0] - start : row[0] - start + row[1]]) for row in part)
+        else:
+            for row in part:
+                stream.raw.seek(row[0])
+                yield row, stream.raw.read(row[1])
