@@ -84,13 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
     """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
-    from vl_plugins.data import first_captions, read_collection
+    from vl_plugins.data import first_captions
 
     shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
-    collection: Any = read_collection(shards) if shards else None  # before torch is imported
+    collection: Any = None
+    if shards:
+        from vl_plugins.data import read_collection
+
+        collection = read_collection(shards)  # before torch is imported
     import torch
 
-    from vl_plugins.integrations.encoding import hash_shards
     from vl_plugins.retrieval.features import load_features
     from vl_plugins.retrieval.protocols import check_images
 
@@ -110,6 +113,8 @@ def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: l
         features |= {name: found for name, found in encoded if found is not None}
     if collection is None:
         return features, None
+    from vl_plugins.integrations.encoding import hash_shards
+
     digest = hash_shards(collection)
     collection = collection.with_captions(first_captions(collection.image_of_caption, limit)) if limit else collection
     for name, found in features.items():

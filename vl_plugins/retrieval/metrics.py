@@ -31,6 +31,7 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dic
         ranks: of :func:`vl_plugins.retrieval.retrieval_ranks`.
         recall_at: the K of Recall@K.
 
+    >>> import torch
     >>> from vl_plugins.retrieval import retrieval_ranks
     >>> metrics = retrieval_metrics(retrieval_ranks(torch.eye(4), torch.eye(4), torch.tensor([0, 1, 3, 2])))
     >>> metrics["image_to_text_R@1"], metrics["text_to_image_median_rank"], metrics["rsum"]
