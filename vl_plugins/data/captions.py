@@ -117,10 +117,8 @@ def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
     """
     if number < 1:
         raise ValueError(f"number must be at least 1, got {number}")
-    import torch
-
     order = image_of_caption.argsort(stable=True)
     counts = image_of_caption.bincount()
     first = counts.cumsum(0) - counts
-    place = torch.arange(len(order)) - first[image_of_caption[order]]
+    place = order.new_ones(len(order)).cumsum(0) - 1 - first[image_of_caption[order]]
     return order[place < number].sort().values
