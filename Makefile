@@ -4,7 +4,7 @@ LOWEST ?= .venv-lowest
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-lowest test-slow coverage lint links docs format clean
+.PHONY: demo test test-lowest test-slow coverage lint links docs pictures format clean
 
 demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
@@ -35,10 +35,12 @@ links:
 	rm -rf build/types && mkdir -p build/types/vl_plugins
 	ln -s $(CURDIR)/vl_plugins/* $(CURDIR)/configs $(CURDIR)/integrations build/types/vl_plugins
 
-# Draws the pictures first, which trains for some minutes; they stay in build/docs.
 docs: $(INSTALLED) links
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/pictures/draw.sh
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

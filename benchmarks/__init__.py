@@ -1,13 +1,6 @@
-"""Benchmarks of the losses, retrieval ranks and shards, to be run from a checkout.
+"""Benchmarks against named peers, to be run from a checkout with what ``pip install -e '.[dev]'`` installs.
 
-Each script compares with a named peer and says in its ``--help`` what it measures::
-
-    python -m benchmarks.losses --batch-sizes 1024 4096
-    python -m benchmarks.sets
-    python -m benchmarks.ranks
-    python -m benchmarks.data
-
-They need what ``pip install -e '.[dev]'`` installs.
+``python -m benchmarks.losses --help`` says what it measures; likewise ranks, data, and study, which trains.
 """
 
 import os

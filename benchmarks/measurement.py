@@ -15,24 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from vl_plugins.tables import align_columns
 
-__all__ = ["check", "clock", "extra_bytes", "print_table", "ratios", "time_rounds"]
-
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}  # relative; products of GPUs may round float32 to TF32
 ABSOLUTE_TOLERANCE = 1e-5
 
 
 def clock(device: str | torch.device = "cpu") -> Callable[[], float]:
-    """Return a clock in seconds.
-
-    With one thread on the CPU it is processor time, which other programs disturb less than wall time.
-    """
+    """Return a clock in seconds: of the processor with one thread on the CPU, otherwise of the wall."""
     if torch.device(device).type == "cuda":
-
-        def gpu_clock() -> float:
-            torch.cuda.synchronize(device)
-            return time.perf_counter()
-
-        return gpu_clock
+        return lambda: torch.cuda.synchronize(device) or time.perf_counter()
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -42,13 +32,9 @@ def time_rounds(
     clock: Callable[[], float] = time.process_time,
     clean_up: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds that each function takes in each round, after one round to warm up.
+    """Return the seconds that each function, by name, takes in each round, after one round to warm up.
 
-    Args:
-        functions: by name.
-        rounds: to measure, at least 1.
-        clock: see :func:`clock`.
-        clean_up: called after each function, and not timed.
+    ``clean_up`` is called after each function, and not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
@@ -65,10 +51,7 @@ def time_rounds(
 def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | torch.device = "cpu") -> int:
     """Return by how much the memory of tensors grows at most while ``function()`` runs, beyond ``kept`` bytes.
 
-    Args:
-        function: its results count too.
-        kept: bytes of the results, to leave them out.
-        device: where the tensors are.
+    Results of the function count too.
 
     Raises:
         RuntimeError: nothing was allocated on the CPU, or the profiler of this torch does not report it.
@@ -86,34 +69,21 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | 
     if not events:
         raise RuntimeError("the profiler of torch saw no allocation")
     total = largest = 0
-    for event in sorted(events, key=_start):
+    started = "start_ns" if hasattr(events[0], "start_ns") else "start_us"  # of torch 2.2
+    for event in sorted(events, key=lambda event: getattr(event, started)()):
         total += event.nbytes()
         largest = max(largest, total)
     return largest - kept
 
 
-def _start(event) -> int:
-    # torch 2.2 counts microseconds.
-    return event.start_ns() if hasattr(event, "start_ns") else event.start_us()
-
-
-def check(
-    name: str,
-    function: Callable[[Tensor, Tensor], Tensor],
-    reference: Callable[[Tensor, Tensor], Tensor],
-    images: Tensor,
-    texts: Tensor,
-    upstream: Tensor | None = None,
-) -> None:
-    """Check that a function has the value and the gradients of a reference in float64.
+def check(name: str, function: Callable, reference: Callable, images: Tensor, texts: Tensor) -> None:
+    """Check that a function of unit vectors has the value and the gradients of a reference.
 
     Args:
         name: of the function, for errors.
-        function: of images and texts in float32.
+        function: of images and texts in float32, to a number.
         reference: of the same in float64.
-        images: (..., D), unit vectors.
-        texts: likewise.
-        upstream: gradient of the value; 1 if left out.
+        images, texts: (..., D).
 
     Raises:
         ValueError: value or gradients differ by more than rounding. Gradients along the vectors do not count, because
@@ -125,8 +95,8 @@ def check(
     for compute, dtype in ((function, torch.float32), (reference, torch.float64)):
         leaves = [side.to(dtype, copy=True).requires_grad_() for side in sides]
         value = compute(*leaves)
-        value.backward(None if upstream is None else upstream.to(dtype))
-        across = [leaf.grad - (leaf.grad * leaf).sum(-1, keepdim=True) * leaf for leaf in leaves]
+        gradients = torch.autograd.grad(value, leaves)
+        across = [g - (g * leaf).sum(-1, keepdim=True) * leaf for g, leaf in zip(gradients, leaves, strict=True)]
         results.append([side.detach().double() for side in (value, *across)])
     for what, actual, expected in zip(("value", "image gradient", "text gradient"), *results, strict=True):
         size, difference = (torch.linalg.vector_norm(side) for side in (expected, actual - expected))
@@ -146,13 +116,9 @@ def print_table(
     peer: str,
     memory: Mapping[str, int] | None = None,
 ) -> None:
-    """Print a row for each name: the median over the rounds, and its ratio to the peer's.
+    """Print a row for each name: the median of its seconds over the rounds, and the ratio to those of ``peer``.
 
-    Args:
-        title: of the table.
-        seconds: of :func:`time_rounds`.
-        peer: which of the names the others are compared with.
-        memory: bytes by name, for two more columns.
+    With ``memory``, bytes by name, there are two more columns.
     """
     header = [title, "ms", f"ratio to {peer}", "least", "most"]
     rows = [header + ([] if memory is None else ["MB", "ratio"])]

@@ -1,24 +1,20 @@
-"""Noisy pairs: swap the captions of training images, and train with the margin of Noisy Correspondence Rectifier (NCR).
+"""Noisy pairs for benchmarks/studies/noise.yaml: captions of other images, and a margin that should cope with them.
 
-    python -m benchmarks.noisy_pairs swap dataset_toy.json dataset_noisy.json --fraction 0.2
-    python -m benchmarks.noisy_pairs train --loss adaptive_margin ...
+    python -m benchmarks.noisy_pairs dataset_toy.json dataset_noisy.json --fraction 0.2
+    python -m vl_plugins.integrations.open_clip --loss benchmarks.noisy_pairs:AdaptiveMarginLoss ...
 
-``train`` takes the options of ``python -m vl_plugins.integrations.open_clip`` and knows one more loss, which
-benchmarks/studies/noise.yaml compares with a fixed margin.
+The first command gives a part of the training images, in Karpathy's format, the captions of others.
 """
 
 import argparse
 import json
 import random
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from vl_plugins.integrations.open_clip.launcher import main as train
 from vl_plugins.losses import Pairs, UnifiedLoss, soft_margin
 
 TOP = 0.1  # of the positive pairs of a batch, which are taken to match
@@ -43,8 +39,8 @@ class AdaptiveMarginLoss(UnifiedLoss):
 
     has_independent_pairs = False
 
-    def __init__(self, scale: float = 50.0):
-        super().__init__(margin=0.0, scale=scale)
+    def __init__(self, scale: float = 50.0, **options: Any):
+        super().__init__(margin=0.0, scale=scale, **options)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         similarities = positive.detach()
@@ -53,35 +49,17 @@ class AdaptiveMarginLoss(UnifiedLoss):
         return super().pair_loss(positive, negative + margin, pairs)
 
 
-def train_with_adaptive_margin(arguments: Sequence[str]) -> int:
-    """Run open_clip's trainer as if a package with this loss was installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder, "noisy_pairs-0.dist-info")
-        package.mkdir()
-        (package / "METADATA").write_text("Name: noisy_pairs\nVersion: 0\n")
-        loss = "adaptive_margin = benchmarks.noisy_pairs:AdaptiveMarginLoss"
-        (package / "entry_points.txt").write_text(f"[vl_plugins.losses]\n{loss}\n")
-        sys.path.append(folder)
-        return train(arguments)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    swap = commands.add_parser("swap", help="swap captions")
-    swap.add_argument("annotations", type=Path, help="in Karpathy's format")
-    swap.add_argument("out", type=Path, help="file for the annotations with swapped captions")
-    swap.add_argument("--fraction", type=float, required=True, help="of the training images, [0, 1]")
-    swap.add_argument("--seed", type=int, default=0)
-    commands.add_parser("train", help="train", add_help=False)
-    arguments, others = parser.parse_known_args(argv)
-    if arguments.command == "train":
-        return train_with_adaptive_margin(others)
+    parser.add_argument("annotations", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fraction", type=float, required=True, help="of the training images, [0, 1]")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
     annotations = json.loads(arguments.annotations.read_text())
     swap_captions(annotations, arguments.fraction, arguments.seed)
     arguments.out.write_text(json.dumps(annotations))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

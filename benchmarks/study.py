@@ -3,28 +3,25 @@
     python -m benchmarks.study benchmarks/studies/toy.yaml --out studies/toy
 
 The file lists commands, settings, losses and seeds; `benchmarks/studies/toy.yaml` explains each key. Whatever is
-missing is trained, one run after another. A study that was stopped goes on when it is started again, and one whose file
-got more losses, seeds or learning rates trains only these. The first table has all losses at the learning rate
-that is best for the baseline on validation, the second one each loss at its own best.
+missing is trained, one run after another, by the commands that a user would type. A study that was stopped goes on when
+it is started again, and one whose file got more losses, seeds or learning rates trains only these. The first table has
+all losses at the learning rate that is best for the baseline on validation, the second one each loss at its own best.
 
 Writes to --out: study.md with the tables, study.csv with a row for each run, and runs/ with what they are made from.
-Checkpoints are deleted once they are evaluated, except those that other runs start from.
+Recalls are in percent. Checkpoints are deleted once they are evaluated, except those that other runs start from.
 """
 
 import argparse
 import csv
 import io
-import itertools
-import multiprocessing
-import os
-import runpy
 import shlex
 import shutil
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -32,31 +29,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
-from tqdm import tqdm
 
 from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, exit_status
 from vl_plugins.retrieval import similarity_ranks
 from vl_plugins.retrieval.features import Features, load_features
-from vl_plugins.retrieval.metrics import RSUM_RECALLS
 
-RECALLS = [f"{direction} R@{k}" for direction in ("i2t", "t2i") for k in RSUM_RECALLS]
+RECALLS = [f"{direction} R@{k}" for direction in ("i2t", "t2i") for k in (1, 5, 10)]
 RESAMPLES = 2000
-# Imported once, by a server that forks each command: it takes as long as a small training.
-multiprocessing.set_forkserver_preload(
-    ["open_clip_train.main", "vl_plugins.integrations.open_clip.launcher", "vl_plugins.commands.evaluation"]
-)
 
 
 class Run(NamedTuple):
-    """One training of a setting."""
+    """One training of a study."""
 
+    setting: str
     loss: str
     lr: str
     seed: int
-
-    def __str__(self) -> str:
-        return f"{self.loss}-lr{self.lr}-seed{self.seed}"
 
 
 class Outcome(NamedTuple):
@@ -76,7 +65,7 @@ def sum_recalls(recalls: np.ndarray) -> float:
 def image_recalls(features: Features) -> np.ndarray:
     """Return (6, I): what each image adds to RECALLS, with its captions, in percent; their means are the recalls."""
     ranks = similarity_ranks(features.similarities(), features.image_of_caption)
-    found = [torch.stack([direction.rank <= k for k in RSUM_RECALLS]).double() for direction in ranks]
+    found = [torch.stack([direction.rank <= k for k in (1, 5, 10)]).double() for direction in ranks]
     images, captions = len(features.images), len(features.captions)
     by_image = torch.zeros_like(found[0]).index_add_(1, features.image_of_caption, found[1]) * images / captions
     return 100 * torch.cat([found[0], by_image]).numpy()
@@ -100,112 +89,109 @@ def _resamples(number: int) -> np.ndarray:
     return np.random.default_rng(number).multinomial(number, np.full(number, 1 / number), size=RESAMPLES) / number
 
 
-class Setting:
-    """A setting of a study: from scratch, or from checkpoints that it trains itself."""
+class Study:
+    """A study with its folder.
 
-    def __init__(self, name: str, study: dict[str, Any], out: Path):
-        self.name, self.study, self.out = name, study, out
-        self.options = study["settings"][name]
-        self.folder = out / "runs" / name
+    Args:
+        content: of the file.
+        out: the folder, which may hold a part of the runs.
+
+    Raises:
+        UserError: a run there was made by another command.
+    """
+
+    def __init__(self, content: dict[str, Any], out: Path):
+        self.content, self.out = content, out
         self.outcomes: dict[Run, Outcome] = {}
         self.failed: set[Run] = set()
-        for run in itertools.starmap(Run, itertools.product(study["losses"], self.options["lr"], study["seeds"])):
-            if (file := self.folder / f"{run}.npz").is_file():
-                with np.load(file) as arrays:
-                    outcome = Outcome(*(arrays[name] for name in Outcome._fields))
-                if str(outcome.command) != self.train_command(run):
-                    raise UserError(f"{file} was made by another command: {outcome.command}")
-                self.outcomes[run] = outcome
+        for setting, options in content["settings"].items():
+            for run in (Run(setting, *each) for each in product(content["losses"], options["lr"], content["seeds"])):
+                if (file := self.folder(run).with_suffix(".npz")).is_file():
+                    with np.load(file) as arrays:
+                        self.outcomes[run] = Outcome(**arrays)
+                    if str(self.outcomes[run].command) != self.command(run):
+                        raise UserError(f"{file} was made by another command: {self.outcomes[run].command}")
 
-    def plan(self, own_best: bool = True) -> Iterator[Run]:
-        """Yield the runs of the first table, then those of ``own_best``, as far as learning rates are known."""
-        losses, seeds, baseline = (self.study[key] for key in ("losses", "seeds", "baseline"))
-        tuning = [Run(*run) for run in itertools.product(losses, self.options["lr"], self.study["tuning_seeds"])]
-        yield from (run for run in tuning if run.loss == baseline)
-        if lr := self.best_lr(baseline):
-            yield from (Run(loss, lr, seed) for seed in seeds for loss in losses)
-        if own_best:
-            yield from tuning
-            yield from (Run(loss, lr, seed) for loss in losses if (lr := self.best_lr(loss)) for seed in seeds)
+    def folder(self, run: Run) -> Path:
+        return self.out / "runs" / run.setting / f"{run.loss}-lr{run.lr}-seed{run.seed}"
 
-    def pending(self, own_best: bool = True) -> list[Run]:
+    def start_folder(self, run: Run) -> Path:
+        return self.out / "runs" / run.setting / f"start-seed{run.seed}"
+
+    def plan(self) -> Iterator[Run]:
+        """Yield the runs of all first tables, then those of the second, as far as learning rates are known."""
+        losses, seeds, tuning_seeds = (self.content[key] for key in ("losses", "seeds", "tuning_seeds"))
+        for setting, options in self.content["settings"].items():
+            baseline = self.content["baseline"]
+            yield from (Run(setting, baseline, lr, seed) for lr in options["lr"] for seed in tuning_seeds)
+            if lr := self.best_lr(setting, baseline):
+                yield from (Run(setting, loss, lr, seed) for seed in seeds for loss in losses)
+        for setting, options in self.content["settings"].items():
+            for loss in losses:
+                yield from (Run(setting, loss, lr, seed) for lr in options["lr"] for seed in tuning_seeds)
+                if lr := self.best_lr(setting, loss):
+                    yield from (Run(setting, loss, lr, seed) for seed in seeds)
+
+    def pending(self) -> list[Run]:
         """Return the runs of :meth:`plan` that are missing."""
-        planned = dict.fromkeys(self.plan(own_best))
-        return [run for run in planned if run not in self.outcomes and run not in self.failed]
+        return [run for run in dict.fromkeys(self.plan()) if run not in self.outcomes and run not in self.failed]
 
-    def best_lr(self, loss: str) -> str | None:
+    def best_lr(self, setting: str, loss: str) -> str | None:
         """Return the learning rate with the highest RSUM on validation; None while runs are missing."""
         rsums = {}
-        for lr in self.options["lr"]:
-            runs = [Run(loss, lr, seed) for seed in self.study["tuning_seeds"]]
+        for lr in self.content["settings"][setting]["lr"]:
+            runs = [Run(setting, loss, lr, seed) for seed in self.content["tuning_seeds"]]
             if not all(run in self.outcomes for run in runs):
                 return None
             rsums[lr] = fmean(sum_recalls(self.outcomes[run].val) for run in runs)
         return max(rsums, key=rsums.__getitem__)
 
-    def train_command(self, run: Run) -> str:
-        flags = [self.options["flags"], self.study["losses"][run.loss]]
-        start = self._checkpoint(self._start_folder(run.seed))
-        return self._command(flags, self.folder / str(run), run.seed, lr=run.lr, start=start)
-
-    def start_command(self, seed: int) -> str:
-        return self._command([self.options["start"]], self._start_folder(seed), seed)
+    def command(self, run: Run, start: bool = False) -> str:
+        """Return the training command of a run, or of what it starts from."""
+        options, start_folder = self.content["settings"][run.setting], self.start_folder(run)
+        flags = [options["start"]] if start else [options["flags"], self.content["losses"][run.loss]]
+        values = options | run._asdict() | {"out": self.out, "folder": start_folder if start else self.folder(run)}
+        values["start"] = self.content["checkpoint"].format(folder=start_folder)
+        return " ".join([self.content["train"], *flags]).format(**values)
 
     def train(self, run: Run) -> None:
-        """Train and evaluate one run, after the one that it starts from."""
-        if "start" in self.options:
-            self._train_once(self.start_command(run.seed), self._start_folder(run.seed))
-        folder, command = self.folder / str(run), self.train_command(run)
+        """Train and encode one run, after the one that it starts from."""
+        if "start" in self.content["settings"][run.setting]:
+            once(self.command(run, start=True), self.start_folder(run))
+        folder, command = self.folder(run), self.command(run)
+        shutil.rmtree(folder, ignore_errors=True)  # of a study that was stopped
         started = time.perf_counter()
-        self._train_once(command, folder)
-        seconds = time.perf_counter() - started
-        recalls = []
+        once(command, folder)
+        seconds, recalls = time.perf_counter() - started, {}
         for split in ("val", "test"):
-            file = folder / f"{split}.npz"
-            evaluate = self.study["evaluate"].format(out=self.out, checkpoint=self._checkpoint(folder), split=split)
-            execute(f"{evaluate} --save-features {file}", folder / "evaluate.log")
-            recalls.append(image_recalls(load_features(file)))
-        self.outcomes[run] = outcome = Outcome(command, seconds, *recalls)
-        content = io.BytesIO()
-        np.savez_compressed(content, **outcome._asdict())
-        write_file(self.folder / f"{run}.npz", content.getbuffer())
+            checkpoint, features = self.content["checkpoint"].format(folder=folder), folder / f"{split}.safetensors"
+            values = {"out": self.out, "checkpoint": checkpoint, "split": split, "features": features}
+            execute(self.content["encode"].format(**values), folder / "log")
+            recalls[split] = image_recalls(load_features(features))
+        self.outcomes[run] = Outcome(command, seconds, **recalls)
+        stream = io.BytesIO()
+        np.savez_compressed(stream, **self.outcomes[run]._asdict())
+        write_file(folder.with_suffix(".npz"), stream.getbuffer())
         shutil.rmtree(folder)
 
-    def _train_once(self, command: str, folder: Path) -> None:
-        if not (folder / "trained").exists():
-            resume = f" {self.study['resume']}" if folder.exists() else ""
-            folder.mkdir(parents=True, exist_ok=True)
-            execute(command + resume, folder / "train.log")
-            (folder / "trained").touch()
+    def tables(self, setting: str) -> Iterator[str]:
+        """Yield the lines of the two tables of a setting in Markdown."""
+        losses, baseline = self.content["losses"], self.content["baseline"]
+        if lr := self.best_lr(setting, baseline):
+            yield f"## {setting}, all at the best learning rate of {baseline}, {lr}\n"
+            yield from self._table(setting, dict.fromkeys(losses, lr))
+            best = {loss: self.best_lr(setting, loss) for loss in losses}
+            if all(best.values()) and {*best.values()} != {lr}:
+                yield f"## {setting}, each loss at its own best learning rate\n"
+                yield from self._table(setting, best)
 
-    def _start_folder(self, seed: int) -> Path:
-        return self.folder / f"start-seed{seed}"
-
-    def _checkpoint(self, folder: Path) -> str:
-        return self.study["checkpoint"].format(folder=folder)
-
-    def _command(self, flags: Sequence[str], folder: Path, seed: int, **values: str) -> str:
-        command = " ".join([self.study["train"], *flags])
-        return command.format(**self.options | values, out=self.out, folder=folder, seed=seed)
-
-    def tables(self) -> Iterator[str]:
-        """Yield the lines of the two tables in Markdown."""
-        baseline = self.study["baseline"]
-        if lr := self.best_lr(baseline):
-            yield f"## {self.name}, all at the best learning rate of {baseline}, {lr}\n"
-            yield from self._table(dict.fromkeys(self.study["losses"], lr))
-            best = {loss: self.best_lr(loss) for loss in self.study["losses"]}
-            if all(best.values()) and best != dict.fromkeys(best, lr):
-                yield f"## {self.name}, each loss at its own best learning rate\n"
-                yield from self._table(best)
-
-    def _table(self, rates: dict[str, str]) -> Iterator[str]:
-        baseline, seeds = self.study["baseline"], self.study["seeds"]
+    def _table(self, setting: str, rates: dict[str, Any]) -> Iterator[str]:
+        baseline, seeds = self.content["baseline"], self.content["seeds"]
         yield f"| loss | lr | RSUM | − {baseline}, 95 % interval | {' | '.join(RECALLS)} | s/step |"
         yield "|---|---|---|---|" + "---:|" * (len(RECALLS) + 1)
         for loss, lr in rates.items():
-            both = [(Run(loss, lr, seed), Run(baseline, rates[baseline], seed)) for seed in seeds]
-            pairs = [tuple(map(self.outcomes.get, pair)) for pair in both if self.outcomes.keys() >= set(pair)]
+            both = [[Run(setting, name, rates[name], seed) for name in (loss, baseline)] for seed in seeds]
+            pairs = [[self.outcomes[run] for run in pair] for pair in both if self.outcomes.keys() >= {*pair}]
             if len(pairs) < 2:
                 continue
             ours, peers = zip(*pairs, strict=True)
@@ -216,73 +202,58 @@ class Setting:
             rsums = [sum_recalls(outcome.test) for outcome in ours]
             some = "" if len(ours) == len(seeds) else f" ({len(ours)} of {len(seeds)} seeds)"
             recalls = [f"{recall:.1f}" for recall in np.mean([outcome.test for outcome in ours], axis=(0, 2))]
-            step = fmean(outcome.seconds for outcome in ours) / self.options["steps"]
+            step = fmean(outcome.seconds for outcome in ours) / self.content["settings"][setting]["steps"]
             cells = [loss + some, lr, f"{fmean(rsums):.1f} ± {stdev(rsums):.1f}", versus, *recalls, f"{step:.3f}"]
             yield f"| {' | '.join(cells)} |"
         yield ""
 
+    def write(self) -> None:
+        """Write ``study.md`` and ``study.csv``."""
+        lines = (line for setting in self.content["settings"] for line in self.tables(setting))
+        (self.out / "study.md").write_text("\n".join(lines))
+        with (self.out / "study.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*Run._fields, "val RSUM", "RSUM", *RECALLS, "seconds"])
+            for run, (_, seconds, val, test) in sorted(self.outcomes.items()):
+                numbers = [sum_recalls(val), sum_recalls(test), *test.mean(axis=1), seconds]
+                writer.writerow([*run, *(f"{number:.3f}" for number in numbers)])
+
+
+def once(command: str, folder: Path) -> None:
+    """Run a command that writes to a folder, unless it has; what it left when it was stopped is deleted."""
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        execute(command, folder / "log")
+        (folder / "done").touch()
+
 
 def execute(command: str, log: Path) -> None:
     """Run ``vl-plugins ...`` or ``python -m ...``, with its output appended to ``log``."""
-    words = shlex.split(command)
-    arguments = words[2:] if words[0] == "python" else ["vl_plugins.cli", *words[1:]]
-    process = multiprocessing.get_context("forkserver").Process(target=_run_module, args=(arguments, str(log)))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise UserError(f"exit code {process.exitcode} of: {command}\n{log} ends with:\n{log.read_text()[-1500:]}")
+    program, *words = shlex.split(command)
+    words = [sys.executable, *(words if program == "python" else ["-m", "vl_plugins.cli", *words])]
+    with log.open("ab") as file:
+        status = subprocess.run(words, stdout=file, stderr=file, check=False).returncode
+    if status:
+        raise UserError(f"exit code {status} of: {command}\n{log} ends with:\n{log.read_text()[-1500:]}")
 
 
-def _run_module(arguments: list[str], log: str) -> None:
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    multiprocessing.set_start_method("fork", force=True)  # for loaders
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def write_results(settings: Sequence[Setting], out: Path) -> None:
-    """Write ``study.md`` and ``study.csv``."""
-    (out / "study.md").write_text("\n".join(line for setting in settings for line in setting.tables()))
-    with (out / "study.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["setting", "loss", "lr", "seed", "val RSUM", "RSUM", *RECALLS, "seconds"])
-        for setting in settings:
-            for run, (_, seconds, val, test) in sorted(setting.outcomes.items()):
-                numbers = [sum_recalls(val), sum_recalls(test), *test.mean(axis=1), seconds]
-                writer.writerow([setting.name, *run, *(f"{number:.3f}" for number in numbers)])
-
-
-def run_study(study: dict[str, Any], out: Path) -> int:
+def run_study(content: dict[str, Any], out: Path) -> int:
     """Train what is missing; return 1 if a run failed."""
-    out.mkdir(parents=True, exist_ok=True)
-    for number, command in enumerate(study["prepare"]):
-        if not (done := out / f"prepared-{number}").exists():
-            execute(command.format(out=out), out / "prepare.log")
-            done.touch()
-    settings = [Setting(name, study, out) for name in study["settings"]]
-    write_results(settings, out)
-    with tqdm(desc=str(out)) as bar:
-        for own_best, setting in itertools.product((False, True), settings):
-            while pending := setting.pending(own_best):
-                bar.total = bar.n + sum(len(other.pending()) for other in settings)
-                bar.set_description(f"{setting.name}, {pending[0]}")
-                try:
-                    setting.train(pending[0])
-                except UserError as error:
-                    setting.failed.add(pending[0])
-                    bar.write(f"{setting.name}, {pending[0]} failed: {error}")
-                write_results(settings, out)
-                bar.update()
+    study = Study(content, out)
+    for number, command in enumerate(content["prepare"]):
+        once(command.format(out=out), out / f"prepared-{number}")
+    study.write()
+    while pending := study.pending():
+        print(f"{len(study.outcomes)} runs done, at least {len(pending)} to go: {pending[0]}", flush=True)
+        try:
+            study.train(pending[0])
+        except UserError as error:
+            study.failed.add(pending[0])
+            print(f"failed: {error}", flush=True)
+        study.write()
     print((out / "study.md").read_text())
-    return int(any(setting.failed for setting in settings))
+    return int(bool(study.failed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

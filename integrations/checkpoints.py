@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vl_plugins.errors import UserError, require
-from vl_plugins.integrations.precision import input_dtype
+from vl_plugins.errors import UserError, one_of, require
+from vl_plugins.integrations.precision import PRECISIONS, input_dtype
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = ["load_model"]
@@ -50,10 +50,11 @@ def load_model(
         or of arrays of features; and the tokenizer, from n texts to token ids (n, L).
 
     Raises:
-        UserError: an unknown model or tag, a file that is missing, cannot be read or does not fit the model, or weights
-            that did not arrive in the model.
+        UserError: an unknown model, tag or precision, a file that is missing, cannot be read or does not fit the model,
+            or weights that did not arrive in the model.
         MissingExtraError: the checkpoint needs open_clip, which is not installed.
     """
+    one_of("precision", precision, PRECISIONS)  # open_clip takes any other for fp32
     file, content = Path(checkpoint), None
     if file.is_file() and file.suffix not in OTHER_FORMATS:
         try:

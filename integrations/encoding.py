@@ -1,9 +1,12 @@
-"""Embeddings of shards by a loaded model, in one process or split among several."""
+"""Embeddings of shards by a model, in one process or split among several, and its retrieval metrics in training."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,53 +14,118 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import vl_plugins
-from vl_plugins.data.collection import Collection, first_captions
-from vl_plugins.data.dataset import ShardDataset, evaluation_loader
-from vl_plugins.data.files import read_bytes, sha256
-from vl_plugins.data.images import scaled_picture
+from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, first_captions
+from vl_plugins.errors import UserError, user_errors
+from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.precision import autocast, input_dtype
-from vl_plugins.retrieval import encoding
+from vl_plugins.retrieval import format_metrics_table
 from vl_plugins.retrieval.features import Features, describe_similarity
+from vl_plugins.retrieval.protocols import evaluate
 
-__all__ = ["checkpoint_digest", "encode_batches", "encode_queries", "encode_shards"]
+__all__ = ["encode", "encode_checkpoint", "find_checkpoint", "hash_shards", "log_metrics", "validate"]
 
+logger = logging.getLogger(__name__)
 
-def encode_batches(
-    model: nn.Module, batches: Iterable, device: torch.device | str, precision: str = "fp32"
-) -> Iterator[encoding.Encoded]:
-    """Encode as :func:`vl_plugins.retrieval.encoding.encode_batches` does, with open_clip's ``--precision``."""
-    context = functools.partial(autocast, precision, device)
-    return encoding.encode_batches(model, batches, device, input_dtype(precision), context)
+PLAIN = (bool, int, float, str, tuple, type(None))
+PROBE = "A photo of two dogs, no. 7, it's 4:30 p.m."  # a tokenizer is known by the tokens of this text
 
 
-def encode_shards(
+class _Encoded(NamedTuple):
+    """The embeddings of an :class:`~vl_plugins.data.EvaluationBatch`, in float32 on the CPU."""
+
+    images: Tensor
+    captions: Tensor
+    image_of_caption: Tensor
+    start: int
+
+
+def encode_checkpoint(
+    checkpoint: str | Path,
+    shards: str | Sequence[str],
+    model: str | None = None,
+    *,
+    model_config: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+    **options: Any,
+) -> Features | None:
+    """Encode every image and every caption of shards with a checkpoint.
+
+    Args:
+        checkpoint, model, model_config, device, precision: as for
+            :func:`vl_plugins.integrations.checkpoints.load_model`; or ``checkpoint`` is the folder of a run, see
+            :func:`find_checkpoint`.
+        shards: as for :func:`vl_plugins.data.expand_shards`.
+        options: ``max_captions``, ``batch_size``, ``workers``, ``processes`` and ``progress`` of :func:`encode`.
+
+    Returns:
+        As :func:`encode`. The description of the features has ``checkpoint``, ``model`` and ``shards`` besides.
+    """
+    file = find_checkpoint(checkpoint)
+    with user_errors(f"checkpoint {file}"):
+        loaded = load_model(file, model, model_config=model_config, device=device, precision=precision)
+    features = encode(loaded, shards, device=device, precision=precision, **options)
+    if features is None:
+        return None
+    names = {"model": model, "checkpoint": str(file), "shards": shards}
+    known = {name: value for name, value in names.items() if value is not None}
+    return replace(features, description=known | features.description)
+
+
+def find_checkpoint(checkpoint: str | Path) -> str | Path:
+    """Return the best or else the newest checkpoint of a run's folder; anything else is returned as it is.
+
+    The trainer for pytorch-metric-learning keeps the best one, ``best.pt``; open_clip those of epochs,
+    ``checkpoints/epoch_10.pt``, of which the newest is taken.
+
+    Raises:
+        UserError: the folder has no checkpoint.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return checkpoint
+    epochs = {
+        int(number[1]): file
+        for file in folder.glob("checkpoints/epoch_*.pt")
+        if (number := re.search(r"_(\d+)\.pt$", file.name))
+    }
+    found = [folder / "best.pt", *(epochs[number] for number in sorted(epochs, reverse=True))]
+    found += [folder / "checkpoints" / "epoch_latest.pt", folder / "latest.pt"]
+    file = next((file for file in found if file.is_file()), None)
+    if file is None:
+        raise UserError(f"{folder} is no run folder with checkpoints: no best.pt, latest.pt or checkpoints/epoch_*.pt")
+    logger.warning(f"{folder}: the checkpoint is {file}")
+    return file
+
+
+def encode(
     loaded: tuple[nn.Module, Callable, Callable],
     shards: str | Sequence[str] | Collection,
     *,
     max_captions: int | None = None,
     batch_size: int = 64,
     workers: int = 1,
-    device: torch.device | str = "cpu",
-    processes: tuple[int, int] = (0, 1),
+    device: str | torch.device = "cpu",
     precision: str = "fp32",
+    processes: tuple[int, int] = (0, 1),
     progress: str | None = None,
-) -> tuple[Features, Collection] | None:
+) -> Features | None:
     """Encode every image and every caption of shards once; the processes share out the batches.
 
     Args:
         loaded: model, transform and tokenizer of :func:`vl_plugins.integrations.checkpoints.load_model`.
-        shards: as for :class:`~vl_plugins.data.dataset.ShardDataset`.
+        shards: as for :class:`vl_plugins.data.ShardDataset`.
         max_captions: only the first so many captions of each image.
         batch_size: images in a batch.
         workers: loader processes.
         device: where the model is.
-        processes: rank of this process and number of processes.
         precision: as open_clip's ``--precision``.
+        processes: rank of this process and number of processes.
         progress: label of a progress bar on standard error; None for no bar.
 
     Returns:
-        Unit vectors or sets in float32 on the CPU, in the order of the shards, and what they are of; None in all
-        processes but the first.
+        Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights, configuration,
+        preprocessing and shards in their description. None in all processes but the first.
 
     Raises:
         UserError: a shard does not exist or cannot be read.
@@ -65,81 +133,121 @@ def encode_shards(
     model, transform, tokenizer = loaded
     rank, world_size = processes
     dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(model, "inputs", "images"))
+    collection = dataset.collection
     batches = evaluation_loader(
         dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
     )
     bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
-    encoded = list(encode_batches(model, bar, device, precision))
-    if world_size > 1:
-        encoded = _gather(encoded, rank, world_size)
+    encoded = _gather(_encode_batches(model, bar, device, precision), rank, world_size)
     if rank > 0:
         return None
-    joined = encoding.join(encoded)
-    collection = dataset.collection
     if max_captions is not None:
         collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
-    similarity = getattr(model, "similarity", None)
-    features = Features(
-        images=joined.images,
-        captions=joined.captions,
-        image_of_caption=joined.image_of_caption,
-        image_ids=collection.image_ids,
-        caption_ids=collection.caption_ids,
-        description={
-            **({} if similarity is None else describe_similarity(similarity)),
-            "precision": precision,
-            "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
-        },
-    )
-    return features, collection
+    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    description = {
+        "precision": precision,
+        "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
+        "splits": list(collection.splits),
+        "weights_sha256": _hash(part for name in sorted(weights) for part in (name, weights[name])),
+        "configuration_sha256": _hash(_settings(model)),
+        "preprocessing_sha256": _hash([repr(transform), repr(tokenizer), tokenizer([PROBE])]),
+        "shards_sha256": hash_shards(collection),
+    }
+    names = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
+    return _features(model, encoded, description, **names)
+
+
+def hash_shards(collection: Collection) -> str:
+    """Return a SHA-256 of the captions and of the sizes of the images, however these are divided into shards."""
+    return _hash(map(torch.from_numpy, (collection.sizes, collection.caption_hashes)))
+
+
+def validate(
+    model: nn.Module, batches: Iterable[EvaluationBatch], device: str | torch.device, precision: str = "fp32"
+) -> dict[str, float]:
+    """Return the metrics of all images and captions, as :func:`vl_plugins.retrieval.evaluate` does, on the CPU.
+
+    Args:
+        model: in evaluation mode, with ``encode_image`` and ``encode_text``, and a ``similarity`` if these return sets.
+        batches: of :func:`vl_plugins.data.evaluation_loader`.
+        device: where the model is.
+        precision: as open_clip's ``--precision``.
+
+    Raises:
+        UserError: the data cannot be read.
+        ValueError: an embedding is not a finite unit vector.
+    """
+    # On the CPU, because open_clip lets GPUs round products to TF32, which moves ranks.
+    encoded = _encode_batches(model, batches, device, precision)
+    try:
+        return evaluate([_features(model, encoded, {})]).metrics["plain"]
+    except UserError as error:
+        raise ValueError(str(error)) from error
+
+
+def log_metrics(metrics: Mapping[str, float], epoch: int) -> None:
+    """Log a table of the metrics of an epoch."""
+    logger.info(f"epoch {epoch}: {metrics['num_samples']} images, {metrics['num_captions']} captions")
+    for line in format_metrics_table({f"epoch {epoch}": metrics}).splitlines():
+        logger.info(line)
+    if "image_circular_variance" in metrics:
+        images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
+        logger.info(f"circular variance of the sets: images {images:.4g}, captions {captions:.4g}")
 
 
 @torch.inference_mode()
-def encode_queries(
-    loaded: tuple[nn.Module, Callable, Callable],
-    queries: Sequence[str],
-    device: torch.device | str = "cpu",
-    precision: str = "fp32",
-) -> Tensor:
-    """Encode texts, and images by the paths of their files.
-
-    Args:
-        loaded, device, precision: as for :func:`encode_shards`.
-        queries: Q texts; one that is the path of a file stands for the image in it.
-
-    Returns:
-        (Q, D) unit vectors in float32 on the CPU, or sets (Q, K, D).
-
-    Raises:
-        UserError: an image cannot be read.
-    """
-    model: Any  # with encode_image and encode_text
-    model, transform, tokenizer = loaded
-    rows = []
-    with autocast(precision, device):
-        for query in queries:
-            if Path(query).is_file():
-                image = scaled_picture(read_bytes(query))
-                image = transform(image)[None].to(device=device, dtype=input_dtype(precision))
-                rows.append(model.encode_image(image, normalize=True))
-            else:
-                rows.append(model.encode_text(tokenizer([query]).to(device), normalize=True))
-    return torch.cat(rows).float().cpu()
+def _encode_batches(model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str) -> list[_Encoded]:
+    encoded = []
+    for images, texts, image_of_caption, start in batches:
+        with autocast(precision, device):
+            images = images.to(device=device, dtype=input_dtype(precision), non_blocking=True)
+            image_features = model.encode_image(images, normalize=True)
+            caption_features = model.encode_text(texts.to(device=device, non_blocking=True), normalize=True)
+        encoded.append(_Encoded(image_features.float().cpu(), caption_features.float().cpu(), image_of_caption, start))
+    return encoded
 
 
-def checkpoint_digest(checkpoint: str | Path) -> str:
-    """Return the SHA-256 of a checkpoint's file, or a pretrained tag as it is."""
-    return sha256(checkpoint) if Path(checkpoint).is_file() else str(checkpoint)
-
-
-def _gather(encoded: list[encoding.Encoded], rank: int, world_size: int) -> list[encoding.Encoded]:
+def _gather(encoded: list[_Encoded], rank: int, world_size: int) -> list[_Encoded]:
     """Return the batches of all processes to the first one; others get nothing."""
+    if world_size == 1:
+        return encoded
     counts = [0] * world_size
     dist.all_gather_object(counts, len(encoded))
     gathered = []
     # One batch per process at a time, so that no message grows with the shards.
     for number in range(max(counts)):
-        received: list[encoding.Encoded | None] = [None] * world_size if rank == 0 else []
+        received: list[_Encoded | None] = [None] * world_size if rank == 0 else []
         dist.gather_object(encoded[number] if number < len(encoded) else None, received or None)
         gathered += received
     return [batch for batch in gathered if batch is not None]
+
+
+def _features(model: Any, encoded: Sequence[_Encoded], description: dict[str, Any], **names: Any) -> Features:
+    encoded = sorted(encoded, key=lambda batch: batch.start)
+    similarity = getattr(model, "similarity", None)
+    return Features(
+        images=torch.cat([batch.images for batch in encoded]),
+        captions=torch.cat([batch.captions for batch in encoded]),
+        image_of_caption=torch.cat([batch.image_of_caption + batch.start for batch in encoded]),
+        description={**({} if similarity is None else describe_similarity(similarity)), **description},
+        **names,
+    )
+
+
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Yield the type and the plain attributes of each module, such as a number of heads, which no weight tells."""
+    for name, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and key[0] != "_"}
+        yield f"{name} {type(module).__name__} {module.extra_repr()} {sorted(plain.items())}"
+
+
+def _hash(parts: Iterable[Any]) -> str:
+    """Return the SHA-256 of tensors and of the texts of other values, without the addresses of objects in memory."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(re.sub(r" at 0x[0-9a-f]+", "", str(part)).encode())
+    return digest.hexdigest()

@@ -4,10 +4,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["autocast", "input_dtype"]
+__all__ = ["PRECISIONS", "autocast", "input_dtype"]
 
 BFLOAT16, FLOAT16 = ("bf16", "pure_bf16"), ("fp16", "pure_fp16")
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+PRECISIONS = (*AUTOCAST, *BFLOAT16, *FLOAT16, "fp32")
 
 
 def input_dtype(precision: str) -> torch.dtype | None:

@@ -14,7 +14,7 @@ import numpy as np
 CASES = Path(__file__).resolve().parent / "compare"
 AREAS = ("losses", "shards", "retrieval", "open_clip", "pml")
 WITH_BATCHES = ("open_clip", "pml")
-TOLERANCES = {"losses": 1e-12}
+TOLERANCES = {"losses": 1e-12, "retrieval": 1e-12, "open_clip": 1e-12, "pml": 1e-12}
 SHOWN = 5  # differences of a group
 
 
@@ -134,7 +134,11 @@ def main() -> int:
     parser.add_argument("old_python", help="Python of the environment with the old version")
     parser.add_argument("new_python", help="Python of the environment with the new version")
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"{', '.join(AREAS)} (default: all)")
-    parser.add_argument("--tolerance", type=float, help="largest equal difference (default: 0, in losses 1e-12)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest equal difference (default: 0 or 1e-12, by area)",
+    )
     parser.add_argument("--batches", help="file of real batches, for open_clip and pml")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the arrays of both versions in this folder")
     arguments = parser.parse_args()

@@ -24,18 +24,18 @@ ERRORS = [
     (LAUNCHER, "--model vl-tiny --train-data .", "--train-data .: it is a folder; give shards"),
     (LAUNCHER, "--model vl-tiny --pretrained no/epoch_1.pt", "--pretrained no/epoch_1.pt: no such file"),
     (LAUNCHER, "--model vl-tiny --resume no.pt", "--resume no.pt: no such file"),
-    (OURS, "evaluate --model RN5 --checkpoint openai --shards no.tar", "unknown model 'RN5'"),
-    (OURS, "evaluate --checkpoint no.pt --shards no.tar", "--checkpoint no.pt: no such file"),
-    (OURS, "evaluate --features no.npz", "--features no.npz: no such file"),
+    (OURS, "evaluate --checkpoint openai --shards no.tar", "1 of 1 shards do not exist: no.tar"),
     (OURS, f"plot attention --checkpoint {__file__} --shards no.tar", "1 of 1 shards do not exist: no.tar"),
-    (OURS, "plot gradients unifed", "unknown loss 'unifed'"),
 ]
 
 
 def test_before_torch_is_imported():
     """Each ends with status 2 and one line, which the first of several processes prints."""
     commands = [("0", module, command_line.split()) for module, command_line, _ in ERRORS]
-    commands += [("1", LAUNCHER, ["--model", "RN5"]), ("1", OURS, ["evaluate", "--features", "no.npz"])]
+    commands += [
+        ("1", LAUNCHER, ["--model", "RN5"]),
+        ("1", OURS, "evaluate --features a.npz --shards no.tar".split()),
+    ]
     finished = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)], capture_output=True, text=True
     )

@@ -74,7 +74,7 @@ print(json.dumps([stdout.getvalue(), errors, written, sys.modules["vl_plugins"].
 CLI = "vl_plugins.cli"
 MISSING = [
     ("data", CLI, ["toy", "--out", "no-such-folder"]),
-    ("open-clip", CLI, ["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"]),
+    ("data", CLI, ["evaluate", "--model", "m", "--checkpoint", "c", "--shards", "s"]),
     ("open-clip", CLI, ["demo"]),
     ("hub", CLI, ["shards", "hugging-face", "someone/birds", "--out", "no-such-folder"]),
     ("open-clip", "vl_plugins.integrations.open_clip.launcher", ["--loss", "unified"]),

@@ -110,6 +110,21 @@ def test_a_broken_entry_point(install, number, source, message):
     assert "mine" in list_losses()
 
 
+def test_a_loss_by_its_module_and_class(tmp_path, monkeypatch):
+    (tmp_path / "own_loss.py").write_text(LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = create_loss("own_loss:MyLoss", pos_margin=0.7, distance="LpDistance")
+    assert (type(loss).__name__, loss.pos_margin, type(loss.distance)) == ("MyLoss", 0.7, distances.LpDistance)
+    for name, reason in (
+        ("own_loss:Missing", "module 'own_loss' has no attribute 'Missing'"),
+        ("no_such_module:Loss", "No module named 'no_such_module'"),
+    ):
+        with pytest.raises(UserError, match=f"^loss '{name}': {reason}"):
+            create_loss(name)
+    with pytest.raises(UserError, match=r"^loss 'own_loss:MyLoss': unknown option 'margn'"):
+        create_loss("own_loss:MyLoss", margn=0.1)
+
+
 # Components by class name
 
 

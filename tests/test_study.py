@@ -1,11 +1,7 @@
 """The study of the losses, and its noisy pairs."""
 
 import csv
-import json
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +9,9 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import study
 from benchmarks.noisy_pairs import AdaptiveMarginLoss, swap_captions
-from benchmarks.study import Outcome, Run, Setting, difference, image_recalls, main
+from benchmarks.study import Outcome, Run, Study
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.open_clip.options import parse_arguments
 from vl_plugins.integrations.pytorch_metric_learning import command_line
@@ -22,8 +19,9 @@ from vl_plugins.losses import UnifiedLoss, soft_margin
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 from vl_plugins.retrieval.features import Features
 
-STUDY = {
-    "train": "python -m trainer",
+CONTENT = {
+    "prepare": [],
+    "train": "python -m trainer --out {folder}",
     "checkpoint": "{folder}/best.pt",
     "settings": {"scratch": {"flags": "--lr {lr}", "lr": ["1e-3", "1e-2"], "steps": 10}},
     "baseline": "clip",
@@ -35,22 +33,17 @@ STUDY = {
 
 @pytest.mark.parametrize("name", ["toy", "stamps", "noise", "pml", "vit_b32"])
 def test_the_commands_of_a_study_can_be_parsed(name):
-    study = yaml.safe_load(Path(f"benchmarks/studies/{name}.yaml").read_text())
-    commands = [command.format(out="out") for command in study["prepare"] if "noisy_pairs" not in command]
-    commands.append(study["evaluate"].format(out="out", checkpoint="best.pt", split="test"))
-    for setting in study["settings"]:
-        made = Setting(setting, study, Path("out"))
-        commands += [made.train_command(Run(loss, "1e-3", 0)) for loss in study["losses"]]
-        commands += [made.start_command(0)] if "start" in made.options else []
+    content = yaml.safe_load(Path(f"benchmarks/studies/{name}.yaml").read_text())
+    commands = [command.format(out="out") for command in content["prepare"] if "noisy_pairs" not in command]
+    commands.append(content["encode"].format(out="out", checkpoint="best.pt", split="test", features="test.npz"))
+    made = Study(content, Path("out"))
+    for setting, options in content["settings"].items():
+        runs = [Run(setting, loss, "1e-3", 0) for loss in content["losses"]]
+        commands += [*map(made.command, runs), *([made.command(runs[0], start=True)] if "start" in options else [])]
     parse_training = command_line.build_parser().parse_args if name == "pml" else parse_arguments
     for command in commands:
-        program, *words = shlex.split(command.replace("noisy_pairs train", "noisy_pairs"))
+        program, *words = shlex.split(command)
         build_parser().parse_args(words) if program == "vl-plugins" else parse_training(words[2:])
-
-
-def outcome(val, test, images=4):
-    """Return the outcome of a run with these RSUM."""
-    return Outcome("", 1.0, np.full((6, images), val / 6), np.full((6, images), test / 6))
 
 
 def test_recalls_of_images_have_the_recalls_as_their_mean():
@@ -59,7 +52,7 @@ def test_recalls_of_images_have_the_recalls_as_their_mean():
     metrics = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption))
     expected = [metrics[f"{direction}_R@{k}"] for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
     features = Features(images=images, captions=captions, image_of_caption=image_of_caption)
-    np.testing.assert_allclose(image_recalls(features).mean(axis=1), expected, rtol=1e-12)
+    np.testing.assert_allclose(study.image_recalls(features).mean(axis=1), 100 * np.array(expected), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(400, 1), (1, 400)], ids=["seeds", "images"])
@@ -67,92 +60,81 @@ def test_the_interval_is_that_of_a_mean(shape):
     """Of 400 independent numbers: 1.96 standard errors both ways."""
     noise = np.random.default_rng(0).normal(size=shape)
     ours, baseline = (3 + noise)[:, None] * np.eye(6)[0][:, None], np.zeros((shape[0], 6, shape[1]))
-    mean, low, high = difference(list(ours), list(baseline))
+    mean, low, high = study.difference(list(ours), list(baseline))
     assert mean == pytest.approx(3 + noise.mean())
     error = noise.std() / 20
     assert (mean - low, high - mean) == pytest.approx((1.96 * error, 1.96 * error), rel=0.1)
-
-
-def test_a_difference_is_paired():
-    """What both have, by seed and by image, is no part of the interval."""
-    common = np.random.default_rng(0).normal(size=(5, 6, 100))
-    assert difference(list(common + 1), list(common)) == pytest.approx((6, 6, 6))
+    # What both have, by seed and by image, is no part of it.
+    assert study.difference(list(ours + 1), list(ours)) == pytest.approx((6, 6, 6))
 
 
 def test_learning_rates_are_chosen_on_validation(tmp_path):
-    setting = Setting("scratch", STUDY, tmp_path)
-    assert setting.pending()[:2] == [Run("clip", "1e-3", 0), Run("clip", "1e-2", 0)]
-    assert list(setting.tables()) == []
-    setting.outcomes = {Run("clip", "1e-3", 0): outcome(100, 300), Run("clip", "1e-2", 0): outcome(200, 90)}
-    assert setting.best_lr("clip") == "1e-2"
+    def outcome(val, test):
+        return Outcome("", 1.0, np.full((6, 4), val / 6), np.full((6, 4), test / 6))
+
+    made = Study(CONTENT, tmp_path)
+    clip, other = (Run("scratch", "clip", lr, 0) for lr in ("1e-3", "1e-2"))
+    assert made.pending()[:2] == [clip, other]
+    assert list(made.tables("scratch")) == []
+    made.outcomes = {clip: outcome(100, 300), other: outcome(200, 90)}
     # The baseline's rate for all, then the tuning of the others.
-    expected = [Run("unified", "1e-2", 0), Run("clip", "1e-2", 1), Run("unified", "1e-2", 1), Run("unified", "1e-3", 0)]
-    assert setting.pending() == expected
-    setting.outcomes |= dict(zip(expected, map(outcome, (1, 1, 1, 2), (96, 90, 96, 1)), strict=True))
-    assert setting.pending() == [Run("unified", "1e-3", 1)]
-    table = "\n".join(setting.tables())
-    assert "| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+6.0, +6.0] |" in table
+    runs = [("unified", "1e-2", 0), ("clip", "1e-2", 1), ("unified", "1e-2", 1), ("unified", "1e-3", 0)]
+    assert made.pending() == [Run("scratch", *run) for run in runs]
+    made.outcomes |= dict(zip(made.pending(), map(outcome, (1, 1, 1, 2), (96, 90, 96, 1)), strict=True))
+    assert made.pending() == [Run("scratch", "unified", "1e-3", 1)]
+    assert "| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+6.0, +6.0] |" in "\n".join(made.tables("scratch"))
 
 
-def test_a_run_of_another_command_is_not_mixed_in(tmp_path, capsys):
-    (tmp_path / "runs" / "scratch").mkdir(parents=True)
-    np.savez(tmp_path / "runs" / "scratch" / "clip-lr1e-3-seed0.npz", **outcome(1, 1)._asdict())
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY | {"prepare": []}))
-    assert main([str(tmp_path / "study.yaml"), "--out", str(tmp_path)]) == 2
+def test_a_stopped_study_goes_on(tmp_path, monkeypatch, capsys):
+    """Commands are replaced: each training leaves a file, and is stopped once; RSUM is above 0."""
+    executed, features = [], Features(images=torch.eye(2), captions=torch.eye(2), image_of_caption=torch.arange(2))
+    monkeypatch.setattr(study, "load_features", lambda file: features)
+
+    def execute(command, log):
+        executed.append(command)
+        (log.parent / "part").touch(exist_ok=False)
+        if len(executed) == 3:
+            raise KeyboardInterrupt
+
+    content = CONTENT | {"prepare": ["make data"], "encode": "encode {features}"}
+    content["settings"] = {"tuned": CONTENT["settings"]["scratch"] | {"lr": ["1e-3"], "start": "--epochs 1"}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(study, "execute", lambda command, log: None if "encode" in command else execute(command, log))
+    arguments = [str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]
+    assert study.main(arguments) == 130
+    assert study.main(arguments) == 0
+    # Once the data and two checkpoints to start from; four runs, of which the first one was stopped.
+    assert (len(executed), len(set(executed))) == (8, 7)
+    with (tmp_path / "out" / "study.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["loss"], row["seed"], row["RSUM"], row["i2t R@1"]) for row in rows] == [
+        (loss, seed, "600.000", "100.000") for loss in ("clip", "unified") for seed in "01"
+    ]
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content | {"losses": {"clip": "", "unified": "--loss vlc"}}))
+    assert study.main(arguments) == 2
     assert "was made by another command" in capsys.readouterr().err
 
 
-# The study, which is killed when it starts a training after the first fine-tuned one.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from benchmarks import study
-
-execute = study.execute
-
-def execute_or_die(command, log):
-    if list(Path(sys.argv[3]).glob("runs/fine-tuned/*.npz")):
-        os.kill(os.getpid(), signal.SIGKILL)
-    execute(command, log)
-
-study.execute = execute_or_die
-sys.exit(study.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
-def test_a_killed_study_goes_on(tmp_path):
-    study = yaml.safe_load(Path("benchmarks/studies/toy.yaml").read_text()) | {"seeds": [0, 1], "tuning_seeds": [0]}
-    study["prepare"][0] = study["prepare"][0].replace("4096", "64").replace("500", "16").replace("1000", "16")
-    study["prepare"][1] = study["prepare"][1].replace("1024", "16")
-    study["losses"] = {name: study["losses"][name] for name in ("clip", "unified", "sets")}
-    for setting in study["settings"].values():
-        setting["lr"] = setting["lr"][:1]
-    (tmp_path / "study.yaml").write_text(
-        yaml.safe_dump(study, sort_keys=False).replace("--batch-size 64", "--batch-size 16")
-    )
-    arguments = [tmp_path / "study.yaml", "--out", tmp_path / "out"]
-    assert subprocess.run([sys.executable, "-c", KILLED, *arguments]).returncode == -signal.SIGKILL
-    finished = {file: file.read_bytes() for file in tmp_path.glob("out/runs/*/*.npz")}
-    assert len(finished) == 7  # from scratch 2 x 3, and the first one after them
-    subprocess.run([sys.executable, "-m", "benchmarks.study", *arguments], check=True)
-    assert all(file.read_bytes() == content for file, content in finished.items())
-    with (tmp_path / "out" / "study.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 12
-    assert (tmp_path / "out" / "study.md").read_text().count("| sets |") == 2
+def test_a_study_of_real_commands(tmp_path):
+    content = yaml.safe_load(Path("benchmarks/studies/noise.yaml").read_text())
+    content |= {"seeds": [0, 1], "settings": {"noise-40": content["settings"]["noise-40"]}}
+    text = yaml.safe_dump(content, sort_keys=False)
+    for old, new in (("2048", "64"), ("500", "16"), ("1000", "16"), ("1024", "32"), ("batch-size 64", "batch-size 16")):
+        text = text.replace(old, new)
+    (tmp_path / "study.yaml").write_text(text)
+    assert study.main([str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "study.md").read_text().count("| adaptive |") == 1
 
 
 def test_swapped_captions():
-    sentences = [[{"raw": f"caption {image}", "sentid": image}] for image in range(30)]
-    images = [{"split": "train" if image < 20 else "val", "sentences": each} for image, each in enumerate(sentences)]
-    before = json.loads(json.dumps(images))
+    images = [{"split": "train" if i < 20 else "val", "sentences": [{"sentid": i}], "sentids": [i]} for i in range(30)]
     swap_captions({"images": images}, 0.4)
-    changed = [image for image in range(30) if images[image]["sentences"] != before[image]["sentences"]]
-    assert len(changed) == 8
-    assert max(changed) < 20, "only training images"
-    texts = [{image["sentences"][0]["raw"] for image in each[:20]} for each in (images, before)]
-    assert texts[0] == texts[1]
-    assert all(image["sentids"] == [image["sentences"][0]["sentid"]] for image in (images[i] for i in changed))
+    found = [image["sentences"][0]["sentid"] for image in images]
+    assert [image["sentids"] for image in images] == [[caption] for caption in found]
+    assert sorted(found[:20]) == [*range(20)]
+    assert sum(image != caption for image, caption in enumerate(found[:20])) == 8
+    assert found[20:] == [*range(20, 30)], "only training images"
 
 
 def test_adaptive_margin():

@@ -11,7 +11,7 @@ from vl_plugins.integrations.command_lines import CommandParser
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "losses", "toy", "shards", "evaluate", "plot")
+COMMANDS = ("demo", "losses", "toy", "shards", "encode", "evaluate", "plot")
 
 
 def build_parser() -> CommandParser:

@@ -6,6 +6,8 @@ A loss is an entry point of the group ``vl_plugins.losses``, in this distributio
     my_loss = "my_package.losses:MyLoss"
 
 ``MyLoss`` is a pytorch-metric-learning loss; ``vl-plugins losses`` also prints its ``equation`` and ``paper``.
+:func:`create_loss` and ``--loss`` also take ``my_package.losses:MyLoss`` itself. Files do not, because they may be
+untrusted: see :func:`check_registered`.
 """
 
 import importlib
@@ -15,9 +17,19 @@ from importlib.metadata import entry_points
 from numbers import Real
 from typing import Any
 
-from vl_plugins.errors import UserError, did_you_mean, one_of
+from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
 
-__all__ = ["create", "create_loss", "find", "format_options", "list_losses", "names", "options_of"]
+__all__ = [
+    "check_registered",
+    "create",
+    "create_loss",
+    "find",
+    "find_loss",
+    "format_options",
+    "list_losses",
+    "names",
+    "options_of",
+]
 
 GROUP = "vl_plugins.losses"
 
@@ -49,14 +61,14 @@ def create_loss(name: Any, /, gather_across_devices: bool = False, **options: An
     """Return a new loss, a pytorch-metric-learning ``BaseMetricLossFunction``.
 
     Args:
-        name, options: see :func:`create`.
+        name, options: see :func:`create`; or ``name`` is ``package.module:Class``, which is imported.
         gather_across_devices: return a :class:`~vl_plugins.distributed.DistributedLoss`, of the batches of all
             processes.
 
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
     """
-    loss = create("loss", name, **options)
+    loss = _create(lambda _, name: find_loss(name), "loss", name, options)
     if not gather_across_devices:
         return loss
     from vl_plugins.distributed import DistributedLoss  # imports torch, which takes seconds
@@ -80,6 +92,10 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
     >>> create("loss", {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}}).distance.p
     1
     """
+    return _create(find, kind, specification, options)
+
+
+def _create(find: Callable[[str, str], Any], kind: str, specification: Any, options: dict[str, Any]) -> Any:
     name = specification
     if isinstance(specification, Mapping):
         given = {option: value for option, value in specification.items() if option != "name"}
@@ -127,6 +143,29 @@ def find(kind: str, name: str) -> Callable[..., Any]:
     classes = _classes(kind)
     name = SHORT_NAMES.get(name, name) if kind == "distance" else name
     return classes[one_of(kind, name, names(kind))]
+
+
+def find_loss(name: str) -> Callable[..., Any]:
+    """Return the class of a loss by its name, or by ``package.module:Class``, which is imported.
+
+    Raises:
+        UserError: an unknown name, or a class that cannot be imported.
+    """
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        return find("loss", name)
+    with user_errors(f"loss {name!r}"):
+        return getattr(importlib.import_module(module), attribute)
+
+
+def check_registered(loss: Any) -> None:
+    """Raise ``UserError`` if the loss that a file names, as for :func:`create`, is ``package.module:Class``.
+
+    The file could come from anyone, and importing a module runs its code.
+    """
+    name = loss.get("name") if isinstance(loss, Mapping) else loss
+    if isinstance(name, str) and ":" in name:
+        raise UserError(f"loss {name!r}: files name registered losses only; give a class by --loss or in Python")
 
 
 def names(kind: str) -> tuple[str, ...]:

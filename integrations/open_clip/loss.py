@@ -22,7 +22,7 @@ from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, create_loss, find, format_options, options_of
+from vl_plugins.registry import create, create_loss, find_loss, format_options, options_of
 
 __all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
 
@@ -196,7 +196,8 @@ def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
     if options.miner is not None:
         miner_distance = {"distance": loss.distance} if options.head == "set" else {}
         miner = create("miner", options.miner, **{**miner_distance, **options.miner_kwargs})
-    return TwoTowerLoss(options.loss, loss, miner, _learned_scale(options), **training)
+    name = options.loss.rpartition(":")[2]
+    return TwoTowerLoss(name, loss, miner, _learned_scale(options), **training)
 
 
 def _learned_scale(options: PluginOptions) -> bool:
@@ -206,7 +207,7 @@ def _learned_scale(options: PluginOptions) -> bool:
 def describe(options: PluginOptions) -> str:
     """Return the loss with its options and defaults in one line: ``unified(margin=0.2, scale=50.0, ...)``."""
     assert options.loss is not None
-    defaults, of_all = options_of(find("loss", options.loss)), options_of(BaseMetricLossFunction)
+    defaults, of_all = options_of(find_loss(options.loss)), options_of(BaseMetricLossFunction)
     own = {
         name: value for name, value in defaults.items() if name not in of_all and value is not inspect.Parameter.empty
     }

@@ -20,7 +20,8 @@ def check_command_line(options: PluginOptions, host_options: Namespace) -> None:
         UserError: an unknown model or loss, or a file that is missing or has an unknown suffix.
     """
     check_model_name(host_options.model, options.model_config)
-    if options.loss is not None and not options.loss[:1].isupper():  # a class, whose package takes seconds to import
+    # Packages of classes take seconds to import.
+    if options.loss is not None and not options.loss[:1].isupper() and ":" not in options.loss:
         one_of("loss", options.loss, list_losses())
     for flag in ("train_data", "val_data"):
         path = getattr(host_options, flag)

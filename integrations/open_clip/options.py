@@ -11,6 +11,7 @@ from vl_plugins.errors import UserError, unknown_name
 from vl_plugins.integrations.config_files import find_config, read_yaml
 from vl_plugins.integrations.key_values import KeyValues, Parser
 from vl_plugins.integrations.open_clip.host import default_options, parse_args, parser_help
+from vl_plugins.registry import check_registered
 
 __all__ = ["PluginOptions", "format_help", "option_flag", "parse_arguments"]
 
@@ -67,8 +68,8 @@ def _plugin_parser() -> Parser:
     group.add_argument(
         "--loss",
         metavar="NAME",
-        help="a loss of `vl-plugins losses`, or a class of pytorch-metric-learning, such as NTXentLoss (default: "
-        "open_clip's)",
+        help="a loss of `vl-plugins losses`, a class of pytorch-metric-learning, such as NTXentLoss, or "
+        "package.module:Class (default: open_clip's)",
     )
     group.add_argument(
         "--loss-kwargs",
@@ -195,6 +196,8 @@ def _config_arguments(path: Path, argv: Sequence[str]) -> list[str]:
             expected = "true or false" if isinstance(defaults[flag], bool) else "a value"
             raise UserError(f"{path}: {key} must be {expected}, got {value!r}")
         arguments += _as_arguments(flag, value)
+    # Parsed, because a list may hold "--loss=..." as a value of another key.
+    check_registered(_plugin_parser().parse_known_args(arguments)[0].loss)
     return arguments
 
 

@@ -12,10 +12,9 @@ from open_clip_train.distributed import is_master
 
 from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError, message
+from vl_plugins.integrations.encoding import log_metrics, validate
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
-from vl_plugins.integrations.validation import log_metrics, validate
-from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["evaluate"]
 
@@ -34,9 +33,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate in place of open_clip's ``evaluate``: retrieval over all captions where our reader reads ``val``.
 
-    Metrics go where open_clip's go, under the names of :func:`vl_plugins.retrieval.names.percent_names`. The zero-shot
-    ImageNet evaluation stays open_clip's. If validation data cannot be read during a training, the error is logged and
-    added to ``errors``, and the training goes on.
+    Metrics go where open_clip's go, recalls as fractions under its names. The zero-shot ImageNet evaluation stays
+    open_clip's. If validation data cannot be read during a training, the error is logged and added to ``errors``, and
+    the training goes on.
 
     Raises:
         UserError: an embedding is not finite; or, without training, the data cannot be read.
@@ -54,7 +53,7 @@ def evaluate(
         found = validate(host.evaluated_model(model), data["val"].dataloader, args.device, args.precision)
         if is_master(args):
             log_metrics(found, epoch)
-            _report({**percent_names(found), "epoch": epoch}, data, epoch, args, tb_writer)
+            _report({**found, "epoch": epoch}, data, epoch, args, tb_writer)
     except UserError as error:
         if "train" not in data:
             raise
@@ -63,7 +62,7 @@ def evaluate(
         return metrics
     except ValueError as error:
         raise UserError(f"validation after epoch {epoch}: {error}") from error
-    return {**metrics, **percent_names(found)} if is_master(args) else metrics
+    return {**metrics, **found} if is_master(args) else metrics
 
 
 def _report(metrics: Mapping[str, float], data: Mapping[str, Any], epoch: int, args: Namespace, tb_writer) -> None:

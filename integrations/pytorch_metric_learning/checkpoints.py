@@ -15,6 +15,7 @@ from vl_plugins.integrations.pytorch_metric_learning.config import REMOVED_DATA_
 from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.registry import check_registered
 
 __all__ = ["load_state_dicts", "load_towers", "read_checkpoint", "state_dicts", "write_checkpoint"]
 
@@ -82,15 +83,17 @@ def load_towers(
     content = _parsed(checkpoint, content)
     if model is not None:
         raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {model}")
-    towers = build_towers(content["config"], content["vocabulary"], pretrained=False)
-    loss = loss_from_config(content["config"])
+    config = content["config"]
+    towers = build_towers(config, content["vocabulary"], pretrained=False)
     try:
         load_state_dicts(towers.parts, content["models"])
-        loss.load_state_dict(content["loss_funcs"]["metric_loss"])
+        if config.head is not None:  # the distance of its loss belongs to the model
+            check_registered(config.loss)
+            loss = loss_from_config(config)
+            loss.load_state_dict(content["loss_funcs"]["metric_loss"])
+            towers.compare_sets_by(loss.distance)
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {first_line(error)}") from error
-    if content["config"].head is not None:
-        towers.compare_sets_by(loss.distance)
     return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer
 
 

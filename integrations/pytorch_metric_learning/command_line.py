@@ -39,7 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--train-data", metavar="SHARDS", help="training shards; replaces data.train")
     what.add_argument("--val-data", metavar="SHARDS", help="validation shards; replaces data.val")
     what.add_argument(
-        "--loss", metavar="NAME", help="a loss of `vl-plugins losses`, or a class of pytorch-metric-learning"
+        "--loss",
+        metavar="NAME",
+        help="a loss of `vl-plugins losses`, a class of pytorch-metric-learning, or package.module:Class",
     )
     what.add_argument(
         "--loss-kwargs", action=KeyValues, help="options of the loss; without --loss, added to those in the file"

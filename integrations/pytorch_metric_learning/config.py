@@ -11,6 +11,7 @@ from vl_plugins.data.sampler import parse_captions_per_image
 from vl_plugins.data.samples import INPUTS
 from vl_plugins.errors import UserError, first_line, one_of, require
 from vl_plugins.integrations.config_files import find_config, read_yaml
+from vl_plugins.registry import check_registered
 
 __all__ = [
     "MODEL_PARTS",
@@ -195,6 +196,7 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     with _short_errors(f"{path}: "):
         if isinstance(content, Mapping):  # `read_yaml` has checked it; OmegaConf also reads 1e-4 as a number
             content = omegaconf.to_container(omegaconf.load(path))
+            check_registered(content.get("loss"))
         return parse_config(content, overrides)
 
 

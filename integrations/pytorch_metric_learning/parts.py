@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer, lr_scheduler
 from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.cross_modal import check_compares_sets, compares_sets
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split_specification
-from vl_plugins.registry import create, options_of
+from vl_plugins.registry import create, create_loss, options_of
 
 __all__ = ["build_optimizers", "build_schedulers", "loss_from_config", "miner_from_config"]
 
@@ -52,7 +53,7 @@ def miner_from_config(config: Config, loss: nn.Module) -> nn.Module | None:
 def _create(kind: str, specification: Any, **options: Any) -> Any:
     split_specification(kind, specification)
     with user_errors(kind):
-        return create(kind, specification, **options)
+        return (create_loss if kind == "loss" else partial(create, kind))(specification, **options)
 
 
 def build_optimizers(stage: StageConfig, parts: Mapping[str, nn.Module]) -> dict[str, Optimizer]:

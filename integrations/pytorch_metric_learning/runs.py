@@ -21,6 +21,7 @@ from vl_plugins.data.randomness import derived_seed, random_states, seed_everyth
 from vl_plugins.data.sampler import CaptionSampler
 from vl_plugins.encoders.vocabulary import Vocabulary
 from vl_plugins.errors import UserError, require, user_errors
+from vl_plugins.integrations.encoding import log_metrics, validate
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
     load_state_dicts,
     read_checkpoint,
@@ -41,8 +42,6 @@ from vl_plugins.integrations.pytorch_metric_learning.trainers import (
     ShardedMetricLossOnly,
     ShardTrainer,
 )
-from vl_plugins.integrations.validation import log_metrics, validate
-from vl_plugins.retrieval.names import percent_names
 
 __all__ = ["LATEST", "Run", "build_trainer", "build_vocabulary"]
 
@@ -142,8 +141,8 @@ def build_trainer(
 class Run:
     """A training with its folder: metrics and checkpoints after each epoch, which can be resumed.
 
-    The folder holds ``config.yaml``, ``results.jsonl`` with a line for each epoch, named as by
-    :func:`vl_plugins.retrieval.names.percent_names`, ``tensorboard/``, ``latest.pt`` with the whole state, and
+    The folder holds ``config.yaml``, ``results.jsonl`` with the metrics of each epoch (of
+    :func:`vl_plugins.integrations.encoding.validate`), ``tensorboard/``, ``latest.pt`` with the whole state, and
     ``best.pt``, the model with the best RSUM. One run at a time trains there. The first process evaluates and writes,
     and all read ``latest.pt``. Nothing is written before training starts.
 
@@ -253,7 +252,7 @@ class Run:
             if self.processes.is_first:
                 metrics = validate(self.towers, self._validation, self.device)
             metrics = self.processes.from_first(metrics)
-            self._metrics = percent_names(metrics)
+            self._metrics = metrics
             trainer.step_lr_plateau_schedulers(metrics["rsum"])
             is_best = self.best is None or metrics["rsum"] > self.best
             self.best = metrics["rsum"] if is_best else self.best

@@ -56,7 +56,7 @@ NAMES = {
 }
 # Names of attributes, likewise.
 ATTRIBUTES = {
-    "num_relevant": ("num_relevant", "right_answers"),
+    "relevant": ("relevant", "right_answers"),
 }
 
 

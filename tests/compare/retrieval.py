@@ -1,11 +1,15 @@
-"""Ranks and metrics of all protocols, on random features with many ties, with sets, and of ensembles."""
+"""Ranks and metrics of all protocols, on random features with many ties, with sets, and of ensembles.
+
+Version 0.2 has other names and units, which are translated here. Not compared, because they differ on purpose: the
+circular variance of sets with padding, which 0.2 took for elements; the order of equally similar candidates; what
+``--json`` says beside the metrics; ``--csv``, which is gone.
+"""
 
 # ruff: noqa: B023, F811 - a case is computed where it is defined
 
 import itertools
 import json
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +22,10 @@ SETS = {
     "mil": {},
     "match_probability": {"scale": 5.0, "shift": -1.0, "learnable": False},
 }
-FIELDS = ("queries", "rank", "num_relevant", "positives", "positive_similarity", "negatives", "negative_similarity")
+FIELDS = ("queries", "rank", "relevant", "positive_query", "positive_similarity", "negative_similarity")
+FRACTIONS = ("R@1", "R@5", "R@10", "mean_average_precision_at_r", "r_precision")  # percent in version 0.2
+MOST = 1500  # more than any right answers
+IS_OLD = hasattr(get("retrieval"), "GroundTruth")
 
 
 def random_features(seed: int, images: int, image_of_caption: np.ndarray, kind: str, sets: bool = False) -> dict:
@@ -71,10 +78,24 @@ def write(file: str, image_of_caption: np.ndarray, features: dict, similarity: s
     return file
 
 
+def fractions(metrics: dict) -> dict:
+    """Return metrics with recalls and precisions as fractions."""
+    return {name: value / 100 if IS_OLD and name.endswith(FRACTIONS) else value for name, value in metrics.items()}
+
+
 def evaluate(found: Cases, case: str, *arguments) -> None:
-    """Add all numbers that ``vl-plugins evaluate`` prints, as they stand in its JSON."""
+    """Add the metrics of ``vl-plugins evaluate --json``, and the numbers of images and captions."""
     status, output = vl_plugins("evaluate", "--features", *arguments, "--json")
-    values = flatten(json.loads(output)) if output.startswith("{") else {}
+    printed = json.loads(output) if output.startswith("{") else {"results": []}
+    values = {}
+    for result in printed["results"]:
+        for protocol, metrics in result["metrics"].items():
+            known = printed | result | metrics
+            sizes = {name: known.get(name) for name in ("num_samples", "num_captions", "caption_circular_variance")}
+            metrics = {name: value for name, value in metrics.items() if name != "image_circular_variance"}
+            for name in ("positive_similarity", "hardest_negative_similarity"):  # of sets, rounded by other kernels
+                metrics[name] = round(metrics[name], 6)
+            values |= flatten(fractions(metrics) | sizes, f"{result['name']}.{protocol}.")
     found.add(f"evaluate {case}", status=status, **values)
 
 
@@ -90,13 +111,11 @@ def evaluations(found: Cases) -> None:
             evaluate(found, f"{protocol}/{kind} max-captions", files[-1], "--normalize", "--max-captions", 2)
         evaluate(found, f"{protocol}/ensemble", *files[:2], f"third={files[2]}", "--ensemble", "--normalize")
         for number, similarity in enumerate(SETS):
-            kind = ("ties", "normal")[number % 2]
+            kind = "ties" if similarity == "mil" else "normal"  # logarithms of the others round differently
             features = random_features(number, images, of_caption, kind, sets=True)
             file = write(f"{protocol}-{similarity}.npz", of_caption, features, similarity)
             evaluate(found, f"{protocol}/{similarity} {kind}", file, "--protocol", protocol)
-            evaluate(found, f"{protocol}/{similarity} ensemble", file, files[0], "--ensemble", "--csv", "results.csv")
-    table = Path("results.csv").read_text() if Path("results.csv").is_file() else ""
-    found.add("evaluate csv/rows", **{f"row {number}": line for number, line in enumerate(table.splitlines())})
+            evaluate(found, f"{protocol}/{similarity} ensemble", file, files[0], "--ensemble")
 
 
 def coco_evaluations(found: Cases) -> None:
@@ -121,24 +140,59 @@ def coco_evaluations(found: Cases) -> None:
             evaluate(found, f"{protocol}/{name}", file, "--protocol", protocol)
 
 
-def ranks_of(similarities, ground_truth, top: int):
-    """Return the ranks of similarities, (I, C) or yielded in tiles."""
-    return get("retrieval").similarity_ranks(similarities, ground_truth, negatives=top)
+def ranks_of(similarities, answers, top: int):
+    """Return the ranks of similarities, given the image of each caption, or the answers of both directions."""
+    if not IS_OLD:
+        return get("retrieval").similarity_ranks(similarities, answers, top=top)
+    if isinstance(answers, tuple):  # 0.2 takes ids, and each only once
+        answers = [
+            {
+                query: [one if one >= 0 else -1 - place for place, one in enumerate(right)]
+                for query, right in part.items()
+            }
+            for part in answers
+        ]
+        truth = get("retrieval").GroundTruth
+        answers = truth.from_ids(*map(range, similarities.shape), *answers, allow_absent=True)
+    return get("retrieval").similarity_ranks(similarities, answers, negatives=top)
 
 
-def rank_arrays(ranks) -> dict:
-    """Return what both directions have; entries of -1 and -inf stand for nothing, and are left out."""
+def rank_arrays(ranks, ties: bool = True) -> dict:
+    """Return what both directions have; -1 and -inf stand for nothing and are left out. With ties, indices are free."""
     values = {}
     for name in ("image_to_text", "text_to_image"):
         direction = getattr(ranks, name)
-        for field in FIELDS:
+        for field in (*FIELDS, *(() if ties else ("positives", "negatives"))):
             value = attribute(direction, field).flatten()
             values[f"{name}_{field}"] = value[torch.isfinite(value) & (value != -1)]
     return values
 
 
+def metric_arrays(ranks) -> dict:
+    """Return metrics, and AP@R and R-Precision of each query."""
+    values = fractions(get("retrieval").retrieval_metrics(ranks))
+    for name in ("image_to_text", "text_to_image"):
+        direction = getattr(ranks, name)
+        both = (
+            get("retrieval").precision_at_r(direction)
+            if IS_OLD
+            else (direction.average_precision, direction.r_precision)
+        )
+        values |= {f"{name}_of_each_{number}": value for number, value in enumerate(both)}
+    return values
+
+
+def random_answers(queries: int, candidates: int, seed: int) -> dict:
+    """Return right candidates of some of the queries, some of them not among the candidates."""
+    g = np.random.default_rng(seed)
+    answers = {}
+    for query in g.permutation(queries)[: 1 + queries // 2].tolist():
+        answers[query] = g.permutation(candidates)[: g.integers(1, 9)].tolist() + [-1] * int(g.integers(0, 3))
+    return answers
+
+
 def ranks(found: Cases) -> None:
-    """Ranks by the public functions, with ties, unequal numbers of captions and other ground truths."""
+    """Ranks by the public functions, with ties, unequal numbers of captions and other right answers."""
     shapes = ((1, 1), (7, 7), (5, 23), (40, 90), (600, 1400))
     for (images, captions), kind, top, number in itertools.product(
         shapes, ("ties", "normal", "equal"), (0, 1, 7), (0, 1)
@@ -149,30 +203,42 @@ def ranks(found: Cases) -> None:
         x, y = (torch.randn(n, 8, generator=g) for n in (images, captions))
         x, y = (x.sign() / 8**0.5, y.sign() / 8**0.5) if kind == "ties" else (x, y + 0.7 * x[of_caption])
         x, y = (torch.ones_like(x), torch.ones_like(y)) if kind == "equal" else (x, y)
+        rounded = (x.double() @ y.T.double() * 4).round() / 4
+        both = random_answers(images, captions, number), random_answers(captions, images, number)
         name = f"{images}x{captions} {kind} top={top} {number}"
 
         @found.case(f"ranks embeddings/{name}")
         def compute():
-            return rank_arrays(ranks_of(get("EmbeddingSimilarities")(x, y), of_caption, top))
+            return rank_arrays(ranks_of(get("EmbeddingSimilarities")(x, y), of_caption, top), kind != "normal")
 
         @found.case(f"ranks matrix/{name}")
         def compute():
-            return rank_arrays(ranks_of((x.double() @ y.T.double() * 4).round() / 4, of_caption, top))
+            return rank_arrays(ranks_of(rounded, of_caption, top))
+
+        @found.case(f"ranks answers/{name}")
+        def compute():
+            return rank_arrays(ranks_of(rounded, both, top))
 
         @found.case(f"ranks mean/{name}")
         def compute():
             members = [get("EmbeddingSimilarities")(x, y), get("EmbeddingSimilarities")(x.flip(1), y)]
             return rank_arrays(ranks_of(get("MeanSimilarities")(members), of_caption, top))
 
-        @found.case(f"metrics/{name}")
-        def compute():
-            return get("retrieval").retrieval_metrics(ranks_of(get("EmbeddingSimilarities")(x, y), of_caption, top))
-
         @found.case(f"best answers/{name}")
         def compute():
-            direction = ranks_of(get("EmbeddingSimilarities")(x, y), of_caption, top).image_to_text
-            answers = get("retrieval").best_answers(direction, top)
-            return dict(zip(("index", "similarity", "is_right"), answers, strict=True))
+            direction = ranks_of(rounded, of_caption, top).image_to_text
+            _, similarity, is_right = get("retrieval").best_answers(direction, top)
+            return {"similarity": similarity, "is_right": is_right}
+
+        if top == 0:  # 0.2 needs as many negatives as right answers for AP@R
+
+            @found.case(f"metrics/{name}")
+            def compute():
+                return metric_arrays(ranks_of(get("EmbeddingSimilarities")(x, y), of_caption, MOST))
+
+            @found.case(f"metrics answers/{name}")
+            def compute():
+                return metric_arrays(ranks_of(rounded, both, MOST))
 
 
 def cases(found: Cases, arguments) -> None:

@@ -43,7 +43,7 @@ class Version:
     Args:
         flags: what replaces flags of 0.2, by their text.
         weights: patterns in names of weights, and their replacements; results have the names of 0.2 without prefixes.
-        metrics: converts the name and value of a metric to those of 0.2, in percent.
+        metrics: converts the metrics of an epoch to those of 0.2, in percent.
         towers: module and function that build the model of the trainer for pytorch-metric-learning.
         pml_weights: finds the weights in that trainer's checkpoint.
         is_training: whether a loader of that trainer reads training batches.
@@ -51,12 +51,21 @@ class Version:
 
     flags: dict[str, str] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
-    metrics: Callable[[str, float], tuple[str, float]] = lambda name, value: (name, value)
+    metrics: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
     towers: str = "vl_plugins.integrations.pytorch_metric_learning.runs.build_towers"
     pml_weights: Callable[[dict], dict] = lambda saved: {
         f"{part}.{name}": value for part, state in saved["models"].items() for name, value in state.items()
     }
     is_training: Callable[[DataLoader], bool] = lambda loader: type(loader.dataset).__name__ != "EvaluationReader"
+
+
+def metrics_of_0_2(metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics of 0.3, where recalls are fractions under open_clip's names, and precisions are new."""
+    if "rsum" not in metrics:  # of open_clip's own validation
+        return metrics
+    percent = {f"{name}_percent": 100 * value for name, value in metrics.items() if "_R@" in name}
+    others = {name: value for name, value in metrics.items() if not re.search("_R@|_precision|rsum", name)}
+    return percent | others | {"rsum_percent": metrics["rsum"]}
 
 
 WEIGHTS = {r"^clip\.": "", r"^parts\.": ""}
@@ -65,6 +74,7 @@ VERSIONS = {
     "0.3": Version(
         flags={"--same-group positive": "", "data.same_group=positive": ""},
         weights=WEIGHTS,
+        metrics=metrics_of_0_2,
         is_training=lambda loader: type(loader.sampler).__name__ == "CaptionSampler",
     ),
 }
@@ -174,8 +184,7 @@ def add_results(found: Cases, training: str, weights: dict[str, Any], results: P
     tensors = {common_name(name): value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     found.add(f"{training}/weights", **tensors)
     for row in map(json.loads, results.read_text().splitlines()):
-        metrics = dict(INSTALLED.metrics(*item) for item in row.items())
-        found.add(f"{training}/metrics of epoch {row['epoch']}", **metrics)
+        found.add(f"{training}/metrics of epoch {row['epoch']}", **INSTALLED.metrics(row))
 
 
 def main(area: str, trainings: Callable[[Cases, Batches], None]) -> None:

@@ -1,12 +1,18 @@
 """A loss of another distribution is known to both hosts by name, and one of pytorch-metric-learning by its class."""
 
+import sys
+
 import pytest
 import torch
 import yaml
 from pytorch_metric_learning.distances import LpDistance
 
 from tests.helpers.pml_settings import settings
-from vl_plugins.integrations.open_clip.launcher import main
+from vl_plugins.cli import main as vl_plugins
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.open_clip.launcher import main as open_clip
+from vl_plugins.integrations.pytorch_metric_learning.command_line import main as pml
 from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
 from vl_plugins.integrations.pytorch_metric_learning.runs import Run
 from vl_plugins.registry import create
@@ -55,13 +61,57 @@ def test_both_hosts_find_it(capfd):
     assert type(loss.distance) is LpDistance
     loss(torch.eye(2), torch.arange(2), ref_emb=torch.eye(2), ref_labels=torch.arange(2))
     assert "called with strength 0.25" in capfd.readouterr().out
-    assert main(f"{FLAGS} --loss euclidean_pull --loss-kwargs strength=0.5".split()) == 0
+    assert open_clip(f"{FLAGS} --loss euclidean_pull --loss-kwargs strength=0.5".split()) == 0
     assert capfd.readouterr().out.count("called with strength 0.5") == 2, "for images and for texts"
+
+
+def test_no_file_names_a_module(toy_shards, tmp_path, monkeypatch, capsys):
+    """Command lines import the module of a loss; what a file names is not imported, wherever it stands in the file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w').close()\n{LOSS}")
+    name, marker = "planted:EuclideanPull", tmp_path / "marker"
+    nested = {"name": "smooth_chamfer", "base": name}
+    files = {
+        open_clip: [{"loss": name}, {"train_data_upsampling_factors": ["1", f"--loss={name}"]}],
+        pml: [settings(toy_shards, loss=loss) for loss in (name, {"name": name}, nested)],
+    }
+    flags = {open_clip: FLAGS, pml: "--device cpu --out run"}
+    for host, contents in files.items():
+        for content in contents:
+            (tmp_path / "file.yaml").write_text(yaml.safe_dump(content))
+            assert host(f"--config file.yaml {flags[host]}".split()) == 2
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line.startswith("vl_plugins: error: ")
+            assert name in line
+    for head in (None, {"name": "set", "num_slots": 2, "num_iters": 1, "hidden_dim": 8}):
+        plain = settings(toy_shards, head=head, training={"epochs": 1})
+        Run(parse_config(plain), tmp_path / str(bool(head))).train()
+        saved = torch.load(tmp_path / str(bool(head)) / "latest.pt", weights_only=True)
+        saved["config"]["loss"] = name
+        torch.save(saved, "changed.pt")
+        if head is None:
+            load_model("changed.pt")  # needs no loss
+    with pytest.raises(UserError, match=f"^loss '{name}': files name registered losses only"):
+        load_model("changed.pt")
+    assert not marker.exists()
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(settings(toy_shards, training={"epochs": 1})))
+    assert pml(f"--config file.yaml --device cpu --out run --loss {name}".split()) == 0
+    assert marker.exists()
+    assert open_clip(f"{FLAGS} --loss {name} --loss-kwargs strength=0.5".split()) == 0
+
+
+def test_plot_gradients_finds_a_module_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "here.py").write_text("from vl_plugins.losses import VLCLoss as Own\n")
+    assert vl_plugins("plot gradients here:Own scale=10 --out own.svg".split()) == 0
+    assert "here:Own(scale=10)" in (tmp_path / "own.svg").read_text()
 
 
 def test_a_loss_of_pytorch_metric_learning(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    assert main(f"{FLAGS} --loss NTXentLoss --loss-kwargs temperature=0.2 --miner BatchHardMiner".split()) == 0
+    assert open_clip(f"{FLAGS} --loss NTXentLoss --loss-kwargs temperature=0.2 --miner BatchHardMiner".split()) == 0
     assert "NTXentLoss(temperature=0.2), BatchHardMiner()" in caplog.text
 
 
@@ -74,10 +124,10 @@ def test_a_loss_of_ones_own_trains_in_both_hosts(name, option, toy_shards, tmp_p
     flags = FLAGS.replace("--dataset-type synthetic --train-num-samples 2", data)
     mined = "--miner MultiSimilarityMiner --reducer AvgNonZeroReducer"
     for options in (f"--loss-kwargs {option} scale=learned", f"--loss-kwargs scale=10 {mined}"):
-        assert main(f"{flags} --loss {name} {options} --logs {tmp_path / options[-5:]}".split()) == 0
+        assert open_clip(f"{flags} --loss {name} {options} --logs {tmp_path / options[-5:]}".split()) == 0
     assert f"{name}(" in caplog.text
     key, value = option.split("=")
     loss = {"name": name, key: yaml.safe_load(value.lower())}
     Run(parse_config(settings(toy_shards, loss=loss, training={"epochs": 1})), tmp_path / "run").train()
     (row,) = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
-    assert "rsum_percent" in row
+    assert "rsum" in row

@@ -1,21 +1,14 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
 from vl_plugins.errors import UserError
-from vl_plugins.plots.training import _draw_training_curves, plot_training_curves, read_results
+from vl_plugins.plots import training
+from vl_plugins.plots.training import plot_training_curves, read_results
 
 
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
-    return {
-        "epoch": epoch,
-        "rsum_percent": rsum,
-        "positive_similarity": positive,
-        "hardest_negative_similarity": negative,
-        "image_to_text_R@1_percent": 40.0,
-    }
+    return {"epoch": epoch, "rsum": rsum, "positive_similarity": positive, "hardest_negative_similarity": negative}
 
 
 def host_row(epoch, recall):
@@ -24,102 +17,67 @@ def host_row(epoch, recall):
     return {"image_to_text_mean_rank": 2.5, **recalls, "clip_val_loss": 0.7, "epoch": epoch, "num_samples": 24}
 
 
-def write_rows(path, rows):
+def write_rows(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(item) + "\n" for item in rows))
     return path
 
 
 @pytest.mark.parametrize("place", ["checkpoints/results.jsonl", "results.jsonl"])
-def test_reads_a_run_folder_or_its_file(tmp_path, place):
-    file = write_rows(tmp_path / "run" / place, [row(1), row(2)])
-    assert read_results(tmp_path / "run") == read_results(str(file)) == [row(1), row(2)]
-
-
-def test_later_row_of_an_epoch_counts_and_epochs_are_in_order(tmp_path):
-    file = write_rows(tmp_path / "results.jsonl", [row(1), row(2, rsum=10), row(3, rsum=10), row(2), row(3), row(0)])
-    assert read_results(file) == [row(0), row(1), row(2), row(3)]
-
-
-def test_blank_lines_and_rows_of_zero_shot_classification_are_left_out(tmp_path):
-    file = write_rows(tmp_path / "results.jsonl", [{"imagenet-zeroshot-val-top1": 0.5}, row(1)])
+def test_one_row_an_epoch_of_a_run_folder_or_its_file(tmp_path, place):
+    """The later row of an epoch counts; blank lines and rows of zero-shot classification do not."""
+    rows = [row(1), row(2, rsum=10), row(3, rsum=10), row(2), row(3), row(0), {"imagenet-zeroshot-val-top1": 0.5}]
+    file = write_rows(tmp_path / "run" / place, *rows)
     file.write_text(file.read_text() + "\n")
-    assert read_results(file) == [row(1)]
+    assert read_results(tmp_path / "run") == read_results(str(file)) == [row(0), row(1), row(2), row(3)]
 
 
-def test_recalls_of_open_clips_own_validation_are_fractions(tmp_path):
-    file = write_rows(tmp_path / "results.jsonl", [host_row(1, 0.25), host_row(2, 0.5)])
-    assert [item["rsum_percent"] for item in read_results(file)] == [150.0, 300.0]
+def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
+    """Those of open_clip's own validation, whose recalls are fractions, and of version 0.2."""
+    file = write_rows(tmp_path / "results.jsonl", host_row(1, 0.25), {"epoch": 2, "rsum_percent": 300.0})
+    assert [item["rsum"] for item in read_results(file)] == [150.0, 300.0]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ('{"epoch": 1, "rsum_percent"', r"results.jsonl, line 2 is not JSON"),
-        ("[1, 2]", r"results.jsonl, line 2 is not a JSON object: \[1, 2\]"),
-        (
-            '{"epoch": 1, "image_to_text_R@1": 0.5}',
-            r"line 2 has no number for rsum_percent, positive_similarity, hardest_negative_similarity, which",
-        ),
-        (json.dumps({**row(1), "rsum_percent": "300"}), r"line 2 has no number for rsum_percent,"),
-        (b"\xff\xfe", r"line 2 is not JSON"),
+        b'{"epoch": 1, "rsum"',
+        b'{"epoch": 1, "image_to_text_R@1": 0.5}',
+        b'{"epoch": 1, "rsum": "3"}',
+        b"\xff",
     ],
 )
-def test_bad_line_is_named(tmp_path, content, message):
-    file = write_rows(tmp_path / "results.jsonl", [row(1)])
-    file.write_bytes(file.read_bytes() + (content if isinstance(content, bytes) else content.encode()))
-    with pytest.raises(UserError, match=message):
+def test_bad_line_is_named(tmp_path, content):
+    file = write_rows(tmp_path / "results.jsonl", row(1))
+    file.write_bytes(file.read_bytes() + content)
+    with pytest.raises(UserError, match=r"results.jsonl, line 2 is no validation result: "):
         read_results(file)
 
 
 def test_missing_results_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"no such results file or run folder: .*absent"):
-        read_results(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"no results.jsonl in .*--val-data"):
+    with pytest.raises(UserError, match=r"is no results.jsonl, nor a run folder with one"):
         read_results(tmp_path)
-    empty = write_rows(tmp_path / "results.jsonl", [])
     with pytest.raises(UserError, match="holds no validation results"):
-        read_results(empty)
+        read_results(write_rows(tmp_path / "results.jsonl"))
 
 
-def test_lines_hold_the_rows():
-    pytest.importorskip("matplotlib")
-    runs = {"clip": [row(1, 100, 0.3, 0.2), row(3, 200, 0.5, 0.4)], "unified": [row(1)]}
-    rsum_axes, similarity_axes = _draw_training_curves(runs).axes
-    assert [line.get_label() for line in rsum_axes.lines] == ["clip", "unified"]
-    assert rsum_axes.lines[0].get_xydata().tolist() == [[1, 100], [3, 200]]
-    positive, negative, *_ = similarity_axes.lines
+def test_lines_hold_the_rows(monkeypatch):
+    figures = []
+    monkeypatch.setattr(training, "write_figure", lambda figure, out: figures.append(figure))
+    stock = [{"epoch": 1, "rsum": 150.0}, {"epoch": 2, "rsum": 300.0}]
+    runs = {"stock": stock, "clip": [row(1, 100, 0.3, 0.2), row(3, 200, 0.5, 0.4)], "unified": [row(1)]}
+    plot_training_curves(runs, "curves.png")
+    plot_training_curves({"stock": stock}, "curves.png")
+    (rsum_axes, similarity_axes), (only,) = (figure.axes for figure in figures)
+    assert [line.get_label() for line in rsum_axes.lines] == ["stock", "clip", "unified"]
+    assert only.lines[0].get_xydata().tolist() == rsum_axes.lines[0].get_xydata().tolist() == [[1, 150], [2, 300]]
+    assert rsum_axes.lines[1].get_xydata().tolist() == [[1, 100], [3, 200]]
+    positive, negative, other, *_ = similarity_axes.lines
     assert positive.get_xydata().tolist() == [[1, 0.3], [3, 0.5]]
     assert negative.get_xydata().tolist() == [[1, 0.2], [3, 0.4]]
     assert (positive.get_linestyle(), negative.get_linestyle()) == ("-", "--")
     # On a single epoch there is no line, only the markers tell them apart.
     assert positive.get_markerfacecolor() != negative.get_markerfacecolor()
-    assert positive.get_color() == negative.get_color() == rsum_axes.lines[0].get_color()
-    assert positive.get_color() != similarity_axes.lines[2].get_color()
+    assert positive.get_color() == negative.get_color() == rsum_axes.lines[1].get_color() != other.get_color()
     legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (rsum_axes, similarity_axes)]
-    assert legends == [["clip", "unified"], ["positives", "hardest negatives"]]
-
-
-def test_runs_without_similarities(tmp_path):
-    pytest.importorskip("matplotlib")
-    stock = read_results(write_rows(tmp_path / "results.jsonl", [host_row(1, 0.25), host_row(2, 0.5)]))
-    rsum_axes, similarity_axes = _draw_training_curves({"stock": stock, "unified": [row(1)]}).axes
-    assert rsum_axes.lines[0].get_xydata().tolist() == [[1, 150], [2, 300]]
-    assert similarity_axes.lines[0].get_color() == rsum_axes.lines[1].get_color()
-    (rsum_axes,) = _draw_training_curves({"stock": stock}).axes
-    assert [line.get_label() for line in rsum_axes.lines] == ["stock"]
-
-
-def test_no_run_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="at least one named run"):
-        plot_training_curves({}, tmp_path / "curves.png")
-    assert not any(tmp_path.iterdir())
-
-
-def test_importing_it_needs_neither_torch_nor_an_extra():
-    code = (
-        "import sys; import vl_plugins.plots.training; "
-        "print([m for m in ('torch', 'matplotlib', 'open_clip', 'webdataset', 'PIL') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert legends == [["stock", "clip", "unified"], ["positives", "hardest negatives"]]

@@ -6,16 +6,7 @@ each query to its right candidates, as indices; -1 stands for one that is not am
 
 import torch
 
-__all__ = [
-    "by_image_and_by_caption",
-    "direction",
-    "dot",
-    "full_argsort",
-    "matrix",
-    "median",
-    "precision_at_r",
-    "ranking",
-]
+__all__ = ["by_image_and_by_caption", "direction", "dot", "full_argsort", "matrix", "median", "ranking"]
 
 
 def dot(left, right):
@@ -36,58 +27,44 @@ def by_image_and_by_caption(image_of_caption):
     return by_image, by_caption
 
 
-def direction(scores, answers, negatives=0):
+def direction(scores, answers, top):
     """The fields of ``DirectionRanks`` as lists; of candidates with equal scores the first one comes first."""
-    result = {
-        name: []
-        for name in (
-            "queries rank right_answers positive_query positives positive_similarity "
-            "hardest_negative_similarity negatives negative_similarity"
-        ).split()
-    }
+    names = "queries rank relevant average_precision r_precision positive_query positives positive_similarity "
+    result = {name: [] for name in (names + "negatives negative_similarity").split()}
     for position, query in enumerate(sorted(answers)):
         row = scores[query]
-        right = [candidate for candidate in set(answers[query]) if candidate >= 0]
-        wrong = [candidate for candidate in range(len(row)) if candidate not in right]
-        right.sort(key=lambda candidate: (-row[candidate], candidate))
-        wrong.sort(key=lambda candidate: (-row[candidate], candidate))
+        right = {candidate for candidate in answers[query] if candidate >= 0}
+        relevant = len(right) + sum(candidate < 0 for candidate in answers[query])
+        order = ranking(row, right)
         rank = 1
-        for candidate in wrong:
-            if row[candidate] >= row[right[0]]:
+        for candidate in range(len(row)):
+            if candidate not in right and row[candidate] >= max(row[answer] for answer in right):
                 rank += 1
+        found, total = 0, 0.0
+        for place, candidate in enumerate(order[:relevant], start=1):
+            if candidate in right:
+                found += 1
+                total += found / place
         result["queries"].append(query)
         result["rank"].append(rank)
-        result["right_answers"].append(len(answers[query]))
-        for candidate in right:
-            result["positive_query"].append(position)
-            result["positives"].append(candidate)
-            result["positive_similarity"].append(row[candidate])
-        result["hardest_negative_similarity"].append(row[wrong[0]] if wrong else float("-inf"))
-        kept = wrong[:negatives]
-        missing = negatives - len(kept)
-        result["negatives"].append(kept + [-1] * missing)
-        result["negative_similarity"].append([row[candidate] for candidate in kept] + [float("-inf")] * missing)
+        result["relevant"].append(relevant)
+        result["average_precision"].append(total / relevant)
+        result["r_precision"].append(found / relevant)
+        for candidate in order:
+            if candidate in right:
+                result["positive_query"].append(position)
+                result["positives"].append(candidate)
+                result["positive_similarity"].append(row[candidate])
+        wrong = [candidate for candidate in order if candidate not in right][:top]
+        missing = min(top, len(row)) - len(wrong)
+        result["negatives"].append(wrong + [-1] * missing)
+        result["negative_similarity"].append([row[candidate] for candidate in wrong] + [float("-inf")] * missing)
     return result
 
 
 def ranking(row, right):
     """Candidates from the best to the worst, a wrong one before a right one of equal score."""
     return sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate in right))
-
-
-def precision_at_r(scores, answers):
-    """AP@R and R-Precision of each query, as two lists in the order of the queries."""
-    average_precisions, r_precisions = [], []
-    for query in sorted(answers):
-        number = len(answers[query])
-        found, total = 0, 0.0
-        for place, candidate in enumerate(ranking(scores[query], answers[query])[:number], start=1):
-            if candidate in answers[query]:
-                found += 1
-                total += found / place
-        average_precisions.append(total / number)
-        r_precisions.append(found / number)
-    return average_precisions, r_precisions
 
 
 def median(values):

@@ -11,31 +11,13 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def together(tiles):
-    """Put the tiles together."""
-    (images, captions), (height, width) = tiles.shape, tiles.tile_shape
-    whole = torch.full(tiles.shape, torch.nan, dtype=torch.float64)
-    for image in range(0, images, height):
-        for caption in range(0, captions, width):
-            tile = tiles.tile(image, caption)
-            assert tile.dtype in (torch.float32, torch.float64)
-            assert tile.shape == (min(height, images - image), min(width, captions - caption))
-            whole[image : image + height, caption : caption + width] = tile
-            # The caller may write to it.
-            tile.fill_(torch.nan)
-            again = tiles.tile(image, caption)
-            assert torch.equal(again.double(), whole[image : image + height, caption : caption + width])
-    return whole
-
-
-IMAGES, CAPTIONS = random(37, 8), random(101, 8, seed=1)
-SETS = IMAGES.view(37, 2, 4), CAPTIONS.view(101, 2, 4)
+IMAGES, CAPTIONS = random(67, 8), random(131, 8, seed=1)
+SETS = IMAGES.view(67, 2, 4), CAPTIONS.view(131, 2, 4)
 PRODUCTS = (IMAGES.double() @ CAPTIONS.double().T).float()
-KINDS = ["embeddings", "sets", "stored", "matrix", "mean"]
 
 
 def closest(images, captions):
-    return torch.einsum("akd,cld->ackl", images.double(), captions.double()).amax(dim=(2, 3))
+    return torch.einsum("akd,cld->ackl", images.double(), captions.double()).amax(dim=(2, 3)).float()
 
 
 def make(kind):
@@ -44,126 +26,84 @@ def make(kind):
         return EmbeddingSimilarities(IMAGES, CAPTIONS), PRODUCTS
     if kind == "sets":
         return EmbeddingSimilarities(*SETS, lambda i, c: mil_similarity(i, c, normalize=False)), closest(*SETS)
-    if kind == "stored":
-        # The similarity returns its own memory, and repeats elements.
+    if kind == "expanded":  # the similarity returns one element of memory for all
         one = torch.ones(1, 1)
-        return EmbeddingSimilarities(IMAGES, CAPTIONS, lambda i, c: one.expand(len(i), len(c))), one.expand(37, 101)
+        return EmbeddingSimilarities(IMAGES, CAPTIONS, lambda i, c: one.expand(len(i), len(c))), one.expand(67, 131)
     if kind == "matrix":
         return MatrixSimilarities(PRODUCTS), PRODUCTS
     members = [make(member) for member in ("embeddings", "sets", "matrix")]
-    return MeanSimilarities([member for member, _ in members]), sum(matrix.double() for _, matrix in members) / 3
+    return MeanSimilarities([member for member, _ in members]), sum(matrix for _, matrix in members) / 3
 
 
-@pytest.mark.parametrize("elements", [16 * 48, similarities.CPU_TILE])
-@pytest.mark.parametrize("kind", KINDS)
-class TestAllKinds:
-    def test_tiles_make_up_the_whole(self, monkeypatch, kind, elements):
-        monkeypatch.setattr(similarities, "CPU_TILE", elements)
-        tiles, expected = make(kind)
-        assert tiles.shape == (37, 101)
-        assert tiles.tile_shape == ((16, 48) if elements == 16 * 48 else (48, 144))
-        assert tiles.device == torch.device("cpu")
-        torch.testing.assert_close(together(tiles), expected.double(), rtol=1e-5, atol=1e-5)
-
-    def test_select(self, monkeypatch, kind, elements):
-        monkeypatch.setattr(similarities, "CPU_TILE", elements)
-        tiles, expected = make(kind)
-        images, captions = torch.tensor([7, 0, 10, 3]), torch.tensor([22, 5, 6, 0, 1, 13, 13])
-        for rows, columns in ((images, None), (None, captions), (images, captions), (None, None)):
-            matrix = expected.double()[slice(None) if rows is None else rows]
-            matrix = matrix[:, slice(None) if columns is None else columns]
-            torch.testing.assert_close(together(tiles.select(rows, columns)), matrix, rtol=1e-5, atol=1e-5)
-        nested = tiles.select(images).select(torch.tensor([2, 1]), captions)
-        torch.testing.assert_close(together(nested), expected.double()[[10, 0]][:, captions], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kept", [0, similarities.KEPT])
+@pytest.mark.parametrize("block", [1, similarities.SET_BLOCK])
+@pytest.mark.parametrize("kind", ["embeddings", "sets", "expanded", "matrix", "mean"])
+def test_rows_of_both_directions(monkeypatch, kind, block, kept):
+    """Rows in any order; the caller may write to them."""
+    monkeypatch.setattr(similarities, "SET_BLOCK", block)
+    monkeypatch.setattr(similarities, "KEPT", kept)
+    found, expected = make(kind)
+    assert (found.shape, found.device) == ((67, 131), torch.device("cpu"))
+    for of_queries, matrix, queries in (
+        (found.of_images, expected, torch.tensor([7, 0, 66, 3])),
+        (found.of_captions, expected.T, torch.tensor([130, 5, 6, 0, 1])),
+    ):
+        for _ in range(2):
+            rows = of_queries(queries)
+            assert rows.dtype == torch.float32
+            torch.testing.assert_close(rows, matrix[queries], rtol=1e-5, atol=1e-5)
+            rows.fill_(torch.nan)
 
 
-def test_an_accelerator_has_larger_tiles():
-    height, width = similarities._tile_shape((10**6, 10**6), torch.device("cuda"))
-    assert 2**23 < height * width <= 2**24
-
-
-@pytest.mark.parametrize(
-    ("result", "got"),
-    [
-        (torch.ones(16, 47), r"torch.float32 of shape \(16, 47\)"),
-        (torch.ones(16, 48).int(), r"torch.int32 of shape \(16, 48\)"),
-        (torch.ones(()), r"torch.float32 of shape \(\)"),
-    ],
-)
-def test_wrong_results_of_a_similarity_are_named(result, got):
-    tiles = EmbeddingSimilarities(torch.ones(16, 2), torch.ones(48, 2), lambda i, c: result)
-    with pytest.raises(ValueError, match=rf"must return floating-point values of shape \(16, 48\), got {got}"):
-        tiles.tile(0, 0)
-
-
-@pytest.mark.parametrize(
-    ("images", "captions", "similarity", "message"),
-    [
-        (torch.ones(4), torch.ones(6, 3), mil_similarity, r"image_embeddings .* \(rows, \.\.\.\) .* shape \(4,\)"),
-        (torch.ones(4, 2, 3), torch.ones(6, 2, 3), None, r"image_embeddings .* \(rows, D\) .* shape \(4, 2, 3\)"),
-        (torch.ones(4, 3), torch.ones(6, 3).long(), None, r"caption_embeddings .* got torch.int64 of shape \(6, 3"),
-        (torch.ones(0, 3), torch.ones(6, 3), None, r"image_embeddings .* at least one row, .* \(0, 3\)"),
-        (torch.ones(4, 3), torch.ones(6, 2), None, r"same width D, got shapes \(4, 3\) and \(6, 2\)"),
-        (torch.ones(4, 3), torch.ones(6, 3, device="meta"), None, r"must be on one device .* on cpu and meta"),
-        (torch.full((4, 2, 3), torch.nan), torch.ones(6, 2, 3), mil_similarity, r"NaN or infinity in 4 of 4 rows"),
-    ],
-)
-def test_bad_embeddings_are_named(images, captions, similarity, message):
-    with pytest.raises(ValueError, match=message):
-        EmbeddingSimilarities(images, captions, similarity)
-
-
-def test_rows_that_are_not_finite_are_found_beyond_the_first_thousands():
-    images = torch.ones(10_000, 2)
-    images[9_999, 1] = torch.inf
-    images[7_000] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity in 2 of 10000 rows, first row 7000"):
-        EmbeddingSimilarities(images, torch.ones(1, 2))
-
-
-def test_no_copy_of_large_embeddings():
-    images, captions = random(20_000, 64), random(30_000, 64)
-    extra = extra_bytes(lambda: EmbeddingSimilarities(images, captions).tile(19_990, 29_990))
-    assert extra < 0.3 * images.nbytes
-
-
-def test_a_memory_mapped_matrix(tmp_path):
+def test_a_memory_mapped_matrix_stays_on_disk(tmp_path):
     values = random(400, 900)
     np.save(tmp_path / "similarities.npy", values.numpy())
-    mapped = MatrixSimilarities(torch.from_numpy(np.load(tmp_path / "similarities.npy", mmap_mode="r+")))
-    assert extra_bytes(lambda: mapped.tile(0, 0)) <= 4 * mapped.tile_shape[0] * mapped.tile_shape[1] < values.nbytes
-    assert torch.equal(together(mapped), values.double())
-    assert np.array_equal(np.load(tmp_path / "similarities.npy"), values.numpy())
+    mapped = MatrixSimilarities(torch.from_numpy(np.load(tmp_path / "similarities.npy", mmap_mode="c")))
+    assert extra_bytes(lambda: mapped.of_images(torch.arange(40))) < 0.2 * values.nbytes
+    assert torch.equal(mapped.of_captions(torch.arange(900)), values.T)
+
+
+def test_a_mean_of_other_types():
+    exact = EmbeddingSimilarities(random(5, 3, dtype=torch.float64), random(7, 3, seed=4, dtype=torch.float64))
+    half = MatrixSimilarities(random(5, 7, seed=5).half())
+    rows = torch.arange(5)
+    assert half.of_images(rows).dtype == half.of_captions(rows).dtype == torch.float32
+    expected = (exact.of_images(rows) + half.matrix.double()) / 2
+    for members in ([exact, half], [half, exact]):
+        torch.testing.assert_close(MeanSimilarities(members).of_images(rows), expected)
+
+
+@pytest.mark.parametrize(("kept", "times"), [(67 * 131, 1), (67 * 131 - 1, 2)])
+def test_a_similarity_sees_full_precision_and_each_pair_once_if_all_fit(monkeypatch, kept, times):
+    monkeypatch.setattr(similarities, "KEPT", kept)
+    pairs, seen = [], set()
+
+    def similarity(images, captions):
+        product = images @ captions.T
+        pairs.append(product.numel())
+        seen.add((images.dtype, captions.dtype, product.dtype, torch.is_grad_enabled()))
+        return product
+
+    found = EmbeddingSimilarities(IMAGES.half().requires_grad_(), CAPTIONS.half(), similarity)
+    with torch.autocast("cpu", torch.bfloat16):
+        found.of_images(torch.arange(67)), found.of_captions(torch.arange(131))
+    assert seen == {(torch.float32, torch.float32, torch.float32, False)}
+    assert sum(pairs) == times * 96 * 144  # padded
 
 
 @pytest.mark.parametrize(
-    ("matrix", "got"),
+    ("make", "message"),
     [
-        (torch.ones(4), r"torch.float32 of shape \(4,\)"),
-        (torch.ones(4, 6).int(), r"torch.int32 of shape \(4, 6\)"),
-        (torch.ones(4, 0), r"torch.float32 of shape \(4, 0\)"),
+        (lambda: EmbeddingSimilarities(*SETS), r"must be \(I, D\) and \(C, D\), got \(67, 2, 4\) and \(131, 2, 4\)"),
+        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS[:, 1:]), r"got \(67, 8\) and \(131, 7\)"),
+        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS.log()), "caption embeddings must be finite"),
+        (lambda: EmbeddingSimilarities(torch.tensor([[1], [2], [torch.inf]]), IMAGES[:, :1]), "image .* 1 .* is 2$"),
+        (lambda: MatrixSimilarities(torch.ones(4)), r"floating point \(I, C\), got torch.float32 \(4,\)"),
+        (lambda: MatrixSimilarities(torch.ones(4, 6).int()), r"got torch.int32 \(4, 6\)"),
+        (lambda: MeanSimilarities([MatrixSimilarities(torch.ones(4, c)) for c in (6, 7)]), r"\(4, 6\), \(4, 7\)"),
+        (lambda: MeanSimilarities([]), r"got \[\]"),
     ],
 )
-def test_a_bad_matrix_is_named(matrix, got):
-    with pytest.raises(ValueError, match=rf"similarities must be a floating-point tensor .* got {got}"):
-        MatrixSimilarities(matrix)
-
-
-def test_a_mean_of_other_widths_and_types():
-    narrow = EmbeddingSimilarities(random(5, 3, dtype=torch.float64), random(7, 3, seed=4, dtype=torch.float64))
-    half = MatrixSimilarities(random(5, 7, seed=5).half())
-    mean = MeanSimilarities([narrow, half])
-    assert (half.tile(0, 0).dtype, mean.tile(0, 0).dtype) == (torch.float32, torch.float64)
-    torch.testing.assert_close(together(mean), (together(narrow) + together(half)) / 2)
-
-
-def test_members_that_differ_are_named():
-    first = MatrixSimilarities(torch.ones(4, 6))
-    for other, got in (
-        (MatrixSimilarities(torch.ones(4, 7)), r"number 3 \(4, 7\), cpu, \(16, 48\)"),
-        (MatrixSimilarities(torch.ones(4, 6, device="meta")), r"number 3 \(4, 6\), meta"),
-    ):
-        with pytest.raises(ValueError, match=rf"the first have \(4, 6\), cpu, \(16, 48\), {got}"):
-            MeanSimilarities([first, first, other])
-    with pytest.raises(ValueError, match="at least one model's similarities, got none"):
-        MeanSimilarities([])
+def test_wrong_shapes_and_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

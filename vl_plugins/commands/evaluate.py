@@ -1,27 +1,31 @@
 """``vl-plugins evaluate``: image-text retrieval of models on shards, or of saved features."""
 
 import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
 
-from vl_plugins.commands.members import collect_members
+from vl_plugins.commands.encode import add_options, encode
+from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import UserError
 
 __all__ = ["register", "run"]
 
-# Not imported from open_clip and `protocols`: `--help` does without torch. Tests compare them.
-PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
-PROTOCOLS = ("plain", "flickr30k-1k", "coco-5k", "coco-1k", "eccv")
-
-PROTOCOL_TABLE = """\
+ENSEMBLE = "ensemble"
+JUDGED = "eccv-caption"
+EPILOG = """\
 protocols:
-  plain         any shards: all images and all captions
-  flickr30k-1k  Flickr30K test split: 1,000 images, 5,000 captions
+  plain         all images and all captions
+  flickr30k-1k  Flickr30K's test split: 1,000 images, 5,000 captions
   coco-5k       Karpathy's COCO test split: 5,000 images, 25,000 captions
   coco-1k       mean over five folds of 1,000 images of that split
   eccv          ECCV Caption (mAP@R, R-Precision, R@1) and CxC on that split"""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the ``evaluate`` subcommand."""
+    """Add the ``evaluate`` command."""
     parser = subparsers.add_parser(
         "evaluate",
         help="measure image-text retrieval of checkpoints or features",
@@ -33,140 +37,150 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         ],
         description="Rank all captions for each image and all images for each caption, and print Recall@1, 5 and 10, "
         "median ranks and RSUM.",
-        epilog=PROTOCOL_TABLE,
+        epilog=EPILOG,
     )
-    what = parser.add_argument_group("what to evaluate")
-    what.add_argument(
-        "--checkpoint",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        default=[],
-        help="checkpoint file, hf-hub:ORG/NAME, local-dir:FOLDER, or pretrained tag of open_clip",
-    )
-    what.add_argument(
-        "--model",
-        nargs="+",
-        metavar="NAME",
-        default=[],
-        help="open_clip model, one for all checkpoints or one each (default: that of the run)",
-    )
-    what.add_argument(
-        "--model-config",
-        metavar="FILE_OR_FOLDER",
-        help="your own model configurations for open_clip (default: those of the run)",
-    )
-    what.add_argument(
-        "--features",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        default=[],
-        help="embeddings from --save-features or another program, .npz or .safetensors",
-    )
-    what.add_argument("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
-    what.add_argument("--shards", help="shards to evaluate on; {000000..000004} for several")
-    what.add_argument(
-        "--protocol",
-        nargs="+",
-        choices=PROTOCOLS,
-        metavar="PROTOCOL",
-        default=["plain"],
-        help="one or more of the protocols below (default: plain)",
-    )
-    what.add_argument("--max-captions", type=int, metavar="N", help="use only the first N captions of each image")
-    what.add_argument("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
-    how = parser.add_argument_group("how to run")
-    how.add_argument("--batch-size", type=int, metavar="N", default=64, help="images per batch (default: %(default)s)")
-    how.add_argument("--workers", type=int, metavar="N", default=1, help="data loader workers (default: %(default)s)")
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... for the models (default: cuda if available)")
-    how.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        metavar="PRECISION",
-        default="fp32",
-        help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)",
-    )
-    how.add_argument(
-        "--ranking-device",
-        default="cpu",
-        metavar="DEVICE",
-        help="device that compares embeddings (default: %(default)s)",
-    )
-    out = parser.add_argument_group("what to write")
-    out.add_argument("--json", action="store_true", help="print JSON")
-    out.add_argument(
-        "--save-features",
-        nargs="+",
-        metavar="FILE",
-        default=[],
-        help="save embeddings as .npz or .safetensors, one file per checkpoint",
-    )
-    out.add_argument("--csv", metavar="FILE.csv", help="append the results, and skip models whose results it has")
-    out.add_argument("--force", action="store_true", help="evaluate models even if --csv has their results")
-    out.add_argument(
-        "--report",
-        metavar="FILE.html",
-        help="write a report of the ensemble or the first model: metrics, plots, successes and failures",
-    )
-    out.add_argument(
-        "--queries",
-        nargs="+",
-        metavar="TEXT_OR_IMAGE",
-        help="show the images and captions nearest to these texts or image files in --report",
-    )
+    add: Any = parser.add_argument_group("what to evaluate").add_argument
+    several: Any = {"nargs": "+", "metavar": "[NAME=]FILE", "default": []}
+    add("--features", **several, help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors")
+    checkpoints = "encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip"
+    add("--checkpoint", **several, help=checkpoints)
+    model = "open_clip model, one for all checkpoints or one each (default: that of the run)"
+    add("--model", nargs="+", metavar="NAME", default=[], help=model)
+    add("--shards", help="shards to encode, or that features are of; {000000..000004} for several")
+    add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
+    add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
+    add("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
+    add = parser.add_argument_group("how to run").add_argument
+    add_options(add)
+    add("--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)")
+    add = parser.add_argument_group("what to write").add_argument
+    add("--json", action="store_true", help="print JSON, with recalls as fractions")
+    report = "write a report of the ensemble or the first model; with --shards it has examples"
+    add("--report", metavar="FILE.html", help=report)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
-    _check_options(arguments)
-    members = collect_members(arguments.checkpoint, arguments.features, arguments.model, arguments.save_features)
-    # Files and names, before torch is imported.
-    from vl_plugins.integrations.open_clip.names import check_file, check_model_name
+    files, checkpoints, models = arguments.features, arguments.checkpoint, arguments.model
+    if not files and not checkpoints:
+        raise UserError("give --checkpoint with --shards, or --features")
+    if checkpoints and not arguments.shards:
+        raise UserError("--checkpoint needs --shards: the images and captions to encode")
+    if len(models) not in (0, 1, len(checkpoints)):
+        raise UserError(f"give one --model for all checkpoints or one each, got {len(models)} for {len(checkpoints)}")
+    models = models if len(models) > 1 else (models or [None]) * len(checkpoints)
+    for place, (checkpoint, model) in enumerate(zip(checkpoints, models, strict=True)):
+        if model and "=" not in checkpoint and not os.path.exists(checkpoint):  # a pretrained tag of its model
+            checkpoints[place] = f"{model}/{checkpoint}={checkpoint}"
+    paths = run_names([*files, *checkpoints])
+    if ENSEMBLE in paths:
+        raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
+    features, collection = _features(arguments, paths, models)
+    if features:  # only the first process has them
+        _evaluate(arguments, paths, features, collection)
+    return 0
 
-    for member in members:
-        check_file("--checkpoint" if member.is_checkpoint else "--features", member.file)
-        if member.model is not None:
-            check_model_name(member.model, arguments.model_config)
-    if arguments.shards:
-        from vl_plugins.data.collection import expand_shards
 
-        expand_shards(arguments.shards)
-    from vl_plugins.commands.evaluation import evaluate
+def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
+    """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
+    from vl_plugins.data import first_captions
 
-    return evaluate(arguments, members)
+    shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
+    collection: Any = None
+    if shards:
+        from vl_plugins.data import read_collection
+
+        collection = read_collection(shards)  # before torch is imported
+    import torch
+
+    from vl_plugins.retrieval.features import load_features
+    from vl_plugins.retrieval.protocols import check_images
+
+    for protocol in arguments.protocol if shards else ():
+        check_images(protocol, len(collection), shards)
+    files = names[: len(names) - len(models)]
+    features = {}
+    if os.environ.get("RANK", "0") == "0":  # its errors end the other processes, which wait for this one
+        features = {name: load_features(paths[name], normalize=arguments.normalize) for name in files}
+    if limit:
+        for name, read in features.items():
+            kept = first_captions(read.image_of_caption, limit)
+            features[name] = read.select(torch.arange(len(read.images)), kept)
+    if models:
+        checkpoints = [(paths[name], model) for name, model in zip(names[len(files) :], models, strict=True)]
+        encoded = zip(names[len(files) :], encode(arguments, checkpoints), strict=True)
+        features |= {name: found for name, found in encoded if found is not None}
+    if collection is None:
+        return features, None
+    from vl_plugins.integrations.encoding import hash_shards
+
+    digest = hash_shards(collection)
+    collection = collection.with_captions(first_captions(collection.image_of_caption, limit)) if limit else collection
+    for name, found in features.items():
+        found.check_same_items(collection, name, shards)
+        if found.description.get("shards_sha256", digest) != digest:
+            raise UserError(f"{name} and {shards} do not belong together: the pictures or captions differ")
+    return features, collection
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise an error for options that do not fit together."""
-    checkpoints, features, saved = arguments.checkpoint, arguments.features, arguments.save_features
-    problems = [
-        (not checkpoints and not features, "give --checkpoint with --shards, or --features"),
-        (checkpoints and not arguments.shards, "--checkpoint needs --shards: the images and captions to encode"),
-        (arguments.model and not checkpoints, "--model needs --checkpoint: a file, or a pretrained tag of open_clip"),
-        (
-            len(arguments.model) not in (0, 1, len(checkpoints)),
-            f"give one --model for all checkpoints or one for each, got {len(arguments.model)} for {len(checkpoints)}",
-        ),
-        (
-            arguments.ensemble and len(checkpoints) + len(features) < 2,
-            "--ensemble averages the similarities of two or more checkpoints or files of features, got one",
-        ),
-        (
-            len(saved) not in (0, len(checkpoints)),
-            f"--save-features needs one file for each checkpoint, got {len(saved)} for {len(checkpoints)}",
-        ),
-        (arguments.normalize and not features, "--normalize is for --features; what a model encodes has norm 1"),
-        (arguments.batch_size < 1, f"--batch-size must be at least 1, got {arguments.batch_size}"),
-        (
-            arguments.max_captions is not None and arguments.max_captions < 1,
-            f"--max-captions must be at least 1, got {arguments.max_captions}",
-        ),
-        (
-            arguments.queries and not (arguments.report and checkpoints),
-            "--queries needs --report, which shows the answers, and --checkpoint, whose model encodes them",
-        ),
-        (arguments.force and not arguments.csv, "--force needs --csv: otherwise nothing is left out"),
-    ]
-    for found, problem in problems:
-        if found:
-            raise UserError(problem)
+def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], features: Any, collection: Any) -> None:
+    """Print the metrics of each model, then write the report."""
+    from vl_plugins.retrieval import format_metrics_table
+    from vl_plugins.retrieval.protocols import evaluate
+
+    ensemble = {ENSEMBLE: [*features.values()]} if arguments.ensemble else {}
+    results: dict[str, Any] = {}
+    shown: Any = None  # by the report
+    for name, members in (ensemble | {name: [found] for name, found in features.items()}).items():
+        results[name] = {}
+        for protocol in arguments.protocol:
+            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty()}
+            options["with_ranks"] = arguments.report is not None and shown is None
+            found = evaluate(members, protocol, name=arguments.shards or name, **options)
+            results[name] |= found.metrics
+            shown = shown or found
+    tables, first = _tables(results), next(iter(results))
+    size = "{num_samples:,} images, {num_captions:,} captions"
+    settings = {protocol: size.format(**metrics) for protocol, metrics in results[first].items()}
+    if arguments.json:
+        known = {name: found.description | {"file": paths[name]} for name, found in features.items()}
+        rows = [known.get(name, {}) | {"name": name, "metrics": metrics} for name, metrics in results.items()]
+        print(json.dumps({"shards": arguments.shards, "results": rows}, indent=2))
+    else:
+        print(*(f"{protocol}: {size}" for protocol, size in settings.items()), sep="\n")
+        print(*(format_metrics_table(rows, bool(judged)) for judged, rows in enumerate(tables) if rows), sep="\n")
+        for name, parts in results.items():
+            metrics = next(iter(parts.values()))
+            if "image_circular_variance" in metrics:
+                images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
+                print(f"circular variance of the sets of {name}: images {images:.4g}, captions {captions:.4g}")
+    if arguments.report:
+        from vl_plugins.retrieval.report import write_report
+
+        write_report(
+            arguments.report,
+            shown.ranks,
+            tables,
+            title=f"Image-text retrieval of {first}, protocol {arguments.protocol[0]}",
+            settings=settings | {name: _settings(found.description) for name, found in features.items()},
+            collection=collection and collection.with_captions(shown.captions),
+        )
+        print(f"wrote {arguments.report}", file=sys.stderr)
+
+
+def _tables(results: Mapping[str, Any]) -> list[dict[str, Mapping[str, float]]]:
+    """Return the metrics by the names of their rows: recalls, and those that ECCV Caption judges."""
+    tables: list[dict[str, Any]] = [{}, {}]
+    for name, parts in results.items():
+        for protocol, metrics in parts.items():
+            row = name if protocol == "plain" else protocol if len(results) == 1 else f"{name} {protocol}"
+            tables[protocol == JUDGED][row] = metrics
+    return tables
+
+
+def _settings(description: Mapping[str, Any]) -> str:
+    """Return in one line what is known of features."""
+    known = {key: value for key, value in description.items() if value and key != "splits"}
+    texts = (f"{key.replace('_', ' ')} {str(value)[: 12 if 'sha256' in key else None]}" for key, value in known.items())
+    return ", ".join(texts) or "features of unknown origin"

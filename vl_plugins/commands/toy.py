@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-from vl_plugins.data.toy import write_toy_scenes
-
 __all__ = ["register", "run"]
 
 
@@ -30,6 +28,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the scenes and say how to go on."""
+    from vl_plugins.data.toy import write_toy_scenes
+
     annotation_file = write_toy_scenes(
         arguments.out,
         seed=arguments.seed,

@@ -6,9 +6,11 @@ Names are imported when they are first used: what writes and checks shards needs
 import importlib
 from typing import Any
 
+from vl_plugins.errors import MissingExtraError
+
 _MODULES = {
-    "captions": ("CaptionedImage", "RejectedImage", "normalize_caption"),
-    "collection": ("Collection", "expand_shards", "first_captions", "read_collection"),
+    "captions": ("CaptionedImage", "RejectedImage", "first_captions", "normalize_caption"),
+    "collection": ("Collection", "expand_shards", "read_collection"),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
     "hugging_face": ("read_hugging_face",),
     "sampler": ("CaptionSampler", "training_loader"),
@@ -24,4 +26,8 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    except ModuleNotFoundError as error:
+        hint = "pip install 'vl_plugins[data]'"
+        raise MissingExtraError(f"{error.name} is not installed; install it with: {hint}") from error

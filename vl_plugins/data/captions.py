@@ -5,10 +5,14 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
+from typing import TYPE_CHECKING
 
 from vl_plugins.errors import UserError
 
-__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "normalize_caption"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "first_captions", "normalize_caption"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,23 @@ def caption_hash(text: str) -> int:
     """
     digest = hashlib.blake2b(normalize_caption(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
+    """Return the ascending indices of the first ``number`` captions of each image.
+
+    Args:
+        image_of_caption: (C,) int64, index of each caption's image.
+        number: at least 1.
+
+    >>> import torch
+    >>> first_captions(torch.tensor([0, 0, 0, 1, 0]), 2)
+    tensor([0, 1, 3])
+    """
+    if number < 1:
+        raise ValueError(f"number must be at least 1, got {number}")
+    order = image_of_caption.argsort(stable=True)
+    counts = image_of_caption.bincount()
+    first = counts.cumsum(0) - counts
+    place = order.new_ones(len(order)).cumsum(0) - 1 - first[image_of_caption[order]]
+    return order[place < number].sort().values

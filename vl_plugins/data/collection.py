@@ -20,7 +20,7 @@ from vl_plugins.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collection", "expand_shards", "first_captions", "read_collection"]
+__all__ = ["Collection", "expand_shards", "read_collection"]
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
@@ -228,25 +228,3 @@ class Collection:
                 raise UserError(f"{shard} has changed: {self.keys[index]} was where {sample.key} is now")
             found[index] = input_of(sample.members)
         return found
-
-
-def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
-    """Return the ascending indices of the first ``number`` captions of each image.
-
-    Args:
-        image_of_caption: (C,) int64, index of each caption's image.
-        number: at least 1.
-
-    >>> import torch
-    >>> first_captions(torch.tensor([0, 0, 0, 1, 0]), 2)
-    tensor([0, 1, 3])
-    """
-    if number < 1:
-        raise ValueError(f"number must be at least 1, got {number}")
-    import torch
-
-    order = image_of_caption.argsort(stable=True)
-    counts = image_of_caption.bincount()
-    first = counts.cumsum(0) - counts
-    place = torch.arange(len(order)) - first[image_of_caption[order]]
-    return order[place < number].sort().values

@@ -3,7 +3,6 @@
 As Figures 4 and A2 of Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings.
 """
 
-import io
 import math
 import os
 import textwrap
@@ -14,24 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
-from vl_plugins.data.captions import normalize_caption
-from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.data import Collection, normalize_caption
+from vl_plugins.data.samples import decode
 from vl_plugins.errors import UserError, require, unknown_name
-from vl_plugins.plots.figures import COLORS, new_figure, picture_file, write_figure
+from vl_plugins.plots.figures import COLORS, new_figure, write_figure
 
 __all__ = ["AttendedImage", "attended_images", "plot_attention"]
 
-MOST_IMAGES = 60
 CAPTIONS_PER_BATCH = 256
-
 PANEL = 1.9  # inches
-LINE_LENGTH, MOST_LINES = 26, 6  # of captions
 FONT_SIZE = 8
-COLOR_MAP = "inferno"  # its lightness grows evenly, for every kind of color vision, and in gray
-OPACITY = 0.55
-
-THIS_IMAGE = ("✓", COLORS[0], "caption of this image")
-ANOTHER_IMAGE = ("✗", COLORS[1], "caption of another image")
+MARKS = {True: ("✓", COLORS[0], "caption of this image"), False: ("✗", COLORS[1], "caption of another image")}
 
 
 class AttendedImage(NamedTuple):
@@ -40,7 +32,7 @@ class AttendedImage(NamedTuple):
     Args:
         image: (H, W, 3), [0, 1].
         attention: (K, h, w), >= 0, of the slots to the places of the picture, from its upper left.
-        captions: K texts, of each slot's element the nearest caption.
+        captions: K texts, the nearest caption of each slot's element.
         matches: K booleans, whether that is a caption of this image.
     """
 
@@ -58,21 +50,41 @@ def plot_attention(items: Sequence[AttendedImage], out: str | os.PathLike[str]) 
 
     Args:
         items: at least one, on the CPU, all with the same number of slots.
-        out: the picture, by its suffix ``.png``, ``.pdf`` or ``.svg``; its folder is created.
-
-    Raises:
-        UserError: another suffix, or a picture that cannot be written.
-        MissingExtraError: matplotlib is not installed.
+        out: ``.png``, ``.pdf`` or ``.svg``; its folder is created.
     """
-    out = picture_file(out)
-    write_figure(_draw_attention(items), out)
+    headings = ["image", *(f"slot {number}" for number, _ in enumerate(items[0].captions, 1))]
+    figure = new_figure(len(headings) * (PANEL + 0.1) + 0.7, len(items) * (PANEL + 0.6) + 0.6)
+    rows = figure.subplots(len(items), len(headings), squeeze=False)
+    for axes, heading in zip(rows[0], headings, strict=True):
+        axes.set_title(heading, fontsize=FONT_SIZE + 1)
+    for axes in rows.flat:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    largest = max(item.attention.max().item() for item in items) or 1.0
+    for item, (picture, *panels) in zip(items, rows, strict=True):
+        picture.imshow(item.image.numpy())
+        gray = 0.2 + 0.7 * item.image @ item.image.new_tensor([0.299, 0.587, 0.114])
+        maps = interpolate(item.attention[None], item.image.shape[:2], mode="bilinear", align_corners=False)[0]
+        for axes, attention, caption, match in zip(panels, maps, item.captions, item.matches, strict=True):
+            axes.imshow(gray.numpy(), cmap="gray", vmin=0, vmax=1)
+            # The lightness of inferno grows evenly, for every kind of color vision, and in gray.
+            shown = axes.imshow(attention.numpy(), cmap="inferno", vmin=0, vmax=largest, alpha=0.55)
+            sign, color, _ = MARKS[match]
+            text = textwrap.fill(f"{sign} {caption}", 26, max_lines=6, placeholder=" …")
+            axes.set_xlabel(text, color=color, fontsize=FONT_SIZE, parse_math=False)  # dollar signs are no formulas
+    figure.colorbar(shown, ax=rows, fraction=0.02, aspect=40, label="attention")
+    for (sign, color, meaning), place in zip(MARKS.values(), (0.25, 0.6), strict=True):
+        figure.text(place, 0, f"{sign} {meaning}", color=color, fontsize=FONT_SIZE, va="bottom")
+    figure.get_layout_engine().set(rect=(0, 0.25 / figure.get_figheight(), 1, 1 - 0.25 / figure.get_figheight()))
+    write_figure(figure, out)
 
 
+@torch.inference_mode()
 def attended_images(
     model: Any,
     preprocess: Callable[[Any], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
-    shards: str | Sequence[str],
+    collection: Collection,
     *,
     images: int = 3,
     keys: Sequence[str] = (),
@@ -81,15 +93,14 @@ def attended_images(
 ) -> list[AttendedImage]:
     """Run a model on some images of shards, and find the captions of all of them nearest to each element.
 
-    The nearest caption is the one with the element that has the largest cosine with the image's; of several with the
-    same the first.
+    The nearest caption has the element with the largest cosine; of several with the same the first.
 
     Args:
         model: with a set head, as :func:`vl_plugins.integrations.checkpoints.load_model` returns it with the other two.
         preprocess: from an RGB ``PIL.Image`` to a tensor (3, H, W); the picture is shown without its normalization.
-        tokenizer: from a list of n strings to a tensor (n, L).
-        shards: shards, or a pattern for :func:`vl_plugins.data.collection.expand_shards`.
-        images: how many, the first of the shards, without ``keys``; 1 to 60.
+        tokenizer: from n texts to a tensor (n, L).
+        collection: images and captions.
+        images: how many, the first of the shards, without ``keys``.
         keys: of the images in the shards, such as ``coco-test-00000042``, or their image ids.
         iteration: 1 to T, of which the attention is shown; by default the last. The elements are always the last's.
         device: where the model is.
@@ -98,51 +109,28 @@ def attended_images(
         In the order of ``keys``, or of the shards.
 
     Raises:
-        UserError: a model without set head or grid, no such image, unreadable shards, or a number out of its range.
+        UserError: the model has no set head or grid, or there is no such image or iteration.
     """
-    number = len(keys) or images
-    if not 1 <= number <= MOST_IMAGES:
-        raise UserError(f"the picture shows 1 to {MOST_IMAGES} images, got {number}")
     head = getattr(model, "head", None)
     if head != "set":
         raise UserError(f"the model has no set head{f' but a {head} head' if head else ''}, so no slots to draw")
-    collection = read_collection(shards)
-    indices = [_find_image(collection, key) for key in dict.fromkeys(keys)]
-    indices = indices or list(range(min(images, len(collection.keys))))
+    names = [*collection.keys, *map(str, collection.image_ids)]
+    if unknown := [key for key in keys if key not in names]:
+        raise unknown_name("image", unknown[0], collection.keys)
+    indices = [names.index(key) % len(collection) for key in dict.fromkeys(keys)] or [*range(len(collection))][:images]
     files = collection.pictures(indices)
     to_pixels, to_inputs = _split_normalization(preprocess)
-    pictures = torch.stack([to_pixels(_decode(collection.keys[index], files[index])) for index in indices])
-    with torch.inference_mode():
-        output = model.predict_image_sets(to_inputs(pictures).to(device))
-        attention = _maps(output.attention, iteration, model.grid)
-        elements = normalize(output.embeddings.float(), dim=-1)
-        nearest = _nearest_captions(model, tokenizer, collection.captions, elements)
+    pictures = torch.stack([to_pixels(decode({"jpg": files[index]})) for index in indices])
+    output = model.predict_image_sets(to_inputs(pictures).to(device))
+    attention = _maps(output.attention, iteration, model.grid).float().cpu()
+    nearest = _nearest_captions(model, tokenizer, collection.captions, normalize(output.embeddings.float(), dim=-1))
     items = []
     for index, picture, maps, row in zip(indices, pictures, attention, nearest, strict=True):
         captions = [collection.captions[caption] for caption in row]
-        owned = (collection.image_of_caption == index).nonzero().flatten().tolist()
-        # Another image may have the same caption, and come first.
-        own = {normalize_caption(collection.captions[caption]) for caption in owned}
-        matches = [normalize_caption(caption) in own for caption in captions]
-        items.append(AttendedImage(picture.permute(1, 2, 0).clamp(0, 1), maps.float().cpu(), captions, matches))
+        own = [normalize_caption(caption) for caption in collection.records[index].captions]
+        matches = [normalize_caption(caption) in own for caption in captions]  # which may be another image's, too
+        items.append(AttendedImage(picture.permute(1, 2, 0).clamp(0, 1), maps, captions, matches))
     return items
-
-
-def _find_image(collection: Collection, name: str) -> int:
-    """Return the index of the image with a key or an image id."""
-    for names in (collection.keys, [str(image_id) for image_id in collection.image_ids]):
-        if name in names:
-            return names.index(name)
-    raise unknown_name("image", name, collection.keys)
-
-
-def _decode(key: str, data: bytes) -> Any:
-    pillow = require("PIL.Image", extra="data")
-    try:
-        return pillow.open(io.BytesIO(data)).convert("RGB")
-    # Decoders of damaged files raise nearly anything.
-    except Exception as error:
-        raise UserError(f"cannot read the picture of sample {key}: {error!r}") from error
 
 
 def _split_normalization(preprocess: Callable) -> tuple[Callable, Callable]:
@@ -154,67 +142,22 @@ def _split_normalization(preprocess: Callable) -> tuple[Callable, Callable]:
 
 
 def _maps(attention: Tensor, iteration: int | None, grid: tuple[int, int] | None) -> Tensor:
-    """Return the attention of an iteration (I, K, h, w) of that of all (I, T, N, K)."""
-    _, iterations, inputs, _ = attention.shape
-    if iteration is None:
-        iteration = iterations
-    if not 1 <= iteration <= iterations:
+    """Return the attention of an iteration (I, K, h, w), given that of all (I, T, N, K)."""
+    iterations, inputs = attention.shape[1:3]
+    if not 1 <= (iteration or iterations) <= iterations:
         raise UserError(f"the iteration must be 1 to {iterations}, as many as the model has, got {iteration}")
     if grid is None or math.prod(grid) != inputs:
         raise UserError(f"the {inputs} local features of the image tower are no grid, so there is no map to draw")
-    return attention[:, iteration - 1].transpose(1, 2).unflatten(2, grid)
+    return attention[:, (iteration or iterations) - 1].transpose(1, 2).unflatten(2, grid)
 
 
 def _nearest_captions(model: Any, tokenizer: Callable, captions: Sequence[str], elements: Tensor) -> list[list[int]]:
     """Return the index of the nearest of C captions for each of the L2-normalized elements (I, K, D)."""
-    queries = elements.flatten(0, 1)
-    best = []
-    # disable=None: no bar where nobody watches, such as in a log file.
-    starts = range(0, len(captions), CAPTIONS_PER_BATCH)
-    for start in require("tqdm", extra="data").tqdm(starts, desc="captions", unit="batch", disable=None):
-        tokens = tokenizer(list(captions[start : start + CAPTIONS_PER_BATCH]))
-        sets = model.encode_text(tokens.to(queries.device), normalize=True)  # (c, L, D)
-        values, indices = (sets.float() @ queries.T).amax(dim=1).max(dim=0)  # of (c, I * K)
-        best.append((values, indices + start))
-    values, batch = torch.stack([values for values, _ in best]).max(dim=0)
-    if not values.isfinite().all():
+    cosines = []
+    for start in range(0, len(captions), CAPTIONS_PER_BATCH):
+        tokens = tokenizer(list(captions[start : start + CAPTIONS_PER_BATCH])).to(elements.device)
+        sets = model.encode_text(tokens, normalize=True)  # (c, L, D)
+        cosines.append((sets.float() @ elements.flatten(0, 1).T).amax(dim=1))  # (c, I * K)
+    if not (nearest := torch.cat(cosines).max(dim=0)).values.isfinite().all():
         raise UserError("the embeddings of the model are not finite")
-    indices = torch.stack([indices for _, indices in best]).gather(0, batch[None])
-    return indices.view(elements.shape[:2]).tolist()
-
-
-def _draw_attention(items: Sequence[AttendedImage]) -> Any:
-    """Return the ``matplotlib.figure.Figure``."""
-    slots = len(items[0].captions)
-    figure = new_figure((slots + 1) * (PANEL + 0.1) + 0.7, len(items) * (PANEL + 0.6) + 0.6)
-    rows = figure.subplots(len(items), slots + 1, squeeze=False)
-    for axes, heading in zip(rows[0], ["image", *(f"slot {number}" for number in range(1, slots + 1))], strict=True):
-        axes.set_title(heading, fontsize=FONT_SIZE + 1)
-    for axes in rows.flat:
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-        axes.set_anchor("N")
-    largest = max(item.attention.max().item() for item in items) or 1.0
-    for item, (picture, *panels) in zip(items, rows, strict=True):
-        picture.imshow(item.image.numpy())
-        for axes, attention, caption, match in zip(panels, item.attention, item.captions, item.matches, strict=True):
-            shown = _draw_attended(axes, item.image, attention, largest)
-            sign, color, _ = THIS_IMAGE if match else ANOTHER_IMAGE
-            lines = textwrap.wrap(f"{sign} {caption}", LINE_LENGTH, max_lines=MOST_LINES, placeholder=" …")
-            # Captions hold dollar signs, which are no formulas.
-            axes.set_xlabel("\n".join(lines), color=color, fontsize=FONT_SIZE, parse_math=False)
-    bar = figure.colorbar(shown, ax=rows, fraction=0.02, aspect=40)
-    bar.set_label("attention", fontsize=FONT_SIZE)
-    bar.ax.tick_params(labelsize=FONT_SIZE)
-    for (sign, color, meaning), place in ((THIS_IMAGE, 0.25), (ANOTHER_IMAGE, 0.6)):
-        figure.text(place, 0, f"{sign} {meaning}", color=color, fontsize=FONT_SIZE, va="bottom")
-    figure.get_layout_engine().set(rect=(0, 0.25 / figure.get_figheight(), 1, 1 - 0.25 / figure.get_figheight()))
-    return figure
-
-
-def _draw_attended(axes: Any, image: Tensor, attention: Tensor, largest: float) -> Any:
-    """Draw the attention of a slot (h, w) over the dimmed picture (H, W, 3); return its ``AxesImage``."""
-    luminance = image @ image.new_tensor([0.299, 0.587, 0.114])
-    axes.imshow((0.2 + 0.7 * luminance).numpy(), cmap="gray", vmin=0, vmax=1)
-    smooth = interpolate(attention[None, None], image.shape[:2], mode="bilinear", align_corners=False)[0, 0]
-    return axes.imshow(smooth.numpy(), cmap=COLOR_MAP, vmin=0, vmax=largest, alpha=OPACITY)
+    return nearest.indices.view(elements.shape[:2]).tolist()

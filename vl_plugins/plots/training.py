@@ -3,78 +3,53 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from vl_plugins.errors import UserError, require
-from vl_plugins.plots.figures import COLORS, new_figure, picture_file, style_curves, write_figure
+from vl_plugins.plots.figures import COLORS, new_figure, style_curves, write_figure
 
-__all__ = ["find_results", "plot_training_curves", "read_results"]
+__all__ = ["plot_training_curves", "read_results"]
 
-CURVE_KEYS = ("epoch", "rsum_percent", "positive_similarity", "hardest_negative_similarity")
-# What open_clip's own validation writes, as fractions.
-HOST_RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
+# open_clip's own validation writes recalls, but neither RSUM nor similarities.
+RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
 MARKERS = ("o", "s", "^", "D", "v")
-
-
-def find_results(run: str | os.PathLike[str]) -> Path:
-    """Return the ``results.jsonl`` of a run folder (open_clip's ``<logs>/<name>``), or ``run`` if it is a file.
-
-    Raises:
-        UserError: there is none.
-    """
-    run = Path(run)
-    for file in (run, run / "checkpoints" / "results.jsonl", run / "results.jsonl"):
-        if file.is_file():
-            return file
-    if run.is_dir():
-        raise UserError(
-            f"no results.jsonl in {run} nor in its checkpoints folder; "
-            "a run writes it after its first validation (--val-data)"
-        )
-    raise UserError(f"no such results file or run folder: {run}")
 
 
 def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the validation results of a run, one row per epoch in the order of epochs.
 
     Rows without an ``epoch`` are left out. Where an epoch occurs twice, as after resuming a run, the later row counts.
-    Of open_clip's own validation, which writes no similarities, RSUM is that of its recalls.
 
     Args:
-        run: a ``results.jsonl``, or a run folder that holds one.
+        run: a ``results.jsonl``, or a run folder that holds one, open_clip's ``<logs>/<name>`` or one of the trainer
+            for pytorch-metric-learning.
 
     Returns:
-        At least one row, each with at least ``epoch`` and ``rsum_percent``, [0, 600]; where vl_plugins validated, with
-        ``positive_similarity`` and ``hardest_negative_similarity`` too; all else as it stands in the file.
+        At least one row, each with ``epoch`` and ``rsum``, [0, 600]; where vl_plugins validated, with
+        ``positive_similarity`` and ``hardest_negative_similarity``; all else as in the file.
 
     Raises:
-        UserError: no such file, a line that is not a JSON object, or a row that lacks one of these numbers.
+        UserError: there is no such file, or a line is not JSON or lacks these.
     """
-    path = find_results(run)
+    file = next(
+        (f for f in (Path(run), Path(run, "checkpoints/results.jsonl"), Path(run, "results.jsonl")) if f.is_file()),
+        None,
+    )
+    if file is None:
+        raise UserError(f"{run} is no results.jsonl, nor a run folder with one; runs write it after a first validation")
     rows = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a JSON object: {line.decode()}")
-        if "epoch" not in row:
-            continue
-        needed = CURVE_KEYS
-        if all(isinstance(row.get(name), Real) for name in HOST_RECALLS):
-            needed = ("epoch",)
-            row["rsum_percent"] = 100 * sum(row[name] for name in HOST_RECALLS)
-        missing = [key for key in needed if not isinstance(row.get(key), Real)]
-        if missing:
-            raise UserError(f"{path}, line {number} has no number for {', '.join(missing)}, which validation writes")
-        rows[row["epoch"]] = row
+            row = json.loads(line) if line.strip() else {}
+            if "epoch" in row:
+                if "rsum" not in row:  # of open_clip, or of version 0.2
+                    row["rsum"] = 100 * sum(row[name] for name in RECALLS) if RECALLS[0] in row else row["rsum_percent"]
+                rows[row["epoch"] + 0] = row | {"rsum": row["rsum"] + 0.0}
+        except (ValueError, TypeError, LookupError) as error:
+            raise UserError(f"{file}, line {number} is no validation result: {error!r}") from error
     if not rows:
-        raise UserError(f"{path} holds no validation results")
+        raise UserError(f"{file} holds no validation results")
     return [rows[epoch] for epoch in sorted(rows)]
 
 
@@ -84,27 +59,14 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
     As Figures 3 and 4 of "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval".
 
     Args:
-        runs: name -> rows as :func:`read_results` returns them, ordered by epoch.
-        out: the picture, by its suffix ``.png`` (1200 x 504 pixels), ``.pdf`` or ``.svg``; its folder is created.
-
-    Raises:
-        UserError: no run, another suffix, or a picture that cannot be written.
-        MissingExtraError: matplotlib is not installed.
+        runs: name -> rows as :func:`read_results` returns them.
+        out: ``.png`` (1200 x 504 pixels), ``.pdf`` or ``.svg``; its folder is created.
     """
-    if not runs:
-        raise UserError("runs must hold at least one named run, got none")
-    out = picture_file(out)
-    write_figure(_draw_training_curves(runs), out)
-
-
-def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
-    """Return the ``matplotlib.figure.Figure``."""
     figure = new_figure(10, 4.2)
     figure.get_layout_engine().set(wspace=0.06)
     ticker = require("matplotlib.ticker", extra="eval")
     has_similarities = any("positive_similarity" in row for rows in runs.values() for row in rows)
     rsum_axes, *others = figure.subplots(1, 2 if has_similarities else 1, squeeze=False)[0]
-
     for index, (name, rows) in enumerate(runs.items()):
         style = {
             "color": COLORS[index % len(COLORS)],
@@ -112,15 +74,13 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
             "markersize": 4,
             "markevery": 1 + len(rows) // 12,  # more would hide which lines are dashed
         }
-        epochs = [row["epoch"] for row in rows]
-        rsum_axes.plot(epochs, [row["rsum_percent"] for row in rows], label=name, **style)
+        rsum_axes.plot([row["epoch"] for row in rows], [row["rsum"] for row in rows], label=name, **style)
         compared = [row for row in rows if "positive_similarity" in row]
         epochs = [row["epoch"] for row in compared]
         for axes in others if compared else ():
             axes.plot(epochs, [row["positive_similarity"] for row in compared], "-", **style)
-            hardest_negatives = [row["hardest_negative_similarity"] for row in compared]
-            axes.plot(epochs, hardest_negatives, "--", markerfacecolor="white", **style)
-
+            hardest = [row["hardest_negative_similarity"] for row in compared]
+            axes.plot(epochs, hardest, "--", markerfacecolor="white", **style)
     rsum_axes.set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
     rsum_axes.legend()
     for axes in others:
@@ -132,4 +92,4 @@ def _draw_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> An
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         style_curves(axes)
-    return figure
+    write_figure(figure, out)

@@ -1,233 +1,195 @@
 """Evaluation protocols of published numbers: which images and captions they take, and what they compute."""
 
-import statistics
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vl_plugins.data.collection import Collection, first_captions
+from vl_plugins.data import first_captions
 from vl_plugins.errors import UserError, one_of, require
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.features import Features, id_difference
-from vl_plugins.retrieval.ground_truth import GroundTruth
 from vl_plugins.retrieval.metrics import retrieval_metrics
-from vl_plugins.retrieval.ranks import Ranks, similarity_ranks
-from vl_plugins.retrieval.similarities import Similarities
+from vl_plugins.retrieval.ranks import Answers, Ranks, similarity_ranks
+from vl_plugins.retrieval.similarities import MeanSimilarities
 
-__all__ = ["PROTOCOLS", "Evaluation", "Trial", "check_number", "prepare"]
+__all__ = ["PROTOCOLS", "Evaluation", "Protocol", "check_images", "evaluate"]
 
 CAPTIONS_PER_IMAGE = 5
-FLICKR30K = (1000, 5000)  # images and captions of the test split
-FOLDS = 5
-# Answers of a query in a report.
-SHOWN_ANSWERS = 5
+
+
+class Protocol(NamedTuple):
+    """What a protocol requires.
+
+    Attributes:
+        images: how many there must be; any number if None. Of each, five captions are taken.
+        coco: whether image ids must be those of Karpathy's test split in its order.
+        folds: parts with equal numbers of images of which the mean is taken.
+    """
+
+    images: int | None = None
+    coco: bool = False
+    folds: int = 1
+
 
 PROTOCOLS = {
-    "plain": "any shards: all images and all captions",
-    "flickr30k-1k": "test split of Flickr30K: 1,000 images, 5,000 captions",
-    "coco-5k": "Karpathy's test split of COCO: 5,000 images and the first five captions of each",
-    "coco-1k": "mean over five folds of 1,000 images of that split, in its order",
-    "eccv": "ECCV Caption (mAP@R, R-Precision, R@1) and CxC recalls on that split, by COCO's ids",
+    "plain": Protocol(),
+    "flickr30k-1k": Protocol(1000),
+    "coco-5k": Protocol(5000, coco=True),
+    "coco-1k": Protocol(5000, coco=True, folds=5),
+    "eccv": Protocol(5000, coco=True),
 }
 
 
 class Evaluation(NamedTuple):
-    """What a protocol finds.
+    """The results of a protocol.
 
     Attributes:
-        results: metrics of :func:`vl_plugins.retrieval.retrieval_metrics` by name: the protocol's, or
-            ``eccv-caption`` and ``cxc``.
-        ranks: of the whole set, with the five most similar wrong answers at least; of ``eccv`` with the right answers
-            of ECCV Caption. None for ``coco-1k`` unless they were asked for, since its folds do not need them.
+        metrics: those of :func:`~vl_plugins.retrieval.retrieval_metrics` by name: the protocol's, or ``eccv-caption``
+            and ``cxc``; with ``num_samples``, ``num_captions``, and of the sets of one model the means of
+            :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3), ``image_circular_variance``
+            and ``caption_circular_variance``.
+        ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption. None for ``coco-1k``, whose
+            folds do not need them, unless they were asked for.
+        captions: indices of the captions that the protocol takes.
     """
 
-    results: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     ranks: Ranks | None
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A protocol for certain images and captions, made by :func:`prepare`.
-
-    Args:
-        protocol: one of ``PROTOCOLS``.
-        captions: indices of the captions that it takes, ascending.
-        image_of_caption: index of the image of each of these captions.
-        ground_truths: of these captions, by the name of the results.
-        folds: number of parts with the same number of images, of which the mean is taken.
-    """
-
-    protocol: str
     captions: Tensor
-    image_of_caption: Tensor
-    ground_truths: Mapping[str, GroundTruth]
-    folds: int = 1
-
-    @property
-    def images(self) -> int:
-        """Number of images."""
-        return int(self.image_of_caption.max()) + 1
-
-    def evaluate(self, similarities: Similarities, *, ranks: bool = False, progress: bool = False) -> Evaluation:
-        """Compute the protocol's numbers.
-
-        Args:
-            similarities: of all images and all captions that :func:`prepare` was given.
-            ranks: whether the ranks of the whole set are needed in any case.
-            progress: show progress bars on standard error.
-
-        Raises:
-            ValueError: the shape is another one, or a similarity is not finite.
-        """
-        if similarities.shape[0] != self.images or similarities.shape[1] <= int(self.captions[-1]):
-            raise ValueError(f"similarities do not fit {self.images} images and {len(self.captions)} captions")
-        if len(self.captions) < similarities.shape[1]:
-            similarities = similarities.select(captions=self.captions)
-        results, found = {}, []
-        if self.folds > 1:
-            results[self.protocol] = self._mean_over_folds(similarities, progress)
-        if self.folds == 1 or ranks:
-            for name, ground_truth in self.ground_truths.items():
-                found.append(_ranks(similarities, ground_truth, progress))
-                results.setdefault(name, retrieval_metrics(found[-1]))
-        return Evaluation(results, found[0] if found else None)
-
-    def _mean_over_folds(self, similarities: Similarities, progress: bool) -> dict[str, float]:
-        folds = []
-        for images in torch.arange(self.images).tensor_split(self.folds):
-            captions = torch.isin(self.image_of_caption, images).nonzero().flatten()
-            ground_truth = GroundTruth.from_image_of_caption(self.image_of_caption[captions] - images[0], len(images))
-            fold = similarities.select(images=images, captions=captions)
-            folds.append(retrieval_metrics(_ranks(fold, ground_truth, progress)))
-        return {name: statistics.fmean(fold[name] for fold in folds) for name in folds[0]}
 
 
-def check_number(protocol: str, images: int, name: str = "the shards") -> None:
-    """Check the number of images and what is installed, before anything is encoded; :func:`prepare` checks the rest.
-
-    Args:
-        protocol: one of ``PROTOCOLS``.
-        images: number of images in the shards.
-        name: of the shards, for errors.
+def check_images(protocol: str, images: int, name: str = "the shards") -> None:
+    """Raise ``UserError`` if a protocol is not about so many images, before they are encoded.
 
     Raises:
-        UserError: an unknown protocol, or another number of images.
-        MissingExtraError: ``eccv_caption`` is not installed and needed.
+        MissingExtraError: ``eccv_caption``, which has COCO's test split, is not installed and needed.
     """
-    one_of("protocol", protocol, PROTOCOLS)
-    if protocol == "plain":
-        return
-    expected = FLICKR30K[0] if protocol == "flickr30k-1k" else len(_coco_test_split())
-    if images != expected:
-        raise UserError(f"protocol {protocol} is about {expected:,} images, but {name} has {images:,}")
+    expected = PROTOCOLS[one_of("protocol", protocol, PROTOCOLS)].images
+    if expected not in (None, images):
+        raise UserError(f"protocol {protocol} is about {expected:,} images, but there are {images:,} in {name}")
+    if PROTOCOLS[protocol].coco:
+        _coco_test_split()
 
 
-def prepare(protocol: str, items: Collection | Features, name: str = "the shards") -> Trial:
-    """Check that images and captions are those that a protocol is about.
+def evaluate(
+    models: Sequence[Features],
+    protocol: str = "plain",
+    *,
+    name: str = "the features",
+    with_ranks: bool = False,
+    device: str | torch.device = "cpu",
+    progress: bool = False,
+) -> Evaluation:
+    """Evaluate a model, or an ensemble of several, whose similarities are averaged.
 
     COCO's protocols compare the image ids, their order and, where they are COCO's annotation ids, the caption ids with
     the test split that the package ``eccv_caption`` ships. Where caption ids tell which five captions of an image the
-    split has, these are taken; otherwise the first five. Flickr30K publishes no such list: number of images, captions
-    of each and name of the split are checked.
+    split has, these are taken; otherwise the first five. Flickr30K publishes no such list: the number of images, and of
+    captions of each, are checked, and the name of the split where ``description`` has it.
 
     Args:
+        models: features of the same images and captions.
         protocol: one of ``PROTOCOLS``.
-        items: what is to be evaluated, in its order.
-        name: of it, for errors.
+        name: of the features, for errors.
+        with_ranks: compute the ranks of the whole split also where the protocol does not need them.
+        device: where similarities are computed.
+        progress: show progress bars on standard error.
 
     Raises:
-        UserError: an unknown protocol; other images or captions, or another order: the message says which.
+        UserError: these are not the images and captions of the protocol, or not in its order; models have others.
         MissingExtraError: ``eccv_caption`` is not installed and needed.
     """
-    one_of("protocol", protocol, PROTOCOLS)
-    captions = torch.arange(len(items.image_of_caption))
+    first, *others = models
+    for other in others:
+        other.check_same_items(first, "one model", "another")
+    check_images(protocol, len(first.images), name)
     try:
-        if protocol == "flickr30k-1k":
-            _check_flickr30k(items)
-        elif protocol != "plain":
-            captions = _coco_captions(items, ids_needed=protocol == "eccv")
+        kept = _captions(first, protocol)
     except _MismatchError as error:
-        splits = getattr(items, "splits", ())
-        these = f" (these are {', '.join(splits)})" if splits else ""
-        raise UserError(f"{name} is not what protocol {protocol} is about: {error}{these}") from None
-    image_of_caption = items.image_of_caption[captions].cpu()
+        raise UserError(f"{name} is not what protocol {protocol} is about: {error}") from None
+    images = torch.arange(len(first.images))
+    models = [model.select(images, kept) for model in models]
+    sizes: dict[str, float] = {"num_samples": len(images), "num_captions": len(kept)}
+    if len(models) == 1 and first.images.ndim == 3:
+        sizes["image_circular_variance"] = circular_variance(models[0].images).mean().item()
+        sizes["caption_circular_variance"] = circular_variance(models[0].captions).mean().item()
+
+    def ranks(models: Sequence[Features], answers: tuple[Answers, Answers] | None = None) -> Ranks:
+        similarities = MeanSimilarities([model.similarities(device) for model in models])
+        return similarity_ranks(similarities, answers or models[0].image_of_caption, progress=progress)
+
     if protocol == "eccv":
-        benchmark, image_ids, caption_ids = _eccv_caption(), items.image_ids or (), items.caption_ids or ()
-        caption_ids = [caption_ids[index] for index in captions.tolist()]
-        ground_truths = {
-            result: GroundTruth.from_ids(image_ids, caption_ids, maps["i2t"], maps["t2i"], allow_absent=True)
-            for result, maps in (("eccv-caption", benchmark.eccv_gts), ("cxc", benchmark.cxc_gts))
-        }
-    else:
-        images = int(image_of_caption.max()) + 1
-        ground_truths = {protocol: GroundTruth.from_image_of_caption(image_of_caption, images)}
-    return Trial(protocol, captions, image_of_caption, ground_truths, FOLDS if protocol == "coco-1k" else 1)
-
-
-def _ranks(similarities: Similarities, ground_truth: GroundTruth, progress: bool) -> Ranks:
-    negatives = max(SHOWN_ANSWERS, ground_truth.most_positives)
-    return similarity_ranks(similarities, ground_truth, negatives=negatives, progress=progress)
+        found = {result: ranks(models, answers) for result, answers in _eccv_answers(models[0]).items()}
+        metrics = {result: retrieval_metrics(value) | sizes for result, value in found.items()}
+        return Evaluation(metrics, found["eccv-caption"], kept)
+    folds = images.tensor_split(PROTOCOLS[protocol].folds)
+    whole = ranks(models) if with_ranks or len(folds) == 1 else None
+    parts = [retrieval_metrics(whole)] if whole is not None and len(folds) == 1 else []
+    for fold in folds if not parts else ():
+        captions = torch.isin(models[0].image_of_caption, fold).nonzero().flatten()
+        parts.append(retrieval_metrics(ranks([model.select(fold, captions) for model in models])))
+    return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]} | sizes}, whole, kept)
 
 
 class _MismatchError(Exception):
-    """In what the images or captions are not those of the protocol."""
+    """How the images or captions differ from those of the protocol."""
 
 
-def _check_flickr30k(items: Collection | Features) -> None:
-    images, captions = int(items.image_of_caption.max()) + 1, len(items.image_of_caption)
-    if (images, captions) != FLICKR30K:
+def _captions(features: Features, protocol: str) -> Tensor:
+    """Return the indices of the captions that a protocol takes, after checking that these are its images."""
+    owners, (images, coco, _) = features.image_of_caption, PROTOCOLS[protocol]
+    if images is None:
+        return torch.arange(len(owners))
+    if few := (owners.bincount() < CAPTIONS_PER_IMAGE).nonzero().flatten().tolist():
         raise _MismatchError(
-            "it has {:,} images and {:,} captions, and the test split of Flickr30K {:,} and {:,}".format(
-                images, captions, *FLICKR30K
-            )
+            f"{len(few):,} images have fewer than {CAPTIONS_PER_IMAGE} captions, the first is {few[0]}"
         )
-    _check_caption_counts(items)
-    if not all(split.endswith("-test") for split in getattr(items, "splits", ())):
-        raise _MismatchError("it is the test split")
-
-
-def _check_caption_counts(items: Collection | Features) -> None:
-    counts = items.image_of_caption.bincount(minlength=len(items.image_ids or ()))
-    wrong = (counts < CAPTIONS_PER_IMAGE).nonzero().flatten().tolist()
-    if wrong:
-        image = wrong[0] if items.image_ids is None else items.image_ids[wrong[0]]
-        raise _MismatchError(
-            f"{len(wrong):,} images have fewer than {CAPTIONS_PER_IMAGE} captions, such as image {image} with "
-            f"{int(counts[wrong[0]])}"
-        )
-
-
-def _coco_captions(items: Collection | Features, ids_needed: bool) -> Tensor:
-    """Return the indices of five captions of each image of the test split."""
+    splits = features.description.get("splits") or ()
+    if not coco and (len(owners) != images * CAPTIONS_PER_IMAGE or not all(s.endswith("-test") for s in splits)):
+        raise _MismatchError(f"it has {len(owners):,} captions of the splits {', '.join(splits) or '(unknown)'}")
+    if not coco:
+        return torch.arange(len(owners))
     split = _coco_test_split()
-    if items.image_ids is None:
-        raise _MismatchError("it has no image ids, which tell the split; give --shards")
-    difference = id_difference("image", items.image_ids, list(split), "COCO's test split")
-    if difference:
+    if features.image_ids is None:
+        raise _MismatchError("it has no image ids, which tell the split")
+    if difference := id_difference("image", features.image_ids, [*split], "COCO's test split"):
         raise _MismatchError(difference)
-    _check_caption_counts(items)
-    known = frozenset().union(*split.values())
-    caption_ids = items.caption_ids or ()
-    pairs = zip(caption_ids, items.image_of_caption.tolist(), strict=False)
-    by_id = [index for index, (caption, image) in enumerate(pairs) if caption in split[items.image_ids[image]]]
-    missing = sorted(known.difference(caption_ids[index] for index in by_id))
+    known: frozenset[Any] = frozenset().union(*split.values())
+    image_ids, caption_ids = list(features.image_ids), list(features.caption_ids or ())
+    pairs = enumerate(zip(caption_ids, owners.tolist(), strict=False))
+    by_id = [index for index, (caption, image) in pairs if caption in split[image_ids[image]]]
+    missing = known.difference(caption_ids[index] for index in by_id)
     if not missing and len(by_id) == len(known):
         return torch.tensor(by_id)
     # Other ids than COCO's; by chance some of them are the same numbers.
-    if not ids_needed and len(by_id) < len(known) / 2:
-        return first_captions(items.image_of_caption, CAPTIONS_PER_IMAGE)
-    what = "caption ids occur twice"
-    if missing:
-        what = f"{len(missing):,} of the {len(known):,} captions are missing or belong to another image, such as "
-        what += str(missing[0])
+    if protocol != "eccv" and len(by_id) < len(known) / 2:
+        return first_captions(owners, CAPTIONS_PER_IMAGE)
+    what = f"{len(missing):,} of the {len(known):,} captions are missing or belong to another image, such as "
     raise _MismatchError(
-        "by COCO's annotation ids, which shards get from Karpathy's file or from vl-plugins shards coco "
-        f"--coco-annotations, {what}"
+        "by COCO's annotation ids, which shards get from COCO's own caption files, "
+        f"{what + str(min(missing)) if missing else 'caption ids occur twice'}"
     )
+
+
+def _eccv_answers(features: Features) -> dict[str, tuple[Answers, Answers]]:
+    """Return the right answers of ECCV Caption and CxC, both directions."""
+    images, captions = (
+        {name: index for index, name in enumerate(ids or ())} for ids in (features.image_ids, features.caption_ids)
+    )
+
+    def indices(queries: Mapping, candidates: Mapping, answers: Mapping) -> Answers:
+        return {queries[query]: [candidates.get(one, -1) for one in right] for query, right in answers.items()}
+
+    truths = {"eccv-caption": _eccv_caption().eccv_gts, "cxc": _eccv_caption().cxc_gts}
+    return {
+        name: (indices(images, captions, truth["i2t"]), indices(captions, images, truth["t2i"]))
+        for name, truth in truths.items()
+    }
 
 
 @lru_cache(maxsize=1)

@@ -1,108 +1,106 @@
-"""Ranks of image-text retrieval: exact, tile by tile, without sorting and without the whole similarity matrix."""
+"""Exact ranks of image-text retrieval, without sorting and without the whole similarity matrix."""
 
-import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vl_plugins.retrieval.ground_truth import GroundTruth
-from vl_plugins.retrieval.similarities import EmbeddingSimilarities, MatrixSimilarities, Similarities, Similarity
+from vl_plugins.retrieval.similarities import (
+    KERNEL,
+    EmbeddingSimilarities,
+    MatrixSimilarities,
+    Similarities,
+    Similarity,
+)
 
-__all__ = ["DirectionRanks", "Ranks", "best_answers", "retrieval_ranks", "similarity_ranks"]
+__all__ = ["Answers", "DirectionRanks", "Ranks", "best_answers", "retrieval_ranks", "right_answers", "similarity_ranks"]
 
-# Places in a tile without right answers.
-NOWHERE: tuple[list[int], list[int]] = ([], [])
+Answers = Mapping[int, Sequence[int]]
+"""The right candidates of each query, by index; -1 stands for one that is not among the candidates."""
+
+BLOCK = 2**22  # similarities computed at a time
+TOP = 10  # wrong candidates of each query that are returned
 
 
 class DirectionRanks(NamedTuple):
-    """What :func:`similarity_ranks` finds for the Q queries of one direction, with P right answers altogether.
-
-    Similarities are float32, or float64 where the given ones are.
+    """The ranks of the Q queries of one direction, with P right answers among the candidates.
 
     Attributes:
-        queries: (Q,) int64, index of each query among the images or captions, ascending.
-        rank: (Q,) int64, rank of the query's best-ranked right answer among all candidates, 1 is the best.
-        right_answers: (Q,) int64, number R of right answers of each query, also of those that are no candidates.
-        positive_query: (P,) int64, for each right answer the position of its query in ``queries``, ascending.
+        queries: (Q,) int64, index of each query among the images or captions.
+        rank: (Q,) int64, rank of the best right answer among all candidates, from 1.
+        relevant: (Q,) int64, number R of right answers, also of those that are not among the candidates.
+        average_precision, r_precision: (Q,) float64 in [0, 1], see :func:`similarity_ranks`.
+        positive_query: (P,) int64, position in ``queries`` of the query of each right answer, ascending.
         positives: (P,) int64, index of each right answer among the candidates, the best of a query first.
-        positive_similarity: (P,) its similarity with the query.
-        hardest_negative_similarity: (Q,) highest similarity of each query with a candidate that is no right answer;
-            ``-inf`` where there is no such candidate.
-        negatives: (Q, N) int64, indices of the N candidates most similar to each query that are no right answers, the
-            most similar first; -1 where there are fewer.
-        negative_similarity: (Q, N) their similarity with the query; ``-inf`` where there are fewer.
+        positive_similarity: (P,) its similarity.
+        negatives: (Q, N) int64, the most similar wrong candidates, best first; -1 where there are fewer.
+        negative_similarity: (Q, N) their similarities, ``-inf`` where there are fewer.
     """
 
     queries: Tensor
     rank: Tensor
-    right_answers: Tensor
+    relevant: Tensor
+    average_precision: Tensor
+    r_precision: Tensor
     positive_query: Tensor
     positives: Tensor
     positive_similarity: Tensor
-    hardest_negative_similarity: Tensor
     negatives: Tensor
     negative_similarity: Tensor
 
-    def place_in_query(self) -> Tensor:
-        """Return for each right answer (P,) how many better ones its query has."""
-        counts = self.positive_query.bincount(minlength=len(self.queries))
-        first = counts.cumsum(0) - counts
-        return torch.arange(len(self.positives), device=counts.device) - first[self.positive_query]
-
 
 class Ranks(NamedTuple):
-    """Both directions of :func:`similarity_ranks`.
-
-    Attributes:
-        image_to_text: images as queries, captions as candidates.
-        text_to_image: captions as queries, images as candidates.
-    """
+    """Both directions: images as queries and captions as candidates, and the reverse."""
 
     image_to_text: DirectionRanks
     text_to_image: DirectionRanks
 
 
+def right_answers(image_of_caption: Tensor) -> tuple[Answers, Answers]:
+    """Return the right answers of both directions where each caption describes one image (C,).
+
+    >>> right_answers(torch.tensor([0, 1, 0]))
+    ({0: [0, 2], 1: [1]}, {0: [0], 1: [1], 2: [0]})
+    """
+    captions: dict[int, list[int]] = {}
+    for caption, image in enumerate(image_of_caption.tolist()):
+        captions.setdefault(image, []).append(caption)
+    return dict(sorted(captions.items())), {caption: [image] for caption, image in enumerate(image_of_caption.tolist())}
+
+
 def retrieval_ranks(
     image_embeddings: Tensor,
     caption_embeddings: Tensor,
-    ground_truth: GroundTruth | Tensor,
+    answers: Tensor | tuple[Answers, Answers],
     similarity: Similarity | None = None,
     *,
-    negatives: int = 0,
+    top: int = TOP,
     progress: bool = False,
 ) -> Ranks:
     """Rank all captions for every image and all images for every caption, given their embeddings.
 
     Args:
-        image_embeddings, caption_embeddings, similarity: as for :class:`EmbeddingSimilarities`: (I, D) and (C, D), unit
-            vectors where the similarity is to be a cosine, or what ``similarity`` takes.
-        ground_truth, negatives, progress: as for :func:`similarity_ranks`, which tells what a rank is.
+        image_embeddings, caption_embeddings, similarity: as for :class:`EmbeddingSimilarities`.
+        answers, top, progress: as for :func:`similarity_ranks`.
 
-    Raises:
-        ValueError: as both of these.
-
-    Captions 0 and 1 belong to image 0 here, and caption 2, which looks like image 0 too, to image 1:
-
-    >>> image_embeddings = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> caption_embeddings = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    >>> ranks = retrieval_ranks(image_embeddings, caption_embeddings, torch.tensor([0, 0, 1]))
-    >>> ranks.image_to_text.rank
-    tensor([2, 3])
-    >>> ranks.text_to_image.rank
-    tensor([1, 2, 2])
+    >>> images = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> captions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    >>> ranks = retrieval_ranks(images, captions, torch.tensor([0, 0, 1]))
+    >>> ranks.image_to_text.rank, ranks.text_to_image.rank
+    (tensor([2, 3]), tensor([1, 2, 2]))
     """
     similarities = EmbeddingSimilarities(image_embeddings, caption_embeddings, similarity)
-    return similarity_ranks(similarities, ground_truth, negatives=negatives, progress=progress)
+    return similarity_ranks(similarities, answers, top=top, progress=progress)
 
 
 @torch.no_grad()
 def similarity_ranks(
     similarities: Similarities | Tensor,
-    ground_truth: GroundTruth | Tensor,
+    answers: Tensor | tuple[Answers, Answers],
     *,
-    negatives: int = 0,
+    top: int = TOP,
     progress: bool = False,
 ) -> Ranks:
     r"""Rank all captions for every image and all images for every caption, given their similarities.
@@ -111,170 +109,112 @@ def similarity_ranks(
 
     .. math:: \text{rank}_q = 1 + \left|\left\{n \notin P_q : s_{qn} \ge \max_{p \in P_q} s_{qp}\right\}\right|
 
-    Ties count against the model: a wrong candidate that scores as high as the best right one is ranked before it, so
-    that equal embeddings everywhere give the worst ranks and not perfect ones. Other right answers are never counted.
-    An image whose captions score ``[0.8, 0.8, 0.3]`` and are followed by another image's captions at ``[0.8, 0.5]`` has
-    rank 2: the tie with the other image's caption counts, the one between its own two does not.
+    Ties count against the model: a wrong candidate as similar as the best right one is ranked before it, so equal
+    embeddings everywhere give the worst ranks. Other right answers are never counted.
 
-    Nothing is sorted, each tile serves both directions, and the memory beyond the similarities is that of a few tiles
-    and of the result. Tiles with right answers are computed twice: first for the similarities of the right answers,
-    then for all comparisons with them. Computed on their own, these similarities could differ in the last bit.
+    With R the number of right answers, :math:`P(i)` the share of right ones among the first :math:`i`, and
+    :math:`h(i)` 1 where answer :math:`i` is right, there are also
+
+    .. math:: \text{AP@R} = \frac{1}{R} \sum_{i=1}^{R} h(i) P(i), \qquad \text{R-Precision} = P(R)
+
+    (Musgrave et al. 2020, "A Metric Learning Reality Check", section 3.2; Chun et al. 2022, "ECCV Caption", section 4).
 
     Args:
-        similarities: (I, C) floating point, larger is closer, or something that yields its tiles, such as
-            :class:`EmbeddingSimilarities` and :class:`MeanSimilarities`.
-        ground_truth: (C,) integers in [0, I), the index of each caption's image, or a :class:`GroundTruth`.
-        negatives: how many of the most similar wrong candidates of each query to find. As many as a query has right
-            answers (:attr:`GroundTruth.most_positives`) are needed for mAP@R and R-Precision.
+        similarities: (I, C), or an object that computes them for some queries at a time.
+        answers: (C,) integers, the image of each caption, each image with a caption; or the right captions of each
+            image that is a query, and the right images of each caption that is one.
+        top: how many wrong candidates of each query to return.
         progress: show a progress bar on standard error.
 
     Raises:
-        ValueError: a shape or type is not as above, an index is out of range, an image has no caption, or a similarity
-            is not finite.
+        ValueError: an image has no caption, a query no right answer among the candidates, an index is out of range, or
+            a similarity is not finite.
     """
     if isinstance(similarities, Tensor):
         similarities = MatrixSimilarities(similarities)
-    (images, captions), (height, width) = similarities.shape, similarities.tile_shape
-    if isinstance(ground_truth, Tensor):
-        if ground_truth.shape != (captions,):
-            raise ValueError(
-                f"image_of_caption must have one index for each of the {captions} captions, "
-                f"got shape {tuple(ground_truth.shape)}"
-            )
-        ground_truth = GroundTruth.from_image_of_caption(ground_truth, images)
-    ground_truth.check(images, captions)
-    if negatives < 0:
-        raise ValueError(f"negatives must not be negative, got {negatives}")
-
-    corners = list(itertools.product(range(0, images, height), range(0, captions, width)))
-    directions = [_Direction(dim, pairs, similarities, negatives) for dim, pairs in enumerate(ground_truth)]
-    tiles_with_positives = sorted({number for direction in directions for number in direction.places})
-    with tqdm(total=len(tiles_with_positives) + len(corners), desc="ranking", unit="tile", disable=not progress) as bar:
-        found = []
-        for number in tiles_with_positives:
-            tile = similarities.tile(*corners[number])
-            found.append([tile[direction.places.get(number, NOWHERE)] for direction in directions])
-            bar.update()
-        for direction, parts in zip(directions, zip(*found, strict=True), strict=True):
-            direction.begin(torch.cat(parts))
-        for number, corner in enumerate(corners):
-            tile = similarities.tile(*corner)
-            _check_finite(tile, *corner)
-            for direction in directions:
-                direction.add(number, tile, corner)
-            bar.update()
-    return Ranks(*(direction.ranks() for direction in directions))
+    images, captions = similarities.shape
+    if isinstance(answers, Tensor):
+        is_valid = answers.ndim == 1 and len(answers) == captions and answers.min() >= 0
+        counts = answers.bincount() if is_valid else answers.new_zeros(0)
+        if len(counts) != images or not counts.all():
+            raise ValueError(f"expected the image, 0 to {images - 1}, of {captions} captions, and captions of each")
+        answers = right_answers(answers)
+    device = similarities.device
+    return Ranks(
+        _rank(similarities.of_images, answers[0], similarities.shape, device, top, progress),
+        _rank(similarities.of_captions, answers[1], similarities.shape[::-1], device, top, progress),
+    )
 
 
-def best_answers(direction: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the candidates that are ranked first for each query, a wrong one before a right one of equal similarity.
+def _rank(
+    similarity_of: Callable[[Tensor], Tensor],
+    answers: Answers,
+    shape: tuple[int, int],
+    device: torch.device,
+    top: int,
+    progress: bool,
+) -> DirectionRanks:
+    """Rank the candidates of each query; ``similarity_of`` maps queries (q,) to similarities (q, candidates)."""
+    answers = dict(sorted(answers.items()))
+    present = [list(dict.fromkeys(candidate for candidate in right if candidate >= 0)) for right in answers.values()]
+    absent = [sum(candidate < 0 for candidate in right) for right in answers.values()]
+    queries, flat = torch.tensor(list(answers)), torch.tensor([c for right in present for c in right])
+    counts = torch.tensor(list(map(len, present)))
+    relevant = counts + torch.tensor(absent)
+    if not len(queries) or not counts.all():
+        raise ValueError("each query needs a right answer among the candidates")
+    if queries.min() < 0 or queries.max() >= shape[0] or flat.max() >= shape[1]:
+        raise ValueError(f"answers have indices beyond the {shape[0]} queries or the {shape[1]} candidates")
+    queries, relevant, counts, flat = (tensor.to(device) for tensor in (queries, relevant, counts, flat))
+    first = counts.cumsum(0) - counts
+    rows = max(1, BLOCK // shape[1] // KERNEL) * KERNEL
+    parts = []
+    for part in tqdm(torch.arange(len(queries), device=device).split(rows), disable=not progress, desc="rank"):
+        places = torch.arange(int(counts[part].max()), device=device)
+        padding = places >= counts[part, None]
+        right = flat[first[part, None] + places.masked_fill(padding, 0)]
+        similarity = similarity_of(queries[part])
+        if not (similarity.amin() > -torch.inf and similarity.amax() < torch.inf):  # NaN is neither
+            raise ValueError("similarities must be finite")
+        positive, by_similarity = similarity.gather(1, right).masked_fill(padding, -torch.inf).sort(descending=True)
+        best = positive[:, :1]
+        similarity.scatter_(1, right, -torch.inf)
+        negative, negatives = similarity.topk(min(max(top, int(relevant[part].max())), shape[1]))
+        rank = 1 + similarity.ge_(best).sum(dim=1)  # faster than counting, and exact below 2**24
+        place = torch.searchsorted(-negative, -positive, right=True) + places + 1
+        hit = (place <= relevant[part, None]) & ~padding
+        share = (hit * (places + 1).double() / place).sum(dim=1), hit.double().sum(dim=1)
+        average_precision, r_precision = (value / relevant[part] for value in share)
+        positives = (part[:, None].expand_as(right), right.gather(1, by_similarity), positive)
+        negative = negative[:, :top].clone()  # one query with thousands of right answers must not set the memory of all
+        negatives = negatives[:, :top].masked_fill(negative == -torch.inf, -1)
+        of_positives = (value[~padding] for value in positives)
+        parts.append((rank.long(), average_precision, r_precision, *of_positives, negatives, negative))
+    rank, *fields = (torch.cat(column) for column in zip(*parts, strict=True))
+    return DirectionRanks(queries, rank, relevant, *fields)
 
-    Args:
-        direction: with at least ``number`` negatives.
-        number: how many candidates.
+
+def best_answers(ranks: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first candidates of each query, a wrong one before a right one of equal similarity.
 
     Returns:
-        Three tensors (Q, number): index of the candidate, its similarity, and whether it is right. Where there are
-        fewer candidates the index is -1 and the similarity ``-inf``.
+        Three tensors (Q, number): index, similarity, and whether the candidate is right. Where there are fewer
+        candidates the index is -1 and the similarity ``-inf``.
 
     Raises:
-        ValueError: ``direction`` has fewer negatives.
+        ValueError: ``number`` is more than the ``top`` of the ranks.
     """
-    if number > direction.negatives.shape[1]:
-        raise ValueError(f"{number} answers need as many negatives, got {direction.negatives.shape[1]}")
-    place = direction.place_in_query()
-    kept = place < number
-    right_index = direction.positives.new_full((len(direction.queries), number), -1)
-    right_similarity = direction.positive_similarity.new_full(right_index.shape, -torch.inf)
-    where = direction.positive_query[kept], place[kept]
-    right_index[where], right_similarity[where] = direction.positives[kept], direction.positive_similarity[kept]
-
-    # The sort is stable: of equal ones the wrong candidates, which come first here, stay first.
-    similarity = torch.cat([direction.negative_similarity[:, :number], right_similarity], dim=1)
-    index = torch.cat([direction.negatives[:, :number], right_index], dim=1)
-    order = similarity.sort(dim=1, descending=True, stable=True).indices[:, :number]
-    index = index.gather(1, order)
-    return index, similarity.gather(1, order), order >= number
-
-
-class _Direction:
-    """What is known so far about the queries of one direction, rows (``query_dim`` 0) or columns (1) of the matrix.
-
-    Attributes:
-        places: rows and columns of the right answers in a tile, by the number of the tile.
-    """
-
-    def __init__(self, query_dim: int, pairs: Tensor, similarities: Similarities, negatives: int):
-        pairs, (height, width) = pairs.to(similarities.device), similarities.tile_shape
-        right_answers = pairs[query_dim].bincount()
-        pairs = pairs[:, (pairs >= 0).all(dim=0)]
-        tile = pairs[0] // height * -(-similarities.shape[1] // width) + pairs[1] // width
-        tile, order = tile.sort(stable=True)
-        images, captions = pairs = pairs[:, order]
-        numbers, counts = (part.tolist() for part in tile.unique_consecutive(return_counts=True))
-        places = zip((images % height).split(counts), (captions % width).split(counts), strict=True)
-        self.places = dict(zip(numbers, places, strict=True))
-        self.query_dim = query_dim
-        self.queries, self.positive_query = pairs[query_dim].unique(return_inverse=True)
-        self.positives = pairs[1 - query_dim]
-        self.right_answers = right_answers[self.queries]
-        self.not_worse = torch.zeros_like(self.queries)
-        self.negatives = self.queries.new_full((len(self.queries), negatives), -1)
-
-    def begin(self, positive_similarity: Tensor) -> None:
-        """Take the similarity of each right answer, in the order of the tiles."""
-        self.positive_similarity = positive_similarity
-        self.hardest = positive_similarity.new_full(self.queries.shape, -torch.inf)
-        self.best_positive = self.hardest.scatter_reduce(0, self.positive_query, positive_similarity, "amax")
-        self.negative_similarity = positive_similarity.new_full(self.negatives.shape, -torch.inf)
-
-    def add(self, number: int, tile: Tensor, corner: tuple[int, int]) -> None:
-        """Compare with a tile, given its number and its first row and column."""
-        places = self.places.get(number, NOWHERE)
-        positive_similarity = tile[places]
-        tile[places] = -torch.inf
-        rows = tile.T if self.query_dim else tile
-        first, first_candidate = corner[self.query_dim], corner[1 - self.query_dim]
-        part = slice(*torch.searchsorted(self.queries, self.queries.new_tensor([first, first + len(rows)])).tolist())
-        queries = self.queries[part] - first
-        if len(queries) < len(rows):
-            rows = rows[queries]
-        # Ones and zeros as floating point add up several times as fast as booleans; a tile has less than 2**24.
-        not_worse = torch.ge(rows, self.best_positive[part, None], out=torch.empty_like(rows)).sum(dim=1)
-        self.not_worse[part] += not_worse.to(torch.int64)
-        self.hardest[part] = torch.maximum(self.hardest[part], rows.amax(dim=1))
-        kept = self.negatives.shape[1]
-        if kept:
-            similarity, index = rows.contiguous().topk(min(kept, rows.shape[1]), dim=1)
-            similarity = torch.cat([self.negative_similarity[part], similarity], dim=1)
-            index = torch.cat([self.negatives[part], index + first_candidate], dim=1)
-            self.negative_similarity[part], order = similarity.topk(kept, dim=1)
-            self.negatives[part] = index.gather(1, order)
-        tile[places] = positive_similarity
-
-    def ranks(self) -> DirectionRanks:
-        """Return the result, once all tiles have been added."""
-        order = self.positive_similarity.argsort(descending=True, stable=True)
-        order = order[self.positive_query[order].argsort(stable=True)]
-        return DirectionRanks(
-            queries=self.queries,
-            rank=1 + self.not_worse,
-            right_answers=self.right_answers,
-            positive_query=self.positive_query[order],
-            positives=self.positives[order],
-            positive_similarity=self.positive_similarity[order],
-            hardest_negative_similarity=self.hardest,
-            negatives=self.negatives.masked_fill(self.negative_similarity == -torch.inf, -1),
-            negative_similarity=self.negative_similarity,
-        )
-
-
-def _check_finite(tile: Tensor, image: int, caption: int) -> None:
-    # NaN compares false with everything and would pass for rank 1. A sum takes less time than a look at each element,
-    # but it may overflow.
-    if not tile.sum().isfinite():
-        for row, column in (~tile.isfinite()).nonzero()[:1].tolist():
-            value = tile[row, column].item()
-            raise ValueError(
-                f"similarities must be finite; that of image {image + row} and caption {caption + column} is {value}"
-            )
+    if number > ranks.negatives.shape[1] and not (ranks.negatives == -1).any(dim=1).all():
+        raise ValueError(f"{number} answers need ranks with top={number}, got {ranks.negatives.shape[1]}")
+    counts = ranks.positive_query.bincount(minlength=len(ranks.queries))
+    place = torch.arange(len(ranks.positives), device=counts.device) - (counts.cumsum(0) - counts)[ranks.positive_query]
+    where = ranks.positive_query[place < number], place[place < number]
+    positives = ranks.positives.new_full((len(ranks.queries), number), -1)
+    positives[where] = ranks.positives[place < number]
+    positive = torch.full_like(positives, -torch.inf, dtype=ranks.positive_similarity.dtype)
+    positive[where] = ranks.positive_similarity[place < number]
+    similarity = torch.cat([ranks.negative_similarity[:, :number], positive], dim=1)
+    similarity, order = similarity.sort(dim=1, descending=True, stable=True)  # wrong ones, which come first, stay first
+    index = torch.cat([ranks.negatives[:, :number], positives], dim=1).gather(1, order)
+    is_right = (order >= ranks.negatives[:, :number].shape[1]) & (index >= 0)
+    return index[:, :number], similarity[:, :number], is_right[:, :number]

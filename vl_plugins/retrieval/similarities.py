@@ -1,201 +1,148 @@
-"""Where similarities of images and captions come from: a matrix, embeddings, or several models."""
+"""Similarities of images and captions, computed for some queries and all candidates at a time."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, reduce
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vl_plugins.numerics import full_precision
 
-__all__ = ["EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
+__all__ = ["KERNEL", "EmbeddingSimilarities", "MatrixSimilarities", "MeanSimilarities", "Similarities", "Similarity"]
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 
-# Elements of a tile. On the CPU it should stay in a cache; elsewhere fewer, larger steps count.
-CPU_TILE = 2**18
-DEVICE_TILE = 2**24
-
-# What the innermost loops of matrix products take at a time, or a multiple of it. They round a remainder differently,
-# in float64 even that of a large product; MKL 2022 treats some of 8 images like that.
-PRODUCT = (16, 48)
+# BLAS rounds edge rows differently; products are padded to a multiple of this, so that equal embeddings tie.
+KERNEL = 48
+SET_BLOCK = 2**24  # pairs of elements of sets that are compared at a time
+KEPT = 2**28  # similarities other than dot products that are kept for both directions, 1 GB
 
 
 class Similarities(Protocol):
-    """Similarities of I images and C captions that are looked at in tiles.
+    """Similarities of I images and C captions.
 
     Attributes:
         shape: (I, C).
-        device: of the tiles.
-        tile_shape: images and captions of a tile; the last ones may be smaller.
+        device: where they are computed.
     """
 
     shape: tuple[int, int]
     device: torch.device
-    tile_shape: tuple[int, int]
 
-    def tile(self, image: int, caption: int) -> Tensor:
-        """Return the tile whose first image and caption these are, in float32 or float64; the caller may write to it.
-
-        Asked for again, it is the same to the last bit.
-        """
+    def of_images(self, images: Tensor) -> Tensor:
+        """Return the similarities (i, C) of images, given by index, with all captions; the caller may write to them."""
         ...
 
-    def select(self, images: Tensor | None = None, captions: Tensor | None = None) -> "Similarities":
-        """Return the similarities of some images and some captions, given by their indices; all where left out."""
+    def of_captions(self, captions: Tensor) -> Tensor:
+        """Return the similarities (c, I) of captions, given by index, with all images; the caller may write to them."""
         ...
 
 
 class EmbeddingSimilarities:
-    """Similarities of embeddings, computed tile by tile.
+    """Similarities of embeddings, in float32, or float64 where the embeddings are.
 
-    A matrix product rounds according to its shape, and equal embeddings have to tie. So all products have the shape of
-    a whole tile. A ``similarity`` too gets the same numbers of images and captions each time.
+    Dot products are computed when they are needed. Other similarities take longer: up to 1 GB of them are computed once
+    and kept for both directions.
 
     Args:
-        images: (I, D) floating point; unit vectors where the similarity is to be a cosine. With a ``similarity``
-            whatever it takes, such as sets (I, K, D).
-        captions: (C, D) on the same device; with a ``similarity`` likewise.
-        similarity: called with some of the images (i, ...) and some of the captions (c, ...), returns their
-            similarities (i, c), larger is closer. The dot product if left out.
+        images: (I, D) floating point, unit vectors for cosines. With a ``similarity`` whatever it takes, such as sets
+            (I, K, D).
+        captions: (C, D), or likewise, on the same device.
+        similarity: maps images (i, ...) and captions (c, ...) to similarities (i, c), larger is closer. The dot product
+            by default.
 
     Raises:
-        ValueError: a shape or type is not as above, an embedding holds NaN or infinity, or there is none.
+        ValueError: shapes do not fit together, or an embedding is NaN or infinite.
     """
 
     def __init__(self, images: Tensor, captions: Tensor, similarity: Similarity | None = None):
-        _check_embeddings(images, captions, vectors=similarity is None)
-        self.shape, self.device = (len(images), len(captions)), images.device
-        self.tile_shape = _tile_shape(self.shape, self.device)
-        self._similarity = similarity
-        self._images, self._captions = full_precision(images.detach(), captions.detach())
+        if similarity is None and (images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]):
+            raise ValueError(f"embeddings must be (I, D) and (C, D), got {(*images.shape,)} and {(*captions.shape,)}")
+        for name, embeddings in (("image", images), ("caption", captions)):
+            least, most = embeddings.flatten(1).aminmax(dim=1)
+            if wrong := (~(least.isfinite() & most.isfinite())).nonzero().flatten().tolist():
+                raise ValueError(f"{name} embeddings must be finite, {len(wrong)} are not, the first is {wrong[0]}")
+        self.shape, self.device, self.similarity = (len(images), len(captions)), images.device, similarity
+        self._is_kept = similarity is not None and len(images) * len(captions) <= KEPT
+        self._images, self._captions = map(_padded, full_precision(images.detach(), captions.detach()))
+
+    def of_images(self, images: Tensor) -> Tensor:
+        if self._is_kept:
+            return self._all[images, : self.shape[1]]
+        return self._compare(_padded(self._images[images]), self._captions)[: len(images), : self.shape[1]]
+
+    def of_captions(self, captions: Tensor) -> Tensor:
+        if self._is_kept:
+            return self._all[: self.shape[0], captions].T.contiguous()
+        chosen = _padded(self._captions[captions])
+        if self.similarity is None:
+            return self._compare(chosen, self._images)[: len(captions), : self.shape[0]]
+        return self._compare(self._images, chosen)[: self.shape[0], : len(captions)].T.contiguous()
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return self._compare(self._images, self._captions)
 
     @torch.no_grad()
-    def tile(self, image: int, caption: int) -> Tensor:
-        images = _rows(self._images, image, self.tile_shape[0])
-        captions = _rows(self._captions, caption, self.tile_shape[1])
+    def _compare(self, images: Tensor, captions: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
-            product = images @ captions.T if self._similarity is None else self._similarity(images, captions)
-        if product.shape != self.tile_shape or not product.is_floating_point():
-            raise ValueError(
-                f"similarity must return floating-point values of shape {self.tile_shape}, "
-                f"got {product.dtype} of shape {tuple(product.shape)}"
-            )
-        tile = product[: self.shape[0] - image, : self.shape[1] - caption]
-        if self._similarity is None:
-            return tile
-        # What it returned may be its own memory, or repeat elements; the caller may write to the tile.
-        return tile.to(torch.promote_types(tile.dtype, torch.float32), copy=True)
-
-    def select(self, images: Tensor | None = None, captions: Tensor | None = None) -> "EmbeddingSimilarities":
-        return EmbeddingSimilarities(
-            self._images if images is None else self._images[images.to(self.device)],
-            self._captions if captions is None else self._captions[captions.to(self.device)],
-            self._similarity,
-        )
+            if self.similarity is None:
+                return images @ captions.T
+            sizes = [embeddings[0].numel() // embeddings.shape[-1] for embeddings in (images, captions)]
+            side = max(1, int((SET_BLOCK / (sizes[0] * sizes[1])) ** 0.5) // KERNEL) * KERNEL
+            found = images.new_empty(len(images), len(captions))
+            for part, rows in zip(images.split(side), found.split(side), strict=True):
+                for other, block in zip(captions.split(side), rows.split(side, dim=1), strict=True):
+                    block.copy_(self.similarity(part, other))
+            return found
 
 
 class MatrixSimilarities:
-    """Similarities that somebody else has computed, such as those of a cross-attention model.
+    """Similarities that are already computed, such as those of a cross-attention model.
 
     Args:
-        matrix: (I, C) floating point. It may be memory-mapped; a tile of it is read at a time.
+        matrix: (I, C) floating point; it may be memory-mapped.
 
     Raises:
         ValueError: the shape or type is not as above.
     """
 
     def __init__(self, matrix: Tensor):
-        if matrix.ndim != 2 or not matrix.is_floating_point() or 0 in matrix.shape:
-            raise ValueError(
-                "similarities must be a floating-point tensor of shape (I, C) with at least one image and one "
-                f"caption, got {matrix.dtype} of shape {tuple(matrix.shape)}"
-            )
-        self._matrix = matrix.detach()
-        self.shape, self.device = (matrix.shape[0], matrix.shape[1]), matrix.device
-        self.tile_shape = _tile_shape(self.shape, self.device)
+        if matrix.ndim != 2 or not matrix.is_floating_point():
+            raise ValueError(f"similarities must be floating point (I, C), got {matrix.dtype} {(*matrix.shape,)}")
+        self.matrix, self.shape, self.device = matrix.detach(), (matrix.shape[0], matrix.shape[1]), matrix.device
 
-    def tile(self, image: int, caption: int) -> Tensor:
-        tile = self._matrix[image : image + self.tile_shape[0], caption : caption + self.tile_shape[1]]
-        return tile.to(torch.promote_types(tile.dtype, torch.float32), copy=True)
+    def of_images(self, images: Tensor) -> Tensor:
+        return full_precision(self.matrix[images])[0]
 
-    def select(self, images: Tensor | None = None, captions: Tensor | None = None) -> "MatrixSimilarities":
-        matrix = self._matrix if images is None else self._matrix[images.to(self.device)]
-        return MatrixSimilarities(matrix if captions is None else matrix[:, captions.to(self.device)])
+    def of_captions(self, captions: Tensor) -> Tensor:
+        return full_precision(self.matrix[:, captions].T.contiguous())[0]
 
 
 class MeanSimilarities:
-    """Mean of the similarities of several models for the same images and captions: an ensemble.
+    """The mean of the similarities of several models: an ensemble.
 
     Args:
-        members: at least one, of the same shape and device.
+        members: at least one, of the same images and captions.
 
     Raises:
-        ValueError: there is none, or shapes, devices or tile shapes differ.
+        ValueError: there is none, or their shapes differ.
     """
 
     def __init__(self, members: Sequence[Similarities]):
-        if not members:
-            raise ValueError("an ensemble needs at least one model's similarities, got none")
-        first, *others = self._members = tuple(members)
-        self.shape, self.device, self.tile_shape = first.shape, first.device, first.tile_shape
-        for number, other in enumerate(others, start=2):
-            if (other.shape, other.device, other.tile_shape) != (first.shape, first.device, first.tile_shape):
-                raise ValueError(
-                    "similarities of an ensemble must have the same shape, device and tile_shape; the first have "
-                    f"{first.shape}, {first.device}, {first.tile_shape}, number {number} "
-                    f"{other.shape}, {other.device}, {other.tile_shape}"
-                )
+        if len({member.shape for member in members}) != 1:
+            raise ValueError(f"an ensemble needs similarities of one shape, got {[member.shape for member in members]}")
+        self.members, self.shape, self.device = members, members[0].shape, members[0].device
 
-    def tile(self, image: int, caption: int) -> Tensor:
-        return sum((member.tile(image, caption) for member in self._members), torch.zeros(())) / len(self._members)
+    def of_images(self, images: Tensor) -> Tensor:
+        return reduce(torch.add, (member.of_images(images) for member in self.members)).div_(len(self.members))
 
-    def select(self, images: Tensor | None = None, captions: Tensor | None = None) -> "MeanSimilarities":
-        return MeanSimilarities([member.select(images, captions) for member in self._members])
+    def of_captions(self, captions: Tensor) -> Tensor:
+        return reduce(torch.add, (member.of_captions(captions) for member in self.members)).div_(len(self.members))
 
 
-def _tile_shape(shape: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """Return images and captions of tiles of about the same size, up to twice as wide as high.
-
-    >>> _tile_shape((5000, 25000), torch.device("cpu"))
-    (336, 768)
-    """
-    elements = CPU_TILE if device.type == "cpu" else DEVICE_TILE
-    height = _even(shape[0], int((elements / 2) ** 0.5), PRODUCT[0])
-    return height, _even(shape[1], elements // height, PRODUCT[1])
-
-
-def _even(length: int, most: int, step: int) -> int:
-    """Return the size of equal parts, a multiple of ``step``, of which as few as possible are needed."""
-    parts = -(-length // (most // step * step))
-    return -(-length // (parts * step)) * step
-
-
-def _rows(embeddings: Tensor, start: int, number: int) -> Tensor:
-    """Return so many rows from ``start`` on; where there are fewer, the last one is repeated."""
-    rows = embeddings[start : start + number]
-    missing = number - len(rows)
-    return rows if missing == 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
-
-
-def _check_embeddings(images: Tensor, captions: Tensor, vectors: bool) -> None:
-    if images.device != captions.device or (vectors and images.shape[1:] != captions.shape[1:]):
-        raise ValueError(
-            "image_embeddings and caption_embeddings must be on one device and have the same width D, got shapes "
-            f"{tuple(images.shape)} and {tuple(captions.shape)} on {images.device} and {captions.device}"
-        )
-    shape = "(rows, D)" if vectors else "(rows, ...)"
-    for name, embeddings in (("image_embeddings", images), ("caption_embeddings", captions)):
-        right_shape = embeddings.ndim == 2 if vectors else embeddings.ndim > 1
-        if not right_shape or not embeddings.is_floating_point() or len(embeddings) == 0:
-            raise ValueError(
-                f"{name} must be a floating-point tensor of shape {shape} with at least one row, "
-                f"got {embeddings.dtype} of shape {tuple(embeddings.shape)}"
-            )
-        # In parts: what it computes on the way is larger than the embeddings.
-        finite = torch.cat([part.flatten(1).isfinite().all(dim=1) for part in embeddings.split(256)])
-        if not finite.all():
-            wrong = (~finite).nonzero().flatten().tolist()
-            raise ValueError(
-                f"{name} must be finite; NaN or infinity in {len(wrong)} of {len(finite)} rows, first row {wrong[0]}"
-            )
+def _padded(embeddings: Tensor) -> Tensor:
+    """Return embeddings with rows of zeros up to a multiple of ``KERNEL``."""
+    return pad(embeddings, (0, 0) * (embeddings.ndim - 1) + (0, -len(embeddings) % KERNEL))

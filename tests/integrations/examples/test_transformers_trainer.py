@@ -21,8 +21,8 @@ IMAGE_IDS = [0, 1, 2, 3, 4, 0, 1, 2]  # with two processes, an image meets itsel
 def test_it_learns(capsys):
     metrics = example.main()
     for recall in ("image_to_text_R@1", "text_to_image_R@1"):
-        assert metrics["before"][recall] < 5
-        assert metrics["after"][recall] > 50
+        assert metrics["before"][recall] < 0.05
+        assert metrics["after"][recall] > 0.5
     assert "after " in capsys.readouterr().out
 
 

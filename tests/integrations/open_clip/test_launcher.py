@@ -61,15 +61,15 @@ def test_metrics_reach_results_tensorboard_and_wandb(trained):
     assert [*rows] == [1, 2]
     for row in rows.values():
         assert (row["num_samples"], row["num_captions"]) == (8, 40)
-        recalls = [row[f"{way}_R@{k}_percent"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-        assert 1 < max(recalls) <= 100
-        assert row["rsum_percent"] == pytest.approx(sum(recalls))
+        recalls = [row[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+        assert 0.01 < max(recalls) <= 1
+        assert row["rsum"] == pytest.approx(100 * sum(recalls))
     events = EventAccumulator(str(folder / "logs/run/tensorboard")).Reload()
-    written = [event.value for event in events.Scalars("val/rsum_percent")]
-    assert written == pytest.approx([row["rsum_percent"] for row in rows.values()])
+    written = [event.value for event in events.Scalars("val/rsum")]
+    assert written == pytest.approx([row["rsum"] for row in rows.values()])
     assert len(events.Scalars("train/unified_loss")) == 4
     (wandb_log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"val/rsum_percent" in wandb_log.read_bytes()
+    assert b"val/rsum" in wandb_log.read_bytes()
     assert b"train/unified_loss" in wandb_log.read_bytes()
 
 

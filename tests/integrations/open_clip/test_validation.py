@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vl_plugins.data import EvaluationBatch
+from vl_plugins.distances import MatchProbability
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import AllCaptions
 from vl_plugins.integrations.open_clip.host import OpenCLIP3
@@ -76,43 +77,33 @@ def test_metrics_of_a_known_model(setting, caplog):
         metrics = run(model, data, 2, args)
     (row,) = results(args)
     # Image 0 finds its second caption first; image 1 ties with caption 0, which is not its own, and the tie counts.
-    assert (row["image_to_text_R@1_percent"], row["image_to_text_mean_rank"]) == pytest.approx((200 / 3, 4 / 3))
+    assert (row["image_to_text_R@1"], row["image_to_text_mean_rank"]) == pytest.approx((2 / 3, 4 / 3))
     # Caption 0 ranks image 0 behind image 1, and behind image 2 by a tie.
-    assert (row["text_to_image_R@1_percent"], row["text_to_image_mean_rank"]) == pytest.approx((500 / 6, 8 / 6))
-    assert not [name for name in row if name.endswith(("R@1", "R@5", "R@10"))], "open_clip's names stand for fractions"
-    assert row["rsum_percent"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
+    assert (row["text_to_image_R@1"], row["text_to_image_mean_rank"]) == pytest.approx((5 / 6, 8 / 6))
+    assert row["rsum"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
     assert (row["epoch"], row["num_samples"], row["num_captions"]) == (2, 3, 6)
     assert metrics == {**{name: value for name, value in row.items() if name != "epoch"}, "host": []}
     assert "3 images, 6 captions" in caplog.text
     assert "66.7" in caplog.text
 
 
-class SumOfProducts(torch.nn.Module):
-    """A similarity of sets with a parameter, and the device of its embeddings."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(-1.0))
-
-    def compute_mat(self, queries, candidates):
-        return self.scale * torch.einsum("akd,cld->ac", queries, candidates)
-
-
 def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
-    """Sets of the known model's vector and of the opposite of another; the scale turns the order around."""
+    """Sets of the known model's vector and of another one, with the parameters that the similarity has by then."""
     model, data, args = setting
-    model.images = torch.stack([-model.images, -model.images.roll(1, dims=1)], dim=1)
+    model.images = torch.stack([model.images, model.images.roll(1, dims=1)], dim=1)
     model.captions = torch.stack([model.captions, model.captions], dim=1)
-    model.similarity = SumOfProducts()
+    model.similarity = MatchProbability(scale=2.0, shift=0.5)
+    model.similarity.scale.data.fill_(3.0)
     with caplog.at_level("INFO"):
         run(model, data, 2, args)
     (row,) = results(args)
-    # Similarity 2 to the own direction and to the next: caption 0 has that of images 0 and 1, a tie.
-    scores = torch.einsum("akd,cld->ac", -model.images, model.captions)
+    with torch.no_grad():
+        scores = model.similarity.compute_mat(model.images, model.captions)
     own = torch.tensor([0, 0, 1, 1, 2, 2])
     others = torch.arange(3)[:, None] != own
     ranks = 1 + ((scores >= scores[own, torch.arange(6)]) & others).sum(dim=0)
     assert row["text_to_image_mean_rank"] == pytest.approx(ranks.double().mean().item())
+    assert row["positive_similarity"] == pytest.approx(scores[own, torch.arange(6)].mean().item())
     assert row["image_circular_variance"] == pytest.approx(1 - 0.5**0.5)
     assert row["caption_circular_variance"] == pytest.approx(0, abs=1e-6)
     assert "circular variance of the sets: images 0.2929, captions " in caplog.text

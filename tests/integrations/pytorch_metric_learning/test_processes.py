@@ -267,7 +267,7 @@ def test_a_run_in_two_processes(trained):
     assert "2/2" in printed
     assert "4/4" not in printed, "an epoch is 16 images in batches of 2 x 4"
     events = EventAccumulator(str(folder / "whole" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("val/rsum_percent")] == [1, 3]
+    assert [event.step for event in events.Scalars("val/rsum")] == [1, 3]
     saved = torch.load(folder / "whole" / "latest.pt", weights_only=True)
     assert not torch.equal(saved["random"]["torch"], saved["other_random"][0]["torch"])
 

@@ -46,13 +46,11 @@ def test_what_the_folder_holds(trained):
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == parse_config(plain)
     best = torch.load(folder / "best.pt", weights_only=True)
-    assert best["metrics"]["rsum_percent"] == max(row["rsum_percent"] for row in rows)
-    assert best["epoch"] == max(rows, key=lambda row: (row["rsum_percent"], -row["epoch"]))["epoch"]
+    assert best["metrics"]["rsum"] == max(row["rsum"] for row in rows)
+    assert best["epoch"] == max(rows, key=lambda row: (row["rsum"], -row["epoch"]))["epoch"]
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("val/rsum_percent")] == pytest.approx(
-        [row["rsum_percent"] for row in rows]
-    )
-    assert [event.step for event in events.Scalars("val/rsum_percent")] == [3, 7, 11]
+    assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
+    assert [event.step for event in events.Scalars("val/rsum")] == [3, 7, 11]
     assert [event.step for event in events.Scalars("train/total_loss")] == [0, 2, 4, 6, 8, 10]
     assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([0.01] * 4 + [0.1] * 2)
     assert [event.step for event in events.Scalars("lr/image_trunk")] == [8, 10]
@@ -74,13 +72,13 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     row, rsum = results(folder)[-1], 0
     columns = [list(column) for column in zip(*scores, strict=True)]
     for way, rows, answers in (("image_to_text", scores, by_image), ("text_to_image", columns, by_caption)):
-        ranks = reference.direction(rows, answers)["rank"]
+        ranks = reference.direction(rows, answers, top=10)["rank"]
         assert row[f"{way}_median_rank"] == reference.median(ranks)
         for k in (1, 5, 10):
-            recall = 100 * sum(rank <= k for rank in ranks) / len(ranks)
-            assert row[f"{way}_R@{k}_percent"] == pytest.approx(recall)
-            rsum += recall
-    assert row["rsum_percent"] == pytest.approx(rsum)
+            recall = sum(rank <= k for rank in ranks) / len(ranks)
+            assert row[f"{way}_R@{k}"] == pytest.approx(recall)
+            rsum += 100 * recall
+    assert row["rsum"] == pytest.approx(rsum)
     with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
         load_model(folder / LATEST, "vl-tiny")
 
@@ -115,7 +113,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
         train(plain, tmp_path)
     metrics = train(plain, tmp_path, resume=True)
     assert results(tmp_path) == results(folder)
-    assert metrics["rsum_percent"] == results(folder)[-1]["rsum_percent"]
+    assert metrics["rsum"] == results(folder)[-1]["rsum"]
     states = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path)]
     for part, state in states[0]["models"].items():
         torch.testing.assert_close(states[1]["models"][part], state, rtol=0, atol=0)
@@ -126,8 +124,8 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
     assert torch.equal(states[0]["random"]["torch"], states[1]["random"]["torch"])
     # One file at a time: their names order only those of different seconds or processes.
     runs = [EventAccumulator(str(file)).Reload() for file in (tmp_path / "tensorboard").iterdir()]
-    runs = [run for run in runs if "val/rsum_percent" in run.Tags()["scalars"]]
-    assert sorted(event.step for run in runs for event in run.Scalars("val/rsum_percent")) == [3, 7, 11]
+    runs = [run for run in runs if "val/rsum" in run.Tags()["scalars"]]
+    assert sorted(event.step for run in runs for event in run.Scalars("val/rsum")) == [3, 7, 11]
 
 
 def test_partial_files_of_a_killed_run_are_removed(toy_shards, tmp_path):

@@ -1,0 +1,86 @@
+"""``vl-plugins encode``: embed the images and captions of shards with a model, into a file of features."""
+
+import argparse
+import sys
+from typing import Any
+
+from vl_plugins.errors import number
+
+__all__ = ["add_options", "encode", "positive", "register", "run"]
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the ``encode`` command."""
+    parser = subparsers.add_parser(
+        "encode",
+        help="embed images and captions with a model",
+        examples=[
+            "vl-plugins encode logs/run/checkpoints/epoch_10.pt \\\n"
+            "    'shards/coco-test-{000000..000004}.tar' run.safetensors",
+            "vl-plugins encode openai shards/toy-test-000000.tar clip.npz --model ViT-B-32",
+        ],
+        description="Embed every image and every caption once. Under torchrun, processes share the work.",
+    )
+    parser.add_argument(
+        "checkpoint", help="checkpoint or run folder, hf-hub:ORG/NAME, local-dir:FOLDER, or open_clip's pretrained tag"
+    )
+    parser.add_argument("shards", help="shards with the images and captions; {000000..000004} for several")
+    parser.add_argument("out", help=".safetensors or .npz file")
+    parser.add_argument("--model", help="open_clip model (default: that of the run)")
+    add_options(parser.add_argument)
+    parser.set_defaults(run=run)
+
+
+def add_options(add: Any) -> None:
+    """Add the options that tell how to encode, of this command and ``evaluate``."""
+    config = "your own model configurations for open_clip (default: those of the run)"
+    add("--model-config", metavar="FILE_OR_FOLDER", help=config)
+    add("--max-captions", type=positive, metavar="N", help="only the first N captions of each image")
+    add("--batch-size", type=positive, metavar="N", default=64, help="images per batch (default: %(default)s)")
+    add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
+    add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
+    add("--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)")
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1, as the ``type`` of an option."""
+    return number("N", int(text), least=1, kind=int)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Encode and save; a progress bar goes to standard error."""
+    from vl_plugins.retrieval.features import check_features_file, save_features
+
+    check_features_file(arguments.out)
+    (features,) = encode(arguments, [(arguments.checkpoint, arguments.model)])
+    if features is not None:  # only the first process has the features
+        save_features(features, arguments.out)
+        print(f"wrote {arguments.out}: {len(features.images):,} images, {len(features.captions):,} captions")
+    return 0
+
+
+def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) -> list[Any]:
+    """Return the features of checkpoints with their models; None in all processes but the first."""
+    from vl_plugins.data import expand_shards
+
+    expand_shards(arguments.shards)  # before torch is imported and the processes meet
+    from vl_plugins.distributed import process_device, start_processes, stop_processes
+    from vl_plugins.integrations.encoding import encode_checkpoint
+
+    options = {name: getattr(arguments, name) for name in ("model_config", "max_captions", "batch_size", "workers")}
+    options |= {"device": process_device(arguments.device), "precision": arguments.precision}
+    processes = start_processes()
+    try:
+        return [
+            encode_checkpoint(
+                checkpoint,
+                arguments.shards,
+                model,
+                processes=processes,
+                progress=f"encoding {checkpoint}" if sys.stderr.isatty() else None,
+                **options,
+            )
+            for checkpoint, model in models
+        ]
+    finally:
+        stop_processes()
