@@ -38,7 +38,8 @@ def make_model(folder):
     tokenizer.post_processor = processors.TemplateProcessing(single="$A [END]", special_tokens=[("[END]", end)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[END]")
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"vocab_size": len(words), "max_position_embeddings": 32, "eos_token_id": end, "pad_token_id": 0}
+    text = {"vocab_size": len(words), "max_position_embeddings": 32, "pad_token_id": 0}
+    text |= {"bos_token_id": None, "eos_token_id": end}
     vision = {"image_size": 32, "patch_size": 8}
     model = CLIPModel(CLIPConfig(text_config=sizes | text, vision_config=sizes | vision, projection_dim=64))
     size = {"height": 32, "width": 32}
@@ -65,7 +66,7 @@ def read_scenes(folder, **counts):
 def train(model, training, test, loss, folder, **options):
     """Train with any loss of sentence-transformers or :class:`RetrievalLoss`; return the metrics of the test split."""
     evaluator = CrossModalRetrievalEvaluator(test["image"], list(zip(*(test[name] for name in CAPTIONS), strict=True)))
-    defaults = {"per_device_train_batch_size": 64, "num_train_epochs": 8, "learning_rate": 1e-3, "warmup_ratio": 0.1}
+    defaults = {"per_device_train_batch_size": 64, "num_train_epochs": 8, "learning_rate": 1e-3, "warmup_steps": 0.1}
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(folder), save_strategy="no", report_to="none", disable_tqdm=True, **defaults | options
     )

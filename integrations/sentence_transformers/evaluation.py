@@ -69,8 +69,9 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, float]:
         """Return the metrics of a model by name."""
-        images = self._encode(model.encode_query, self.images, self.rows)
-        captions = self._encode(model.encode_document, self.captions, range(len(self.captions)))
+        options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
+        images = self._encode(model.encode_query, self.images, self.rows, options)
+        captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
         similarity = self.similarity_fct or model.similarity
         if isinstance(model, MultiVectorEncoder):
             images, captions = join_sets(images), join_sets(captions)
@@ -90,6 +91,6 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics
 
-    def _encode(self, encode: Callable[..., Any], inputs: Sequence[Any], rows: Sequence[int]) -> list[Tensor]:
+    def _encode(self, encode: Callable[..., Any], inputs: Any, rows: Sequence[int], options: dict) -> list[Tensor]:
         parts = [[inputs[row] for row in rows[start : start + INPUTS]] for start in range(0, len(rows), INPUTS)]
-        return [row for part in parts for row in encode(part, batch_size=self.batch_size, convert_to_tensor=True)]
+        return [row for part in parts for row in encode(part, batch_size=self.batch_size, **options)]
