@@ -94,8 +94,9 @@ def test_value_and_gradient_are_those_of_the_similarity_matrix(name, positives, 
     options |= {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
     loss = kind(model, name, num_positives=positives, **options)
     found = value_and_gradient(loss, columns, None if labels is None else torch.tensor(labels))
-    for value, right in zip(found, expected(reference, model, REPEATED, captions, mask), strict=True):
-        torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-12 if kind is RetrievalLoss else 1e-7)
+    # sentence-transformers 6.0 embeds again with gradients in float32.
+    tolerances = {"rtol": 1e-10, "atol": 1e-12} if kind is RetrievalLoss else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found, expected(reference, model, REPEATED, captions, mask), **tolerances)
 
 
 def test_one_direction_and_the_regularizers():
