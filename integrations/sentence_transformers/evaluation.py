@@ -55,11 +55,11 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         super().__init__()
         image_ids = range(len(images)) if image_ids is None else image_ids
         texts = [[text] if isinstance(text, str) else text for text in captions]
-        first_row = {image_id: row for row, image_id in reversed(list(enumerate(image_ids)))}
-        place = {image_id: place for place, image_id in enumerate(first_row)}
+        row_of_image = {image_id: row for row, image_id in enumerate(image_ids)}  # any of its rows
+        place = {image_id: place for place, image_id in enumerate(row_of_image)}
         rows = zip(image_ids, texts, range(len(images)), strict=True)
         owners = [place[image_id] for image_id, row, _ in rows for _ in row]
-        self.images, self.rows = images, list(first_row.values())
+        self.images, self.rows = images, list(row_of_image.values())
         self.captions, self.image_of_caption = list(chain.from_iterable(texts)), torch.tensor(owners)
         self.name, self.batch_size, self.similarity_fct, self.write_csv = name, batch_size, similarity_fct, write_csv
         self.csv_file = f"cross_modal_retrieval{'_' if name else ''}{name}_results.csv"

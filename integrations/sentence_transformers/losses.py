@@ -108,9 +108,9 @@ class RetrievalLoss(nn.Module):
         images, image_of_candidate, captions = rows
         if captions is None:
             return self.loss(self._join([anchors]), images, ref_emb=candidates, ref_labels=image_of_candidate)
-        loss = self.loss
+        loss: Any = self.loss
         if self.gather_across_devices:
-            loss, sides = self.loss.loss, full_precision(self._join([anchors]), candidates)
+            loss, sides = loss.loss, full_precision(self._join([anchors]), candidates)
             anchors, candidates, *rows = all_gather_rows(*sides, *rows)
         # Labels cannot say that a caption describes two images that have other captions too.
         mask = _positive_mask(*rows)
@@ -157,7 +157,7 @@ class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         columns = list(sentence_features)
-        return self.forward_cached(columns, self._rows(columns, labels))
+        return CachedLossMixin.forward_cached(self, columns, self._rows(columns, labels))
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
         loss = self._loss_of(list(map(self._join, reps)), labels)
@@ -183,15 +183,14 @@ def _input_keys(features: dict[str, Any]) -> Tensor:
         raise ValueError(
             f"{', '.join(tensors)} cannot be compared by rows: add a column `label` with integer image ids"
         )
-    mask = tensors.pop("attention_mask", None)
-    keys = 0
+    mask = tensors.pop("attention_mask", torch.empty(0))
+    keys = torch.zeros((), dtype=torch.int64)
     for name in sorted(tensors):
         bits = tensors[name].flatten(1) if tensors[name].ndim > 1 else tensors[name][:, None]  # (B, N)
         if bits.is_floating_point():
             bits = bits.contiguous().view(INTEGERS[bits.element_size()])
-        is_padded = mask is not None and mask.shape == bits.shape
-        weights = mask.long() if is_padded else torch.ones((), dtype=torch.int64, device=bits.device).expand_as(bits)
-        parts = zip(bits.split(HASHED_ROWS), weights.split(HASHED_ROWS), strict=True)
+        weights = mask if mask.shape == bits.shape else bits.new_ones(()).expand_as(bits)
+        parts = zip(bits.split(HASHED_ROWS), weights.long().split(HASHED_ROWS), strict=True)
         sums = [(_mix(part + _mix(weight.cumsum(1))) * weight).sum(1) for part, weight in parts]
         keys = _mix(keys + torch.cat(sums))
     return keys
