@@ -157,7 +157,8 @@ class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         columns = list(sentence_features)
-        return CachedLossMixin.forward_cached(self, columns, self._rows(columns, labels))
+        rows: Any = self._rows(columns, labels)
+        return CachedLossMixin.forward_cached(self, columns, rows)
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
         loss = self._loss_of(list(map(self._join, reps)), labels)
