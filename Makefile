@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LOWEST ?= .venv-lowest
+EXTRAS := dev,sentence-transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
@@ -52,13 +53,14 @@ $(INSTALLED) $(LOWEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	for attempt in 1 2 3; do \
-		$(@D)/bin/python -m pip install --progress-bar on --resume-retries 20 $(CONSTRAINTS) --editable '.[dev]' \
+		$(@D)/bin/python -m pip install --progress-bar on --resume-retries 20 $(CONSTRAINTS) --editable '.[$(EXTRAS)]' \
 		&& exit 0; sleep 30; \
 	done; exit 1
 	touch $@
 
 $(LOWEST)/installed: tests/lowest.txt
 $(LOWEST)/installed: CONSTRAINTS = --constraint tests/lowest.txt
+$(LOWEST)/installed: EXTRAS := dev # sentence-transformers needs transformers 5
 
 clean:
 	rm -rf $(VENV) $(LOWEST) demo build *.egg-info

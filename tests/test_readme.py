@@ -37,9 +37,10 @@ from vl_plugins.retrieval.features import Features, save_features
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DATA = (ROOT / "docs/getting_data.md").read_text(encoding="utf-8")
-# The others have tests of their own: test_docs.py, test_configs.py, losses/test_own_loss.py.
+# The others have tests of their own: test_docs.py, test_configs.py, losses/test_own_loss.py,
+# integrations/sentence_transformers/test_guide.py.
 PAGES = sorted({*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/concepts/*.md"), ROOT / "docs/measured.md"})
-PAGES = [page for page in PAGES if page.stem not in ("recipes", "own_loss")]
+PAGES = [page for page in PAGES if page.stem not in ("recipes", "own_loss", "sentence_transformers")]
 TEXT = "\n".join([README, *(page.read_text(encoding="utf-8") for page in PAGES)])
 
 

@@ -103,6 +103,10 @@ def test_one_direction_and_the_scale_of_a_call(name):
         check_call(reference, call, loss=make(name, symmetric=False, **options), symmetric=False)
         check_call(reference, call | {"symmetric": False}, loss=make(name, **options), symmetric=False)
         check_call(reference, call | {"symmetric": True}, loss=make(name, symmetric=False, **options))
+        if not options.get("tiled"):
+            pairs = tuple(index for mask in masks_of(call) for index in mask.nonzero().unbind(dim=1))
+            mined = call | {"indices_tuple": pairs, "symmetric": True}
+            torch.testing.assert_close(make(name, **options)(**mined), make(name, **options)(**call))
         if "scale" not in reference.options:
             with pytest.raises(ValueError, match="has no scale"):
                 make(name, **options)(**call, scale=5.0)

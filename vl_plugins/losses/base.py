@@ -145,7 +145,7 @@ class PairLoss(BaseMetricLossFunction):
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
             scale: instead of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
                 ``model.logit_scale.exp()``.
-            symmetric: instead of the loss's own.
+            symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
 
         Raises:
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
@@ -204,13 +204,13 @@ class PairLoss(BaseMetricLossFunction):
         for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
             if side_labels is not None or indices_tuple is None:
                 _check_labels(name, side_labels, len(side))
-        both = (self.symmetric if symmetric is None else symmetric) and not one_set and indices_tuple is None
+        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
         scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
             x, y = full_precision(embeddings, ref_emb)
             labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
             if indices_tuple is not None:
-                info = self._losses_of_indices(x, y, indices_tuple, scale)
+                info = self._losses_of_indices(x, y, indices_tuple, scale, both)
             else:
                 assert labels is not None
                 assert ref_labels is not None
@@ -256,7 +256,7 @@ class PairLoss(BaseMetricLossFunction):
         return _info(losses.sum(dim=0), (rows, columns))
 
     def _losses_of_indices(
-        self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor
+        self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
     ) -> dict[str, Any]:
         if self.tiled:
             raise ValueError("tiled=True cannot be used, because pairs are given as an indices_tuple")
@@ -267,7 +267,7 @@ class PairLoss(BaseMetricLossFunction):
         rows, columns = _mask(similarities, anchors, positives).nonzero().unbind(dim=1)
         negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
         pairs = Pairs(rows, columns, _shape(similarities), scale)
-        return _info(self._matrix_losses(similarities, negative_mask, pairs, both=False), (rows, columns))
+        return _info(self._matrix_losses(similarities, negative_mask, pairs, both), (rows, columns))
 
     def _matrix_losses(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
         """Return the losses of all pairs, (M,), of rows as anchors, plus those of columns with ``both``."""

@@ -1,0 +1,96 @@
+"""Recalls of image-text retrieval as an evaluator of sentence-transformers."""
+
+import csv
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.evaluation import BaseEvaluator
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from vl_plugins.integrations.sentence_transformers.scoring import join_sets
+from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
+
+__all__ = ["CrossModalRetrievalEvaluator"]
+
+INPUTS = 1024  # given to the model at a time, because images that were decoded stay in memory
+METRICS = tuple(f"{way}_{name}" for way in ("image_to_text", "text_to_image") for name in ("R@1", "R@5", "R@10"))
+METRICS += ("image_to_text_median_rank", "text_to_image_median_rank", "rsum")
+
+
+class CrossModalRetrievalEvaluator(BaseEvaluator):
+    """Recall@1, 5 and 10 and median rank, image to text and text to image, and RSUM, the primary metric.
+
+    The ranks are exact, and ties count against the model. Recalls are fractions under open_clip's names, such as
+    ``image_to_text_R@1``; RSUM is their sum in percent, [0, 600].
+
+    Args:
+        images: R inputs of the model, such as PIL images, given to ``encode_query``.
+        captions: for each of them a caption or a list of captions, given to ``encode_document``.
+        image_ids: R hashable ids; rows of one id are one image. By default every row is another image.
+        name: of the data, a prefix of the metrics and part of the name of the CSV file.
+        batch_size: of encoding.
+        similarity_fct: from images (i, D) and captions (c, D), or sets with zeros as padding, to similarities (i, c),
+            such as :func:`smooth_chamfer_scores`. By default ``model.similarity``.
+        write_csv: append the metrics to ``cross_modal_retrieval_<name>_results.csv`` in the output folder.
+
+    Raises:
+        ValueError: the numbers of images, captions and ids differ.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Any],
+        captions: Sequence[str | Sequence[str]],
+        image_ids: Sequence[Any] | None = None,
+        name: str = "",
+        batch_size: int = 32,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] | None = None,
+        write_csv: bool = True,
+    ):
+        super().__init__()
+        image_ids = range(len(images)) if image_ids is None else image_ids
+        texts = [[text] if isinstance(text, str) else text for text in captions]
+        row_of_image = {image_id: row for row, image_id in enumerate(image_ids)}  # any of its rows
+        place = {image_id: place for place, image_id in enumerate(row_of_image)}
+        rows = zip(image_ids, texts, range(len(images)), strict=True)
+        owners = [place[image_id] for image_id, row, _ in rows for _ in row]
+        self.images, self.rows = images, list(row_of_image.values())
+        self.captions, self.image_of_caption = list(chain.from_iterable(texts)), torch.tensor(owners)
+        self.name, self.batch_size, self.similarity_fct, self.write_csv = name, batch_size, similarity_fct, write_csv
+        self.csv_file = f"cross_modal_retrieval{'_' if name else ''}{name}_results.csv"
+        self.primary_metric = "rsum"
+
+    def __call__(
+        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
+    ) -> dict[str, float]:
+        """Return the metrics of a model by name."""
+        options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
+        images = self._encode(model.encode_query, self.images, self.rows, options)
+        captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
+        similarity = self.similarity_fct or model.similarity
+        if isinstance(model, MultiVectorEncoder):
+            images, captions = join_sets(images), join_sets(captions)
+        else:
+            images, captions = torch.stack(images), torch.stack(captions)
+            if similarity == model.similarity and model.similarity_fn_name == "cosine":  # as products, which tie
+                images, captions, similarity = normalize(images.float()), normalize(captions.float()), None
+        found = retrieval_metrics(retrieval_ranks(images, captions, self.image_of_caption, similarity))
+        metrics = {metric: found[metric] for metric in METRICS}
+        if output_path is not None and self.write_csv:
+            file = Path(output_path, self.csv_file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            row = {"epoch": epoch, "steps": steps} | metrics
+            with file.open("a", newline="", encoding="utf-8") as stream:
+                csv.writer(stream).writerows([*([] if stream.tell() else [row.keys()]), row.values()])
+        metrics = self.prefix_name_to_metrics(metrics, self.name)
+        self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
+        return metrics
+
+    def _encode(self, encode: Callable[..., Any], inputs: Any, rows: Sequence[int], options: dict) -> list[Tensor]:
+        parts = [[inputs[row] for row in rows[start : start + INPUTS]] for start in range(0, len(rows), INPUTS)]
+        return [row for part in parts for row in encode(part, batch_size=self.batch_size, **options)]

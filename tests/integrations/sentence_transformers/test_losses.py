@@ -1,0 +1,234 @@
+"""RetrievalLoss and its cached form against the formulas of a similarity matrix, in one process and in two."""
+
+import pytest
+import torch
+from pytorch_metric_learning.losses import MultiSimilarityLoss, ProxyAnchorLoss
+from torch import nn
+
+from tests.helpers.processes import in_processes
+from vl_plugins import create_loss, list_losses
+
+reason = "needs pip install 'vl_plugins[sentence-transformers]'"
+pytest.importorskip("sentence_transformers", minversion="6.0", reason=reason)
+ours = pytest.importorskip("vl_plugins.integrations.sentence_transformers", exc_type=ImportError, reason=reason)
+host = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+CachedRetrievalLoss, RetrievalLoss = ours.CachedRetrievalLoss, ours.RetrievalLoss
+
+CHUNKS = slice(4), slice(4, None)
+# Image of each row, and its captions: 13 describes images 1 and 2; 16, which row 0 has as a negative, describes 3.
+REPEATED = [1, 2, 1, 3, 4, 4]
+POSITIVES = [[11, 21, 31, 41, 51], [12, 13, 32, 42, 52], [13, 23, 33, 43, 53], [16, 24, 34, 44, 54]]
+POSITIVES += [[15, 25, 35, 45, 55], [17, 26, 36, 46, 56]]
+NEGATIVES = [[16, 61], [62, 63], [64, 65], [66, 67], [68, 69], [15, 60]]
+
+
+class Lookup(nn.Module):
+    """Embeds the sum of a row's tokens, as a text encoder that ignores padding."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(100, 8, generator=generator, dtype=dtype))
+
+    def forward(self, features, **_):
+        weights = features["attention_mask"].to(self.table.dtype)[:, :, None]
+        return {"sentence_embedding": (self.table[features["input_ids"]] * weights).sum(dim=1)}
+
+
+def column(tokens, width=1):
+    """Return tokenized inputs of one word each, padded by what would change the embedding."""
+    ids = torch.full((len(tokens), width), 99)
+    ids[:, 0] = torch.tensor(tokens)
+    return {"input_ids": ids, "attention_mask": (torch.arange(width) == 0).long().repeat(len(tokens), 1)}
+
+
+def make_batch(positives, negatives, images=REPEATED):
+    """Return the columns, of several widths, and the tokens of all captions."""
+    captions = [[row[number] for row in POSITIVES] for number in range(positives)]
+    captions += [[row[number] for row in NEGATIVES] for number in range(negatives)]
+    columns = [column(images), *(column(tokens, width=1 + number % 2) for number, tokens in enumerate(captions))]
+    return columns, [token for tokens in captions for token in tokens]
+
+
+def positive_mask(images, captions, positives, labels=None):
+    """Return which captions describe which rows by going through all of them."""
+    rows = len(images)
+    described = {}
+    for place, caption in enumerate(captions[: positives * rows]):
+        described.setdefault(caption, set()).add(images[place % rows])
+    mask = torch.zeros(rows, len(captions), dtype=torch.bool)
+    for row in range(rows):
+        for place, caption in enumerate(captions):
+            if labels is None:
+                mask[row, place] = images[row] in described.get(caption, ())
+            else:
+                mask[row, place] = place < positives * rows and labels[row] == labels[place % rows]
+    return mask
+
+
+def expected(loss, model, images, captions, mask):
+    """Return value and gradient of a loss of the cosines and the mask."""
+    table = model.table.detach().clone().requires_grad_()
+    unit = table / table.norm(dim=1, keepdim=True)
+    value = loss.from_similarities(unit[images] @ unit[captions].T, mask, ~mask)
+    return value.detach(), torch.autograd.grad(value, table)[0]
+
+
+def value_and_gradient(loss, columns, labels=None):
+    value = loss(columns, labels)
+    loss.model.zero_grad()
+    value.backward()
+    return value.detach(), loss.model.table.grad.clone()
+
+
+@pytest.mark.parametrize("kind", [RetrievalLoss, CachedRetrievalLoss])
+@pytest.mark.parametrize("labels", [None, [7, 7, 8, -1, 9, 8]], ids=["inputs", "labels"])
+@pytest.mark.parametrize(("positives", "negatives"), [(1, 0), (1, 2), (2, 0), (2, 1), (5, 0), (5, 2)])
+@pytest.mark.parametrize("name", list_losses())
+def test_value_and_gradient_are_those_of_the_similarity_matrix(name, positives, negatives, labels, kind):
+    columns, captions = make_batch(positives, negatives)
+    options = {"mmd_weight": 0, "diversity_weight": 0} if name == "smooth_chamfer" else {}
+    reference = create_loss("triplet_hn" if name == "smooth_chamfer" else name)
+    model = Lookup()
+    mask = positive_mask(REPEATED, captions, positives, labels)
+    options |= {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
+    loss = kind(model, name, num_positives=positives, **options)
+    found = value_and_gradient(loss, columns, None if labels is None else torch.tensor(labels))
+    # sentence-transformers 6.0 embeds again with gradients in float32.
+    tolerances = {"rtol": 1e-10, "atol": 1e-12} if kind is RetrievalLoss else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found, expected(reference, model, REPEATED, captions, mask), **tolerances)
+
+
+def test_one_direction_and_the_regularizers():
+    """Which the losses have of their own, also where pairs are found by inputs."""
+    columns, captions = make_batch(2, 0)
+    model, mask = Lookup(), positive_mask(REPEATED, captions, 2)
+    right = expected(create_loss("unified", symmetric=False), model, REPEATED, captions, mask)
+    torch.testing.assert_close(
+        value_and_gradient(RetrievalLoss(model, "unified", 2, symmetric=False), columns), right, rtol=1e-10, atol=1e-12
+    )
+    plain, regularized = (
+        RetrievalLoss(model, "smooth_chamfer", 2, mmd_weight=weight, diversity_weight=0)(columns) for weight in (0, 0.5)
+    )
+    base = create_loss("smooth_chamfer", mmd_weight=0.5, diversity_weight=0)
+    term = base.regularization(model.table[REPEATED], model.table[captions])["mmd_loss"]
+    torch.testing.assert_close(regularized - plain, term, rtol=1e-9, atol=0)
+
+
+def test_losses_of_pytorch_metric_learning():
+    columns, _ = make_batch(1, 1, images=[1, 2, 3, 4, 5, 6])
+    model, labels = Lookup(), torch.tensor([0, 1, 2, 0, 1, 3])
+    images, captions = model.table[[1, 2, 3, 4, 5, 6]], model.table[[row[0] for row in POSITIVES + NEGATIVES]]
+    ids = torch.cat([labels, torch.arange(6) + 100])
+    right = MultiSimilarityLoss()(images, labels, ref_emb=captions, ref_labels=ids)
+    for loss in ("MultiSimilarityLoss", {"name": "MultiSimilarityLoss"}, MultiSimilarityLoss()):
+        torch.testing.assert_close(RetrievalLoss(model, loss)(columns, labels), right, rtol=1e-12, atol=0)
+
+
+class ByPixels(Lookup):
+    def forward(self, features, **_):
+        if "pixel_values" not in features:
+            return super().forward(features)
+        return {"sentence_embedding": self.table[[1, 2, 2, 3, 3, 3]]}
+
+
+def test_pixels_are_compared_too():
+    """Images that differ in one value, or in the order of two, are different ones."""
+    pixels = torch.rand(1, 3, 4, 4).repeat(6, 1, 1, 1)
+    pixels[1:3, 2, 3, 3] += 1e-6
+    pixels[3:, 0, 0, :2] = pixels[3:, 0, 0, :2].flip(1)
+    model, (columns, captions), images = ByPixels(), make_batch(1, 0), [1, 2, 2, 3, 3, 3]
+    right = expected(create_loss("unified"), model, images, captions, positive_mask(images, captions, 1))
+    found = value_and_gradient(RetrievalLoss(model), [{"pixel_values": pixels}, *columns[1:]])
+    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+def test_vlc_is_multiple_negatives_ranking_loss():
+    """On pairs, with the scale and the direction of sentence-transformers."""
+    model = Lookup(torch.float32)
+    columns = [column([1, 2, 3, 4]), column([11, 12, 13, 14], width=3), column([15, 16, 17, 18])]
+    theirs = value_and_gradient(host.MultipleNegativesRankingLoss(model), columns)
+    found = value_and_gradient(RetrievalLoss(model, "vlc", scale=20, symmetric=False), columns)
+    torch.testing.assert_close(found, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "labels", "message"),
+    [
+        ({"num_positives": 2}, 2, None, "expected an anchor and 2 positives, got 2 columns"),
+        ({}, 2, torch.rand(6), r"integer image ids \(B,\), got torch.float32 \(6,\)"),
+        ({}, 2, torch.ones(6, 2, dtype=torch.long), "integer image ids"),
+    ],
+)
+def test_wrong_columns_and_labels(kind, columns, labels, message):
+    with pytest.raises(ValueError, match=message):
+        RetrievalLoss(Lookup(), **kind)(make_batch(1, 0)[0][:columns], labels)
+
+
+def test_flattened_inputs_need_labels():
+    columns, _ = make_batch(1, 0)
+    columns[1] |= {"cu_seq_lens_q": torch.arange(7)}
+    with pytest.raises(ValueError, match="add a column `label`"):
+        RetrievalLoss(Lookup())(columns)
+    assert RetrievalLoss(Lookup())(columns, torch.arange(6)).isfinite()
+
+
+def test_the_gradients_of_a_loss_with_parameters_would_not_be_scaled():
+    loss = ProxyAnchorLoss(num_classes=3, embedding_size=8)
+    with pytest.raises(ValueError, match="has parameters"):
+        CachedRetrievalLoss(Lookup(), loss)(make_batch(1, 0)[0])
+
+
+class Dropout(Lookup):
+    def forward(self, features, **_):
+        return {"sentence_embedding": nn.functional.dropout(super().forward(features)["sentence_embedding"], 0.5)}
+
+
+def test_cached_gradients_with_dropout_are_those_of_the_same_chunks():
+    model, (columns, captions) = Dropout(), make_batch(2, 0)
+    torch.manual_seed(1)
+    cached = value_and_gradient(CachedRetrievalLoss(model, "unified", 2, mini_batch_size=4), columns)
+    torch.manual_seed(1)
+    parts = [{name: value[rows] for name, value in part.items()} for part in columns for rows in CHUNKS]
+    chunks = [model(part)["sentence_embedding"] for part in parts]
+    images, texts = torch.cat(chunks[:2]), torch.cat(chunks[2:])
+    unit_images, unit_texts = (side / side.norm(dim=1, keepdim=True) for side in (images, texts))
+    mask = positive_mask(REPEATED, captions, 2)
+    value = create_loss("unified").from_similarities(unit_images @ unit_texts.T, mask, ~mask)
+    torch.testing.assert_close(
+        cached, (value.detach(), torch.autograd.grad(value, model.table)[0]), rtol=1e-6, atol=1e-7
+    )
+
+
+CASES = [(kind, labels) for kind in ("RetrievalLoss", "CachedRetrievalLoss") for labels in (None, [7, 7, 8, 7, 9, 8])]
+
+
+def in_process(rank, world_size):
+    """Return value and gradient of each case with the rows of one process."""
+    columns, _ = make_batch(2, 1)
+    rows = slice(rank * 6 // world_size, (rank + 1) * 6 // world_size)
+    columns = [{name: value[rows] for name, value in part.items()} for part in columns]
+    found = []
+    for kind, labels in CASES:
+        loss = getattr(ours, kind)(Lookup(), "unified", 2, gather_across_devices=True)
+        found += value_and_gradient(loss, columns, None if labels is None else torch.tensor(labels)[rows])
+    if world_size > 1:
+        loss = RetrievalLoss(Lookup(), {"name": "unified", "distance": "match_probability"})
+        with pytest.raises(ValueError, match="has parameters"):
+            loss(columns)
+    return [part / world_size for part in found]
+
+
+def test_two_processes_are_one():
+    first, second = in_processes(in_process, 2, 2)
+    found = [a + b for a, b in zip(first, second, strict=True)]
+    torch.testing.assert_close(found, in_process(0, 1), rtol=1e-6, atol=1e-7)
+
+
+def test_model_card():
+    loss = CachedRetrievalLoss(Lookup(), "unified", 5, mini_batch_size=8, margin=0.1)
+    expected = {"loss": "unified", "margin": 0.1, "num_positives": 5, "gather_across_devices": False}
+    assert loss.get_config_dict() == expected | {"mini_batch_size": 8}
+    assert "Li et al. 2022, Unified Loss of Pair Similarity Optimization" in loss.citation
+    assert loss.citation.startswith("@misc{")
+    assert "PyTorch Metric Learning" in RetrievalLoss(Lookup(), "NTXentLoss").citation
