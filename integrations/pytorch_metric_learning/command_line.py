@@ -60,7 +60,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
     from vl_plugins.integrations.pytorch_metric_learning.training import Run, make_accelerator
 
-    config = read_config(arguments.config, overrides(arguments))
+    with user_errors(arguments.config):
+        config = read_config(arguments.config, overrides(arguments))
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     with user_errors("--precision, --device, --report-to or the settings of accelerate"):
         accelerator = make_accelerator(arguments.precision, out, arguments.device, arguments.report_to)

@@ -170,8 +170,10 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         # Resolvers such as ${oc.env:NAME} would send what is in the environment to an address in an untrusted file.
         if found := re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str)):
             raise UserError(f"{found[1]}: only references to other values, such as ${{training.epochs}}, are supported")
-        training = tree.get("training") or {}
-        tree.stages = [OmegaConf.merge(training, stage) for stage in tree.get("stages") or []]
+        training, stages = tree.get("training") or {}, tree.get("stages") or OmegaConf.create([])
+        if not OmegaConf.is_list(stages):
+            raise UserError(f"stages must be a list of mappings such as [{{epochs: 10}}], got {stages}")
+        tree.stages = [OmegaConf.merge(training, stage) for stage in stages]
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{first_line(error)}") from error

@@ -20,7 +20,7 @@ from vl_plugins.integrations.cross_modal import (
     cross_modal_loss,
 )
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
-from vl_plugins.integrations.pytorch_metric_learning.towers import Tower, TwoTowers, build_towers
+from vl_plugins.integrations.pytorch_metric_learning.towers import Tower, TwoTowers, build_towers, build_vocabulary
 from vl_plugins.numerics import full_precision
 from vl_plugins.registry import create, create_loss
 
@@ -103,7 +103,7 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
 
     Args:
         config: what to build.
-        vocabulary: of :func:`~vl_plugins.integrations.pytorch_metric_learning.towers.build_vocabulary`.
+        vocabulary: of a text trunk ``gru``; by default the words of the training captions.
         pretrained: whether to load pretrained weights.
 
     Raises:
@@ -123,6 +123,7 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
         miner_options = {"distance": loss.distance}
     with user_errors("miner"):
         miner = None if config.miner is None else create("miner", {**miner_options, **_mapping(config.miner)})
+    vocabulary = build_vocabulary(config) if vocabulary is None else vocabulary
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)

@@ -36,7 +36,7 @@ from vl_plugins.integrations.pytorch_metric_learning.objective import (
     build_objective,
     make_optimizer,
 )
-from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers, build_vocabulary
+from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -113,7 +113,7 @@ class Run:
         self._saved = self._read_latest(resume)
         self.history: list[dict[str, Any]] = self._saved.get("history", [])
         words = self._saved.get("vocabulary")
-        vocabulary = Vocabulary(tuple(words)) if words else build_vocabulary(config)
+        vocabulary = Vocabulary(tuple(words)) if words else None
         self.objective = build_objective(config, vocabulary, pretrained=not self._saved)
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
