@@ -26,6 +26,7 @@ from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_acce
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
 from vl_plugins.integrations.pytorch_metric_learning.training import LATEST
 
+
 @pytest.fixture(autouse=True)
 def new_accelerator():
     """Its precision stays for the whole process."""
