@@ -52,12 +52,13 @@ def _join(chunks: list[Any]) -> Any:
 def _fixed_statistics(encoder: Any) -> Iterator[None]:
     """Leave running statistics of batch norm alone, which still normalizes by those of the chunk."""
     modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
-    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    tracking = [norm.track_running_stats for norm in norms]
-    for norm in norms:
-        norm.track_running_stats = False
+    norms: list[Any] = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    saved = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, _, count in saved:
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:
-        for norm, tracks in zip(norms, tracking, strict=True):
-            norm.track_running_stats = tracks
+        for norm, momentum, count in saved:
+            norm.momentum, norm.num_batches_tracked = momentum, count
