@@ -279,7 +279,7 @@ def test_configuration(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(content)
     config = read_config(path)
-    assert [(stage.epochs, stage.freeze) for stage in config.stages] == [(30, ["image_trunk"]), (15, [])]
+    assert [(stage.epochs, stage.freeze) for stage in config.schedule] == [(30, ["image_trunk"]), (15, [])]
     assert config.stages[1].optimizer["lr"] == 2e-5
     small = ["image.trunk.model=test_vit", "text.trunk.hidden_dim=32", "dim=32", "text.trunk.word_dim=16"]
     step_of_each_stage(config_of_command(["--config", path, "--set", *small]))

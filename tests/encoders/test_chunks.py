@@ -8,7 +8,6 @@ from torch import nn
 
 from vl_plugins.encoders import encode_in_chunks
 
-
 LAYERS = {"dropout": lambda: nn.Dropout(0.5), "norm": lambda: nn.BatchNorm1d(6)}
 
 
