@@ -81,12 +81,15 @@ LOSSES = [snippet for snippet in SNIPPETS if snippet not in OTHERS]
 
 
 @pytest.mark.parametrize(
-    "snippet", LOSSES, ids=["pml", "margins", "sets", "processes", "similarities", "miner", "queues"]
+    "snippet", LOSSES, ids=["pml", "margins", "sets", "chunks", "processes", "similarities", "miner", "queues"]
 )
 def test_python_snippets(snippet):
     variables = {}
     exec(compile(snippet, "README.md", "exec"), variables)
-    gradients = [value.grad for name, value in variables.items() if name in ("image_embeddings", "text_embeddings")]
+    leaves = [value for name, value in variables.items() if name in ("image_embeddings", "text_embeddings")]
+    if "image_encoder" in variables:
+        leaves = [variables[f"{side}_encoder"].weight for side in ("image", "text")]
+    gradients = [leaf.grad for leaf in leaves]
     gradients += [variables["similarities"].grad] if "similarities" in variables else []
     assert gradients
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
