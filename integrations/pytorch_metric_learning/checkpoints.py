@@ -13,7 +13,7 @@ from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
 from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
-from vl_plugins.integrations.torch_files import read_torch_file
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 from vl_plugins.registry import check_registered
 
 __all__ = ["load_objective", "load_towers", "read_checkpoint", "write_checkpoint"]
@@ -53,18 +53,16 @@ def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, damaged or something else.
     """
-    with user_errors(f"checkpoint {file}"):
-        try:
-            content = read_torch_file(file)
-        except UserError as error:  # which does not have the file's name
-            raise UserError(f"checkpoint {file}: {error}") from error
-        if (
-            not isinstance(content, dict)
-            or content.get("format") != FORMAT
-            or content.get("version") not in (1, VERSION)
-        ):
-            raise UserError(f"{file} is not a checkpoint of {FORMAT} that this version reads")
-        return content
+    try:
+        content = read_torch_file(file)
+    except UnreadableFileError as error:
+        raise UserError(f"checkpoint {file}: {error}") from error
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) not in (
+        (FORMAT, 1),
+        (FORMAT, 2),
+    ):
+        raise UserError(f"{file} is not a checkpoint of {FORMAT} of version 1 or 2")
+    return content
 
 
 def load_objective(objective: Objective, content: Mapping[str, Any]) -> None:

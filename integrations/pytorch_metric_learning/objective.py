@@ -111,27 +111,23 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     """
     seed_everything(config.seed)  # of the parameters of the loss
     options = {kind: getattr(config, kind) for kind in ("reducer", "distance") if getattr(config, kind) is not None}
-    name, own = split(config.loss)
     with user_errors("loss"):
-        loss = create_loss({"name": name, **own}, **options)
-        named = "distance" in {**own, **options}
+        loss = create_loss(config.loss, **options)
+        named = "distance" in {**split(config.loss)[1], **options}
         if config.head and not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
-            loss = create_loss({"name": name, **own}, **options, distance="smooth_chamfer")
-    miner_options = {}
+            loss = create_loss(config.loss, **options, distance="smooth_chamfer")
+    shared, miner = {}, None
     if config.head is not None:
         check_compares_sets(loss)
-        miner_options = {"distance": loss.distance}
-    with user_errors("miner"):
-        miner = None if config.miner is None else create("miner", {**miner_options, **_mapping(config.miner)})
+        shared = {"distance": loss.distance}
+    if config.miner is not None:
+        with user_errors("miner"):
+            given = split(config.miner)[1]
+            miner = create("miner", config.miner, **{name: shared[name] for name in shared if name not in given})
     vocabulary = build_vocabulary(config) if vocabulary is None else vocabulary
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
-
-
-def _mapping(component: Any) -> dict[str, Any]:
-    name, options = split(component)
-    return {"name": name, **options}
 
 
 def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:

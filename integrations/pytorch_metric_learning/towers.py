@@ -24,10 +24,8 @@ from vl_plugins.registry import options_of
 
 __all__ = ["Tower", "TwoTowers", "build_towers", "build_vocabulary"]
 
-TRUNKS: dict[str, dict[str, Any]] = {
-    "image": {"features": FeatureTrunk, "timm": TimmTrunk},
-    "text": {"gru": GRUTrunk, "hugging_face": HuggingFaceTrunk},
-}
+IMAGE_TRUNKS: dict[str, Any] = {"features": FeatureTrunk, "timm": TimmTrunk}
+TEXT_TRUNKS: dict[str, Any] = {"gru": GRUTrunk, "hugging_face": HuggingFaceTrunk}
 
 
 class Tower(nn.Module):
@@ -142,27 +140,24 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
     image_trunk = _trunk("image", config.image, {}, pretrained)
     if (config.data.inputs == "features") != isinstance(image_trunk, FeatureTrunk):
         raise UserError(f"image.trunk {config.image.trunk} does not take data.inputs {config.data.inputs!r}")
-    text_trunk = _trunk("text", config.text, _words(config, vocabulary, pretrained), pretrained)
-    trunks = {"image": image_trunk, "text": text_trunk}
-    return TwoTowers(*(_tower(side, config, trunks[side]) for side in trunks), vocabulary, config.data.inputs)
+    words: dict[str, Any] = {}
+    if vocabulary is not None:
+        path = split(config.text.trunk)[1].get("word_vectors")
+        vectors = read_word_vectors(path, vocabulary)[0] if path and pretrained else None
+        words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
+    text_trunk = _trunk("text", config.text, words, pretrained)
+    image, text = _tower("image", config, image_trunk), _tower("text", config, text_trunk)
+    return TwoTowers(image, text, vocabulary, config.data.inputs)
 
 
 def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: bool) -> Any:
     name, options = split(settings.trunk)
-    factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
+    trunks = IMAGE_TRUNKS if side == "image" else TEXT_TRUNKS
+    factory = trunks[one_of(f"{side}.trunk", name, trunks)]
     random = {} if pretrained else {"pretrained": False, "weights": None}
     options |= {option: value for option, value in random.items() if option in options_of(factory)}
     with user_errors(f"{side}.trunk {name!r}"):
         return factory(**options | words)
-
-
-def _words(config: Config, vocabulary: Vocabulary | None, pretrained: bool) -> dict[str, Any]:
-    """Return the options of a text trunk that follow from its vocabulary."""
-    if vocabulary is None:
-        return {}
-    path = split(config.text.trunk)[1].get("word_vectors")
-    vectors = read_word_vectors(path, vocabulary)[0] if path and pretrained else None
-    return {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
 
 
 def _tower(side: str, config: Config, trunk: Any) -> Tower:

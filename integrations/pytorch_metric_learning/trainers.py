@@ -37,6 +37,7 @@ class CrossModalTrainer(BaseTrainer):
 
     dataloader: Any
     dataloader_iter: Any
+    data_and_label_getter: Any
 
     def custom_setup(self) -> None:
         for loss in self.loss_funcs.values():

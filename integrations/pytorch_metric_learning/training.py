@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, training_loader
 from vl_plugins.data.files import write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.encoders import Vocabulary
@@ -36,7 +36,6 @@ from vl_plugins.integrations.pytorch_metric_learning.objective import (
     build_objective,
     make_optimizer,
 )
-from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -120,18 +119,13 @@ class Run:
         if self._saved:
             load_objective(self.objective, self._saved)
         self.objective.to(self.accelerator.device)
-        self.loader, self.validation = self._training_loader(), self._validation_loader()
+        self.loader, self.validation = self._loaders()
         for stage in config.schedule:  # for errors of later stages
             _, schedule = self._start(stage)
             if schedule.by == "plateau" and self.validation is None:
                 raise UserError("lr_scheduler ReduceLROnPlateau needs validation: data.val or --val-data")
             if schedule.mismatch and self.accelerator.is_main_process:
                 logger.warning(schedule.mismatch)
-
-    @property
-    def towers(self) -> TwoTowers:
-        """The model."""
-        return self.objective.towers
 
     def train(self) -> list[dict[str, Any]]:
         """Train the epochs that are left of all stages; return the metrics of each epoch."""
@@ -146,10 +140,9 @@ class Run:
         for number, stage in enumerate(self.config.schedule, 1):
             first, last = last, last + stage.epochs
             if len(self.history) < last:
+                epochs = f"epochs {len(self.history) + 1} to {last}"
                 frozen = f", frozen: {', '.join(stage.freeze)}" if stage.freeze else ""
-                logger.info(
-                    f"stage {number} of {len(self.config.schedule)}: epochs {len(self.history) + 1} to {last}{frozen}"
-                )
+                logger.info(f"stage {number} of {len(self.config.schedule)}: {epochs}{frozen}")
                 self._train_stage(stage, first, last)
         self.accelerator.end_training()
         return self.history
@@ -162,9 +155,11 @@ class Run:
     def _train_stage(self, stage: StageConfig, first: int, last: int) -> None:
         optimizer, schedule = self._start(stage)
         if self._saved and len(self.history) > first:  # a new stage has a new optimizer
-            # Options are those of the configuration, which may have changed.
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": self._saved["optimizer"], "param_groups": groups})
+            saved, groups = self._saved["optimizer"], optimizer.state_dict()["param_groups"]
+            if [(g["part"], g["params"]) for g in groups] != [(g["part"], g["params"]) for g in saved["param_groups"]]:
+                raise UserError("--resume: this stage trains other parts than before; use a new --out")
+            # Rates and other options are those of the configuration, which may have changed.
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
             schedule.replay(self.history[first:])
         model, prepared = self.accelerator.prepare(self.objective, optimizer)
         if self._saved and self.accelerator.scaler is not None and self._saved["scaler"]:
@@ -184,11 +179,12 @@ class Run:
         self.objective.set_mode(stage)
         self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
-        for step, batch in self._batches(epoch):
-            loss = model(*batch)
+        bar = tqdm(self.loader, desc=f"epoch {epoch}", disable=not accelerator.is_main_process)
+        for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
+            loss = model(*send_to_device(batch, accelerator.device))
             accelerator.backward(loss)
             if stage.clip_grad_norm:
-                accelerator.clip_grad_norm_(self.towers.parameters(), stage.clip_grad_norm)
+                accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             if step % self.config.log_every == 0:
@@ -197,22 +193,16 @@ class Run:
             schedule.step("iteration")
         _finite(loss, step, epoch)
 
-    def _batches(self, epoch: int) -> Iterator[tuple[int, Any]]:
-        bar = tqdm(self.loader, desc=f"epoch {epoch}", disable=not self.accelerator.is_main_process)
-        for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
-            yield step, send_to_device(batch, self.accelerator.device)
-
     def _evaluate(self) -> dict[str, Any]:
         """Return the metrics of an epoch, with its number."""
         epoch, metrics = len(self.history) + 1, {}
         if self.validation is not None and self.accelerator.is_main_process:
             precision = PRECISIONS[self.accelerator.mixed_precision]
-            metrics = validate(self.towers.eval(), self.validation, self.accelerator.device, precision)
+            metrics = validate(self.objective.towers.eval(), self.validation, self.accelerator.device, precision)
             log_metrics(metrics, epoch)
         (metrics,) = broadcast_object_list([metrics])
-        self.accelerator.log(
-            {f"val/{name}": value for name, value in metrics.items()}, step=epoch * len(self.loader) - 1
-        )
+        values = {f"val/{name}": value for name, value in metrics.items()}
+        self.accelerator.log(values, step=epoch * len(self.loader) - 1)
         return {**metrics, "epoch": epoch}
 
     def _write(self, optimizer: Optimizer) -> None:
@@ -226,7 +216,7 @@ class Run:
             self.objective,
             epoch=row["epoch"],
             history=self.history,
-            optimizer=optimizer.state_dict()["state"],
+            optimizer=optimizer.state_dict(),
             scaler=scaler and scaler.state_dict(),
             settings=self._settings(),
         )
@@ -260,11 +250,12 @@ class Run:
             logger.warning(f"resuming after epoch {saved['epoch']} with changes: {'; '.join(changed)}")
         return saved
 
-    def _training_loader(self) -> DataLoader:
+    def _loaders(self) -> tuple[DataLoader, DataLoader | None]:
+        """Return loaders of training and validation; the latter is None without ``data.val``."""
         data = self.config.data
-        dataset = self._dataset(data.train, is_train=True)
+        training = self._dataset(data.train, is_train=True)
         sampler = CaptionSampler(
-            dataset.collection,
+            training.collection,
             data.batch_size,
             captions_per_image=data.captions_per_image,
             seed=self.config.seed,
@@ -273,22 +264,18 @@ class Run:
             world_size=self.accelerator.num_processes,
         )
         classes = getattr(self.objective.loss, "num_classes", None)
-        if classes is not None and (found := int(dataset.collection.labels.max()) + 1) > classes:
+        if classes is not None and (found := int(training.collection.labels.max()) + 1) > classes:
             raise UserError(f"loss: num_classes must be at least {found}, since each image is a class; got {classes}")
-        return training_loader(dataset, sampler, workers=data.workers)
-
-    def _validation_loader(self) -> DataLoader | None:
-        data = self.config.data
-        if not data.val:
-            return None
-        return evaluation_loader(self._dataset(data.val, is_train=False), data.batch_size, workers=data.workers)
+        validation = None
+        if data.val:
+            dataset = self._dataset(data.val, is_train=False)
+            validation = evaluation_loader(dataset, data.batch_size, workers=data.workers)
+        return training_loader(training, sampler, workers=data.workers), validation
 
     def _dataset(self, shards: str, *, is_train: bool) -> ShardDataset:
-        data, transform = self.config.data, self.towers.image_transform(is_train)
-        collection = read_collection(shards)
-        dataset = ShardDataset(
-            collection, transform, self.towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error
-        )
+        towers, data = self.objective.towers, self.config.data
+        transform, on_error = towers.image_transform(is_train), data.on_read_error
+        dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=on_error)
         dataset[0]  # raises an error before training, also with "skip"
         return dataset
 

@@ -195,7 +195,7 @@ def test_schedules_of_another_length_than_the_stage(by, length):
         ({"head": {"name": "set", "num_slots": 0}}, "head: num_slots must be"),
         ({"loss": {"name": "unified", "scale": "learned"}}, "scale of loss 'unified' must be a number"),
         ({"loss": {"name": "unified", "scale": 0}}, "loss: scale must be a finite number"),
-        ({"loss": {"scale": 9}}, "expected a name or a mapping such as"),
+        ({"loss": {"scale": 9}}, "loss must be a name or a mapping"),
         ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "miner: k must be"),
         ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "LpDistance does not compare"),
         ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb.*one_set: true"),

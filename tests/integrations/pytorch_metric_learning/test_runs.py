@@ -162,6 +162,9 @@ def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is not a checkpoint of"):
         train(plain, tmp_path, resume=True)
+    shutil.copy(folder / LATEST, tmp_path)
+    with pytest.raises(UserError, match="this stage trains other parts than before"):
+        train({**plain, "stages": [{"epochs": 4, "freeze": ["text_trunk"]}]}, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
