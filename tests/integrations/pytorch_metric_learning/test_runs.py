@@ -275,7 +275,7 @@ def test_the_toy_recipe_in_half_precision(toy_shards, tmp_path, precision):
 def scenes(tmp_path_factory):
     """Shards of 256 toy scenes to train on, and of 24 to evaluate."""
     folder = tmp_path_factory.mktemp("scenes")
-    write_toy_scenes(folder, train=256, val=24, test=0)
+    write_toy_scenes(folder, train=256, val=24, test=1)
     write_shards(read_karpathy(folder / "dataset_toy.json", "coco"), folder, folder, samples_per_shard=128)
     return folder
 
