@@ -7,62 +7,29 @@ from typing import Any
 
 import torch
 
-from vl_plugins.data.files import write_complete
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
 from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 from vl_plugins.registry import check_registered
 
-__all__ = ["load_objective", "load_towers", "read_checkpoint", "write_checkpoint"]
+__all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers"]
 
 FORMAT, VERSION = "vl_plugins.pytorch_metric_learning", 2
 
 
-def write_checkpoint(file: str | os.PathLike, config: Config, objective: Objective, **state: Any) -> None:
-    """Write a file that appears complete or not at all.
-
-    Args:
-        file: its path.
-        config: of the training.
-        objective: model, vocabulary and loss.
-        state: tensors, numbers, strings and containers of them, by name.
-
-    Raises:
-        UserError: the file cannot be written; an earlier one stays.
-    """
+def describe(config: Config, objective: Objective) -> dict[str, Any]:
+    """Return model, vocabulary, loss and configuration as the content of a checkpoint, to which others may be added."""
     vocabulary = objective.towers.vocabulary
-    content = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "config": asdict(config),
         "vocabulary": None if vocabulary is None else list(vocabulary.words),
         "models": {name: part.state_dict() for name, part in objective.towers.parts().items()},
         "loss_funcs": {"metric_loss": objective.loss.state_dict()},
-        **state,
     }
-    with write_complete(file) as stream:
-        torch.save(content, stream)
-
-
-def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of a file, also of one of version 0.2.
-
-    Raises:
-        UserError: the file is missing, damaged or something else.
-    """
-    try:
-        content = read_torch_file(file)
-    except UnreadableFileError as error:
-        raise UserError(f"checkpoint {file}: {error}") from error
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) not in (
-        (FORMAT, 1),
-        (FORMAT, 2),
-    ):
-        raise UserError(f"{file} is not a checkpoint of {FORMAT} of version 1 or 2")
-    return content
 
 
 def load_objective(objective: Objective, content: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, send_to_device
 from omegaconf import OmegaConf
@@ -20,22 +21,19 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, training_loader
-from vl_plugins.data.files import write_file
+from vl_plugins.data.files import write_complete, write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.encoding import log_metrics, validate
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import (
-    load_objective,
-    read_checkpoint,
-    write_checkpoint,
-)
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
 from vl_plugins.integrations.pytorch_metric_learning.objective import (
     Schedule,
     build_objective,
     make_optimizer,
 )
+from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -207,20 +205,18 @@ class Run:
 
     def _write(self, optimizer: Optimizer) -> None:
         *earlier, row = self.history
-        if "rsum" in row and row["rsum"] > max((other.get("rsum", -math.inf) for other in earlier), default=-math.inf):
-            write_checkpoint(self.folder / BEST, self.config, self.objective, epoch=row["epoch"], metrics=row)
         scaler = self.accelerator.scaler
-        write_checkpoint(
-            self.folder / LATEST,
-            self.config,
-            self.objective,
-            epoch=row["epoch"],
-            history=self.history,
-            optimizer=optimizer.state_dict(),
-            scaler=scaler and scaler.state_dict(),
-            settings=self._settings(),
-        )
+        model = {"epoch": row["epoch"], "metrics": row, **describe(self.config, self.objective)}
+        training = {"history": self.history, "settings": self._settings(), "optimizer": optimizer.state_dict()}
+        training["scaler"] = scaler and scaler.state_dict()
+        if "rsum" in row and row["rsum"] > max((other.get("rsum", -math.inf) for other in earlier), default=-math.inf):
+            self._save(BEST, model)
+        self._save(LATEST, model | training)
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
+
+    def _save(self, name: str, content: dict[str, Any]) -> None:
+        with write_complete(self.folder / name) as stream:
+            torch.save(content, stream)
 
     def _settings(self) -> dict[str, Any]:
         """Return what should not change when a run is resumed, by name."""
@@ -237,9 +233,14 @@ class Run:
             return {}
         if not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume")
-        saved = read_checkpoint(file)
-        if "settings" not in saved:
-            raise UserError(f"{file} is of version 0.2: it can be evaluated, but not resumed; use a new --out")
+        try:
+            saved = read_torch_file(file)
+        except UnreadableFileError as error:
+            raise UserError(f"checkpoint {file}: {error}") from error
+        if not isinstance(saved, dict) or (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
+            raise UserError(
+                f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
+            )
         before, now = saved["settings"], self._settings()
         changed = [
             f"{name} from {before.get(name)} to {now.get(name)}"

@@ -160,7 +160,7 @@ def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     with pytest.raises(UserError, match=r"checkpoint .*latest.pt: it is cut off or damaged \("):
         train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
-    with pytest.raises(UserError, match="is not a checkpoint of"):
+    with pytest.raises(UserError, match="is not of this version"):
         train(plain, tmp_path, resume=True)
     shutil.copy(folder / LATEST, tmp_path)
     with pytest.raises(UserError, match="this stage trains other parts than before"):
