@@ -121,6 +121,8 @@ def test_parts_are_groups_of_one_optimizer():
         "loss": 2,
     }
     assert groups["loss"]["params"] == [objective.loss.W]
+    _, again = make(loss={"name": "ArcFaceLoss", **CLASSES}, one_set=True)
+    assert torch.equal(again.loss.W, objective.loss.W), "the seed covers the loss"
     assert len(groups["text_trunk"]["params"]) == len(list(objective.towers.text.trunk.parameters())) - 1
 
 

@@ -190,9 +190,11 @@ def test_errors_come_before_anything_is_written(toy_shards, tmp_path, changes, m
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(toy_shards, tmp_path):
-    plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}})
-    with pytest.raises(UserError, match="the loss is nan at step 2 of epoch 1"):
+@pytest.mark.parametrize(("log_every", "step"), [(2, 2), (100, 3)])
+def test_a_loss_that_is_not_finite_stops_the_run(toy_shards, tmp_path, log_every, step):
+    """At the next report, or at the end of the epoch, before a checkpoint."""
+    plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}}, log_every=log_every)
+    with pytest.raises(UserError, match=f"the loss is nan at step {step} of epoch 1"):
         train(plain, tmp_path)
 
 
