@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
+from vl_plugins import create_loss
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_objective, make_accelerator, parse_config
@@ -98,6 +99,18 @@ def test_two_processes_equal_one(two_processes, name):
     assert sum(key.startswith("grad") for key in expected) > 3
     for found in two_processes:
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("one_set", [False, True])
+def test_texts_belong_to_the_image_that_they_stand_beside(one_set):
+    objective = build_objective(parse_config(case(one_set=one_set)), Vocabulary(tuple("abcdefgh"))).double()
+    images, texts, labels = batch()
+    x, y = objective.towers.encode_image(images), objective.towers.encode_text(texts)
+    text_labels, loss = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 1, 1, 6, 6, 7, 7]), create_loss("unified")
+    expected = loss(x, labels, ref_emb=y, ref_labels=text_labels)
+    if one_set:
+        expected = loss(torch.cat([x, y]), torch.cat([labels, text_labels]))
+    torch.testing.assert_close(objective(images, texts, labels), expected, rtol=0, atol=1e-12)
 
 
 def make(**changes):
