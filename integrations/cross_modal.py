@@ -135,5 +135,5 @@ def check_takes_references(loss: nn.Module) -> None:
 def _takes_no_references(loss: nn.Module) -> UserError:
     return UserError(
         f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
-        "the trainer MetricLossOnly gives it both as one set"
+        "one_set: true in the configuration of the trainer compares both as one set"
     )

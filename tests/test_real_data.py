@@ -69,21 +69,20 @@ def test_two_towers_from_a_file(stamps, tmp_path):
     run(tmp_path, "vl_plugins.cli", "shards", "coco", *source, "--out", "shards", "--samples-per-shard", "200")
     command = ["vl_plugins.integrations.pytorch_metric_learning", "--config", "toy.yaml", "--device", "cpu"]
     command += ["--train-data", "shards/stamps-train-{000000..000002}.tar", "--out"]
-    validation = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32", "accuracy=False"]
+    validation = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32"]
     run(tmp_path, *command, "whole", *validation, "training.epochs=3")
     rows = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
     assert [json.loads(row)["num_captions"] for row in rows] == [300] * 3
     code = f"""
-import sys
-from vl_plugins.integrations.pytorch_metric_learning import main
-from vl_plugins.integrations.pytorch_metric_learning.runs import Run
-end_of_iteration = Run._end_of_iteration
-def kill(self, trainer):
-    end_of_iteration(self, trainer)
-    if trainer.epoch == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
 import os, signal
-Run._end_of_iteration = kill
+from vl_plugins.data import CaptionSampler
+from vl_plugins.integrations.pytorch_metric_learning import main
+set_epoch = CaptionSampler.set_epoch
+def kill(self, epoch):
+    if epoch == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    set_epoch(self, epoch)
+CaptionSampler.set_epoch = kill
 main({list(map(str, [*command[1:], "killed", *validation, "training.epochs=3"]))!r})
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})

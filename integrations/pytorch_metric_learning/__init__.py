@@ -1,28 +1,26 @@
-"""Two-tower training by pytorch-metric-learning: ``python -m vl_plugins.integrations.pytorch_metric_learning``.
+"""Two-tower training from a YAML file: ``python -m vl_plugins.integrations.pytorch_metric_learning``.
 
-As a library: :func:`build_trainer` makes a trainer from a configuration; :class:`CrossModalTrainer` trains models and
-data of your own.
+As a library: :class:`Run` trains a configuration of :func:`read_config` or :func:`parse_config`, and
+:class:`CrossModalTrainer` is a trainer of pytorch-metric-learning for models and data of your own.
 """
 
 import importlib
 
-__all__ = [
-    "CrossModalTrainer",
-    "build_trainer",
-    "main",
-    "read_config",
-]
-
-# Imported when they are used, so that the command line can name an extra that is not installed.
-MODULES = {
+# Imported at first use, so that the command line can name an extra that is not installed.
+_MODULES = {
     "CrossModalTrainer": "trainers",
-    "build_trainer": "runs",
+    "Run": "training",
+    "build_objective": "objective",
     "main": "command_line",
+    "make_accelerator": "training",
+    "parse_config": "config",
     "read_config": "config",
 }
 
+__all__ = sorted(_MODULES)
+
 
 def __getattr__(name: str):
-    if name not in MODULES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,66 +1,42 @@
-"""Checkpoints: the whole state of a training at the end of an epoch, or a model alone."""
+"""Checkpoints: the model at the end of an epoch, and in ``latest.pt`` the state of the training too."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
-from vl_plugins.data.files import write_complete
-from vl_plugins.encoders.vocabulary import Vocabulary
-from vl_plugins.errors import UserError, first_line
-from vl_plugins.integrations.pytorch_metric_learning.config import REMOVED_DATA_KEYS, Config, parse_config
-from vl_plugins.integrations.pytorch_metric_learning.models import TwoTowers, build_towers
-from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.encoders import Vocabulary
+from vl_plugins.errors import UserError, user_errors
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
+from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
 from vl_plugins.registry import check_registered
 
-__all__ = ["load_state_dicts", "load_towers", "read_checkpoint", "state_dicts", "write_checkpoint"]
+__all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers"]
 
-FORMAT = "vl_plugins.pytorch_metric_learning"
-VERSION = 1
-
-Parts = Mapping[str, Any] | nn.ModuleDict
+FORMAT, VERSION = "vl_plugins.pytorch_metric_learning", 2
 
 
-def write_checkpoint(
-    file: str | os.PathLike, config: Config, vocabulary: Vocabulary | None, states: Mapping[str, Any]
-) -> None:
-    """Write a file that appears complete or not at all.
-
-    Args:
-        file: its path.
-        config: of the training.
-        vocabulary: of the text tower, if it has one.
-        states: tensors, numbers, strings and containers of them, by name.
-
-    Raises:
-        UserError: the file cannot be written; an earlier one stays.
-    """
-    content = {
+def describe(config: Config, objective: Objective) -> dict[str, Any]:
+    """Return model, vocabulary, loss and configuration as the content of a checkpoint, to which others may be added."""
+    vocabulary = objective.towers.vocabulary
+    return {
         "format": FORMAT,
         "version": VERSION,
-        "config": dataclasses.asdict(config),
+        "config": asdict(config),
         "vocabulary": None if vocabulary is None else list(vocabulary.words),
-        **states,
+        "models": {name: part.state_dict() for name, part in objective.towers.parts().items()},
+        "loss_funcs": {"metric_loss": objective.loss.state_dict()},
     }
-    with write_complete(file) as stream:
-        torch.save(content, stream)
 
 
-def read_checkpoint(file: str | os.PathLike) -> dict[str, Any]:
-    """Read what :func:`write_checkpoint` wrote; ``config`` and ``vocabulary`` are objects again.
-
-    Raises:
-        UserError: the file is missing, damaged or something else.
-    """
-    try:
-        content = read_torch_file(file)
-    except UnreadableFileError as error:
-        raise UserError(f"checkpoint {file}: {error}") from error
-    return _parsed(file, content)
+def load_objective(objective: Objective, content: Mapping[str, Any]) -> None:
+    """Put model and loss of a checkpoint in place."""
+    for name, part in objective.towers.parts().items():
+        part.load_state_dict(content["models"][name])
+    objective.loss.load_state_dict(content["loss_funcs"]["metric_loss"])
 
 
 def load_towers(
@@ -80,54 +56,23 @@ def load_towers(
     Raises:
         UserError: a ``model`` is given, or the content is damaged or does not fit its configuration.
     """
-    content = _parsed(checkpoint, content)
     if model is not None:
         raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {model}")
-    config = content["config"]
-    towers = build_towers(config, content["vocabulary"], pretrained=False)
-    try:
-        load_state_dicts(towers.parts, content["models"])
-        if config.head is not None:  # the distance of its loss belongs to the model
-            check_registered(config.loss)
-            loss = loss_from_config(config)
-            loss.load_state_dict(content["loss_funcs"]["metric_loss"])
-            towers.compare_sets_by(loss.distance)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f"checkpoint {checkpoint} does not fit its own configuration: {first_line(error)}") from error
-    return towers.to(device).eval(), towers.image_transform(False), towers.tokenizer
+    with user_errors(f"checkpoint {checkpoint}"):
+        plain = dict(content["config"])
+        if content["version"] == 1:
+            plain = _config_of_0_2(plain)
+        check_registered(plain["loss"])
+        config = parse_config(plain)
+        vocabulary = None if content["vocabulary"] is None else Vocabulary(tuple(content["vocabulary"]))
+        objective = build_objective(config, vocabulary, pretrained=False)
+        load_objective(objective, content)
+        towers = objective.towers.to(device).eval()
+        return towers, towers.image_transform(False), towers.tokenizer
 
 
-def _parsed(file: str | os.PathLike, content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{file} is not a checkpoint of {FORMAT}")
-    if content.get("version") != VERSION:
-        raise UserError(f"checkpoint {file} is not of version {VERSION}: {content.get('version')!r}")
-    try:
-        config = parse_config(_without_removed_keys(content["config"]))
-        vocabulary = content["vocabulary"]
-        vocabulary = None if vocabulary is None else Vocabulary(tuple(vocabulary))
-    except (AttributeError, KeyError, TypeError, UserError) as error:
-        raise UserError(f"checkpoint {file}: its description is damaged ({first_line(error)})") from error
-    return {**content, "config": config, "vocabulary": vocabulary}
-
-
-def _without_removed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration of version 0.1 or later as this version knows it."""
-    data = {key: value for key, value in config["data"].items() if key not in REMOVED_DATA_KEYS}
-    return {key: value for key, value in config.items() if key != "accuracy"} | {"data": data}
-
-
-def state_dicts(parts: Parts) -> dict[str, Any]:
-    """Return the ``state_dict`` of each part."""
-    return {name: part.state_dict() for name, part in parts.items()}
-
-
-def load_state_dicts(parts: Parts, states: Mapping[str, Any]) -> None:
-    """Put back the ``state_dict`` of each part.
-
-    Raises:
-        KeyError: a part has no state.
-        RuntimeError: a state is of another part.
-    """
-    for name, part in parts.items():
-        part.load_state_dict(states[name])
+def _config_of_0_2(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of version 0.2 with the keys of this one; those of the training do not matter."""
+    one_set = plain.get("trainer") == "MetricLossOnly"
+    kept = {name: plain[name] for name in ("image", "text", "dim", "head", "loss", "reducer", "distance", "seed")}
+    return {**kept, "one_set": one_set, "data": {name: plain["data"][name] for name in ("train", "inputs")}}

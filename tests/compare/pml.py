@@ -14,6 +14,7 @@ import torch
 # With a large eps, Adam does not amplify rounding errors in gradients close to zero.
 FLAGS = """--config toy.yaml --device cpu --out run --train-data shards/toy-train-{000000..000003}.tar
     --val-data shards/toy-val-{000000..000001}.tar --set training.epochs=2 data.batch_size=8 dim=32
+    training.lr_scheduler.T_max=12
     training.optimizer={'name':'Adam','lr':2e-3,'eps':1e-2} image.trunk.image_size=32 text.trunk.word_dim=16
     text.trunk.hidden_dim=32 text.vocabulary.min_count=1"""
 GROUPS = "--train-data groups/toy-train-{000000..000003}.tar"

@@ -73,8 +73,9 @@ VERSIONS = {
     "0.2": Version(weights=WEIGHTS),
     "0.3": Version(
         flags={"--same-group positive": "", "data.same_group=positive": ""},
-        weights=WEIGHTS,
+        weights=WEIGHTS | {r"^(image|text)\.(trunk|embedder|head)\.": r"\1_\2."},
         metrics=metrics_of_0_2,
+        towers="vl_plugins.integrations.pytorch_metric_learning.objective.build_towers",
         is_training=lambda loader: type(loader.sampler).__name__ == "CaptionSampler",
     ),
 }

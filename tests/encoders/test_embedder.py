@@ -93,7 +93,6 @@ def test_linear_maps_start_as_those_of_vse_plus_plus():
         ({"projection": "mlp"}, r"^unknown projection 'mlp'.*known: linear, none, residual_mlp$"),
         ({"pooling": "own", "pooled_width": None}, r"^pooling 'own' needs a trunk that pools; use one of avg,"),
         ({"projection": "none"}, r"^projection 'none' needs features of width dim=4, got 6; use 'linear'$"),
-        ({"dim": 0}, r"^dim must be an integer >= 1, got 0$"),
     ],
 )
 def test_wrong_options(options, problem):

@@ -12,7 +12,7 @@ IMAGE_TRUNK = {
     "num_heads": 2,
 }
 SETTINGS = {
-    "data": {"batch_size": 4, "workers": 0},
+    "data": {"train": "none.tar", "batch_size": 4, "workers": 0},
     "image": {"trunk": IMAGE_TRUNK, "pooling": "avg"},
     "text": {
         "trunk": {"name": "gru", "word_dim": 12, "hidden_dim": 16},

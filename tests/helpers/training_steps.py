@@ -2,12 +2,11 @@
 
 import torch
 
-from vl_plugins.encoders.vocabulary import Vocabulary
-from vl_plugins.integrations.pytorch_metric_learning import build_trainer
+from vl_plugins.encoders import Vocabulary
+from vl_plugins.integrations.pytorch_metric_learning import build_objective, read_config
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, overrides
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, read_config
-from vl_plugins.integrations.pytorch_metric_learning.models import build_towers
-from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
+from vl_plugins.integrations.pytorch_metric_learning.config import Config
+from vl_plugins.integrations.pytorch_metric_learning.objective import Schedule, make_optimizer
 
 
 def config_of_command(argv):
@@ -18,16 +17,22 @@ def config_of_command(argv):
 
 def step_of_each_stage(config: Config) -> None:
     """Build everything but pretrained weights, and take a step of each stage; no file is read."""
-    towers = build_towers(config, Vocabulary(tuple(f"word{number}" for number in range(100))), pretrained=False)
-    images, texts = towers.parts["image_trunk"].example_inputs(2), torch.randint(1, 100, (2, 12))
-    loss = loss_from_config(config)
-    for stage in range(len(config.stages)):
-        build_trainer(
-            config,
-            stage=stage,
-            towers=towers,
-            dataset=list(zip(images, texts, torch.arange(2), strict=True)),
-            loss=loss,
-            batch_size=2,
-            dataloader_num_workers=0,
-        ).train()
+    words = Vocabulary(tuple(f"word{number}" for number in range(100))) if "gru" in str(config.text.trunk) else None
+    objective = build_objective(config, words, pretrained=False)
+    trunk = objective.towers.image.trunk
+    shape = (36, trunk.local_width) if config.data.inputs == "features" else (3, *trunk.image_size)
+    images, texts = torch.randn(2, *shape), torch.randint(1, 100, (2, 12))
+    for stage in config.schedule:
+        objective.set_mode(stage)
+        optimizer = make_optimizer(stage, objective)
+        schedule = Schedule(stage, optimizer, steps_per_epoch=1)
+        assert not schedule.mismatch
+        before = [parameter.clone() for group in optimizer.param_groups for parameter in group["params"]]
+        objective(images, texts, torch.arange(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step("iteration")
+        schedule.step("epoch", rsum=1.0)
+        after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert all(parameter.isfinite().all() for parameter in after)

@@ -1,29 +1,26 @@
-"""From what a trunk knows of its inputs to one embedding each."""
+"""Projects and pools the features of a trunk."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from vl_plugins.errors import number, one_of
+from vl_plugins.errors import one_of
 from vl_plugins.modules import POOLINGS, TowerFeatures
 
-__all__ = ["PROJECTIONS", "Embedder", "ResidualMLP"]
-
-OWN = "own"
-PROJECTIONS = ("linear", "none", "residual_mlp")
+__all__ = ["Embedder", "ResidualMLP"]
 
 
 class Embedder(nn.Module):
-    """Project the features of a trunk to the width of the embeddings, and pool them.
+    """Project and pool the features of a trunk to one embedding per item.
 
-    With ``avg``, ``max`` and ``gpo``, of :data:`vl_plugins.modules.POOLINGS`, every local feature is projected, 0 for
-    padding, and the embedding is pooled from them. With ``own``, the trunk's own embedding is projected, and its local
+    With ``avg``, ``max`` and ``gpo``, of :data:`vl_plugins.modules.POOLINGS`, every local feature is projected, and the
+    embedding is pooled from them; padding stays 0. With ``own``, the trunk's own embedding is projected, and its local
     features stay as they are.
 
     Args:
-        local_width: width of the trunk's local features, >= 1.
+        local_width: width of the trunk's local features.
         pooled_width: width of the trunk's own embedding; None where it has none.
-        dim: D >= 1, width of the embeddings.
+        dim: D, width of the embeddings.
         pooling: ``"avg"``, ``"gpo"``, ``"max"`` or ``"own"``.
         projection: ``"linear"`` as in VSE++, ``"residual_mlp"`` for :class:`ResidualMLP`, or ``"none"``, for features
             that have the width of the embeddings.
@@ -33,8 +30,8 @@ class Embedder(nn.Module):
         dim: D.
 
     Raises:
-        ValueError: an argument out of its range, ``own`` pooling for a trunk that does not pool, or no projection
-            between different widths.
+        ValueError: an unknown name, ``own`` pooling for a trunk that does not pool, or no projection between different
+            widths.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, Section 3.1.
@@ -55,27 +52,18 @@ class Embedder(nn.Module):
         projection: str = "linear",
     ):
         super().__init__()
-        number("local_width", local_width, least=1, kind=int)
-        self.dim = number("dim", dim, least=1, kind=int)
-        self.pooling = one_of("pooling", pooling, (*POOLINGS, OWN))
-        one_of("projection", projection, PROJECTIONS)
-        if pooling == OWN:
-            if pooled_width is None:
-                raise ValueError(f"pooling 'own' needs a trunk that pools; use one of {', '.join(POOLINGS)}")
-            width = number("pooled_width", pooled_width, least=1, kind=int)
-            self.local_width = local_width
-            self.pool = None
-        else:
-            width = local_width
-            self.local_width = dim
-            pool: Any = POOLINGS[pooling]
-            self.pool = pool() if isinstance(pool, type) else pool
-        if projection == "none":
-            if width != dim:
-                raise ValueError(f"projection 'none' needs features of width dim={dim}, got {width}; use 'linear'")
-            self.projection: nn.Module = nn.Identity()
-        else:
-            self.projection = _linear(width, dim) if projection == "linear" else ResidualMLP(width, dim)
+        one_of("pooling", pooling, (*POOLINGS, "own"))
+        width = pooled_width if pooling == "own" else local_width
+        if width is None:
+            raise ValueError(f"pooling 'own' needs a trunk that pools; use one of {', '.join(POOLINGS)}")
+        self.dim, self.local_width = dim, local_width if pooling == "own" else dim
+        pool: Any = POOLINGS.get(pooling)
+        self.pool = pool() if isinstance(pool, type) else pool
+        one_of("projection", projection, ("linear", "none", "residual_mlp"))
+        if projection == "none" and width != dim:
+            raise ValueError(f"projection 'none' needs features of width dim={dim}, got {width}; use 'linear'")
+        makers: dict[str, Any] = {"linear": _linear, "none": nn.Identity, "residual_mlp": ResidualMLP}
+        self.projection = makers[projection](width, dim)
 
     def forward(self, features: TowerFeatures) -> TowerFeatures:
         """Return the features with the embeddings as ``pooled`` (B, D)."""
@@ -85,7 +73,7 @@ class Embedder(nn.Module):
         return features._replace(local=local, pooled=self.pool(local, features.padding_mask))
 
     def _project(self, local: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """Return (B, N, D). Padding is left out and not masked: batch statistics are of what exists."""
+        """Return (B, N, D). Padding is left out and not masked: batch norm must not see it."""
         if padding_mask is None:
             return self.projection(local.flatten(0, 1)).unflatten(0, local.shape[:2])
         rows = self.projection(local[~padding_mask])
@@ -95,10 +83,9 @@ class Embedder(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """A linear map plus a multi-layer perceptron with one hidden layer, as VSE infinity has them on region features.
+    """A linear map plus a perceptron with a hidden layer of half the output's width, batch norm and ReLU.
 
-    The perceptron has a hidden layer of half the output's width, with batch normalization and ReLU. Unlike in the
-    authors' code, :class:`Embedder` shows it no padding, so batch statistics are those of features that exist.
+    VSE infinity projects region features by it. Unlike in the authors' code, :class:`Embedder` shows it no padding.
 
     Args:
         width: W, of the inputs.

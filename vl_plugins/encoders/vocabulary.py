@@ -56,10 +56,8 @@ class Vocabulary:
         """Return the words that occur at least ``min_count`` times, the most frequent first, then by the alphabet.
 
         Raises:
-            UserError: no word occurs so often, or ``min_count`` is less than 1.
+            UserError: no word occurs so often.
         """
-        if min_count < 1:
-            raise UserError(f"min_count must be at least 1, got {min_count}")
         counts = Counter(word for caption in captions for word in split_words(caption))
         words = sorted((word for word, count in counts.items() if count >= min_count), key=lambda w: (-counts[w], w))
         if not words:
@@ -72,8 +70,6 @@ class Vocabulary:
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         rows = [[self._indices.get(word, UNKNOWN) for word in split_words(caption)] for caption in captions]
-        if not rows:
-            return torch.empty(0, 0, dtype=torch.int64)
         return pad_sequence([torch.tensor(row or [UNKNOWN]) for row in rows], batch_first=True, padding_value=PADDING)
 
     @cached_property
@@ -100,9 +96,9 @@ def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: 
     found: dict[int, Tensor] = {}
     dim = 0
     with file_errors("read", path), open_regular(path) as stream:
-        for place, line in enumerate(stream, 1):
+        for number, line in enumerate(stream, 1):
             word, *texts = line.rstrip().split(b" ")
-            if place == 1 and len(texts) == 1:
+            if number == 1 and len(texts) == 1:
                 continue
             dim = dim or len(texts)
             if word not in indices:
@@ -110,12 +106,11 @@ def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: 
             try:
                 vector = torch.tensor([float(text) for text in texts])
             except ValueError:
+                if len(texts) > dim:  # some words of GloVe have spaces in them
+                    continue
                 vector = torch.tensor([])
-            is_vector = len(vector) > 0 and bool(vector.isfinite().all())
-            if not is_vector and len(texts) > dim:  # some words of GloVe have spaces in them
-                continue
-            if not is_vector or len(vector) != dim:
-                raise UserError(f"{path}: line {place}: expected a word and {dim or 'its'} numbers")
+            if not dim or len(vector) != dim or not vector.isfinite().all():
+                raise UserError(f"{path}: line {number}: expected a word and {dim or 'its'} numbers")
             found.setdefault(indices[word], vector)
     if not found:
         raise UserError(f"{path} has none of the {len(vocabulary.words):,} words of the vocabulary")

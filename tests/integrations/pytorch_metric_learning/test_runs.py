@@ -1,25 +1,38 @@
-"""Trainings from a configuration on the toy shards: numbers, stages, resuming, and what the folder holds."""
+"""Whole trainings on the toy shards: numbers, stages, resuming in one and two processes, and the folder."""
 
+import contextlib
+import io
 import json
+import os
+import shutil
 
 import pytest
 import torch
 import yaml
-from pytorch_metric_learning.trainers import MetricLossOnly
+from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.multiprocessing import ProcessExitedException
 
-from tests.helpers.pml_settings import IMAGE_TRUNK, settings
-from tests.helpers.training_steps import step_of_each_stage
+from tests.helpers.pml_settings import settings
+from tests.helpers.processes import in_processes
 from tests.reference import retrieval as reference
-from vl_plugins.data import ShardDataset, evaluation_loader, training_loader
-from vl_plugins.data.files import lock
+from vl_plugins.data import ShardDataset, evaluation_loader
+from vl_plugins.data.sources import read_karpathy
+from vl_plugins.data.toy import write_toy_scenes
+from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.checkpoints import load_model
-from vl_plugins.integrations.pytorch_metric_learning import build_trainer
-from vl_plugins.integrations.pytorch_metric_learning.config import parse_config
-from vl_plugins.integrations.pytorch_metric_learning.runs import LATEST, Run
+from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
+from vl_plugins.integrations.pytorch_metric_learning.training import LATEST
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+@pytest.fixture(autouse=True)
+def new_accelerator():
+    """Its precision stays for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def results(folder):
@@ -30,13 +43,40 @@ def train(plain, folder, **options):
     return Run(parse_config(plain), folder, **options).train()
 
 
+def weights(folder):
+    """Return the weights of model and loss at the end of a run."""
+    saved = torch.load(folder / LATEST, weights_only=True)
+    return {**saved["models"], **saved["loss_funcs"]}
+
+
+def kill_at(step, monkeypatch, action):
+    """Let ``action()`` happen in the given step of a training, from 0."""
+    forward, steps = Objective.forward, iter(range(1000))
+
+    def stop(self, *batch):
+        if next(steps) == step:
+            action()
+        return forward(self, *batch)
+
+    monkeypatch.setattr(Objective, "forward", stop)
+
+
+class Killed(Exception):
+    pass
+
+
+def kill():
+    raise Killed
+
+
 @pytest.fixture(scope="module")
 def trained(toy_shards, tmp_path_factory):
     """A run of three epochs in two stages, the second with the image trunk unfrozen."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     folder = tmp_path_factory.mktemp("runs") / "whole"
     stages = [{"epochs": 2, "freeze": ["image_trunk"]}, {"epochs": 1, "optimizer": {"name": "SGD", "lr": 0.1}}]
     plain = settings(toy_shards, stages=stages)
-    train(plain, folder)
+    train(plain, folder, accelerator=make_accelerator(folder=folder, report_to=["tensorboard"]))
     return plain, folder
 
 
@@ -46,12 +86,11 @@ def test_what_the_folder_holds(trained):
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == parse_config(plain)
     best = torch.load(folder / "best.pt", weights_only=True)
-    assert best["metrics"]["rsum"] == max(row["rsum"] for row in rows)
     assert best["epoch"] == max(rows, key=lambda row: (row["rsum"], -row["epoch"]))["epoch"]
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    events = EventAccumulator(str(folder / "logs" / "vl_plugins")).Reload()
     assert [event.value for event in events.Scalars("val/rsum")] == pytest.approx([row["rsum"] for row in rows])
     assert [event.step for event in events.Scalars("val/rsum")] == [3, 7, 11]
-    assert [event.step for event in events.Scalars("train/total_loss")] == [0, 2, 4, 6, 8, 10]
+    assert [event.step for event in events.Scalars("train/loss")] == [0, 2, 4, 6, 8, 10]
     assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([0.01] * 4 + [0.1] * 2)
     assert [event.step for event in events.Scalars("lr/image_trunk")] == [8, 10]
 
@@ -64,231 +103,200 @@ def test_the_loaded_model_has_the_numbers_of_its_epoch(trained, toy_shards):
     with torch.no_grad():
         for batch in batches:
             image_of_caption += (sum(map(len, images)) + batch.image_of_caption).tolist()
-            images.append(model.encode_image(batch.images))
-            captions.append(model.encode_text(batch.texts))
-    images, captions = (torch.nn.functional.normalize(torch.cat(parts)) for parts in (images, captions))
-    scores = (images @ captions.T).tolist()
+            images.append(model.encode_image(batch.images, normalize=True))
+            captions.append(model.encode_text(batch.texts, normalize=True))
+    scores = (torch.cat(images) @ torch.cat(captions).T).tolist()
     by_image, by_caption = reference.by_image_and_by_caption(image_of_caption)
-    row, rsum = results(folder)[-1], 0
     columns = [list(column) for column in zip(*scores, strict=True)]
+    row = results(folder)[-1]
     for way, rows, answers in (("image_to_text", scores, by_image), ("text_to_image", columns, by_caption)):
         ranks = reference.direction(rows, answers, top=10)["rank"]
-        assert row[f"{way}_median_rank"] == reference.median(ranks)
         for k in (1, 5, 10):
-            recall = sum(rank <= k for rank in ranks) / len(ranks)
-            assert row[f"{way}_R@{k}"] == pytest.approx(recall)
-            rsum += 100 * recall
-    assert row["rsum"] == pytest.approx(rsum)
+            assert row[f"{way}_R@{k}"] == pytest.approx(sum(rank <= k for rank in ranks) / len(ranks))
     with pytest.raises(UserError, match=r"latest\.pt already specifies its model; drop vl-tiny$"):
         load_model(folder / LATEST, "vl-tiny")
 
 
-class Killed(Exception):
-    pass
-
-
 def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(trained, tmp_path, monkeypatch):
-    """Before the first checkpoint, in the middle of a stage, and when the next one has begun."""
+    """Before the first checkpoint, in the middle of a stage, and in the first epoch of the next one."""
     plain, folder = trained
-    end_of_iteration = Run._end_of_iteration
-    for step in (1, 6, 8):
-
-        def kill(self, trainer, step=step):
-            end_of_iteration(self, trainer)
-            if trainer.get_global_iteration() == step:
-                raise Killed
-
-        monkeypatch.setattr(Run, "_end_of_iteration", kill)
-        with pytest.raises(Killed):
-            train(plain, tmp_path, resume=True)
+    for step in (1, 6, 5):
+        with monkeypatch.context() as patch:
+            kill_at(step, patch, kill)
+            with pytest.raises(Killed):
+                train(plain, tmp_path, resume=True)
         torch.manual_seed(step)
-    monkeypatch.undo()
-    # After the first stage; its checkpoint is taken.
-    frozen = torch.load(tmp_path / LATEST, weights_only=True)["models"]["image_trunk"]
-    trainer = build_trainer(parse_config(plain))
-    assert trainer.freeze_these == ("image_trunk",)
-    untrained = trainer.models["image_trunk"].state_dict()
-    torch.testing.assert_close(frozen, untrained, rtol=0, atol=0)
     with pytest.raises(UserError, match="holds an earlier run; give another folder with --out, or --resume"):
         train(plain, tmp_path)
-    metrics = train(plain, tmp_path, resume=True)
+    train(plain, tmp_path, resume=True)
     assert results(tmp_path) == results(folder)
-    assert metrics["rsum"] == results(folder)[-1]["rsum"]
-    states = [torch.load(path / LATEST, weights_only=True) for path in (folder, tmp_path)]
-    for part, state in states[0]["models"].items():
-        torch.testing.assert_close(states[1]["models"][part], state, rtol=0, atol=0)
-    assert (
-        sum(not torch.equal(untrained[name], value) for name, value in states[0]["models"]["image_trunk"].items()) > 5
-    )
-    assert states[0]["random"]["python"] == states[1]["random"]["python"]
-    assert torch.equal(states[0]["random"]["torch"], states[1]["random"]["torch"])
-    # One file at a time: their names order only those of different seconds or processes.
-    runs = [EventAccumulator(str(file)).Reload() for file in (tmp_path / "tensorboard").iterdir()]
-    runs = [run for run in runs if "val/rsum" in run.Tags()["scalars"]]
-    assert sorted(event.step for run in runs for event in run.Scalars("val/rsum")) == [3, 7, 11]
+    torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
 
 
-def test_partial_files_of_a_killed_run_are_removed(toy_shards, tmp_path):
-    plain = settings(toy_shards, training={"epochs": 1})
-    names = [".latest.pt.0123abcd.partial", ".best.pt.0123abcd.partial", ".results.jsonl.0123abcd.partial"]
-    for name in [*names, ".notes.txt.0123abcd.partial"]:
-        (tmp_path / name).touch()
-    train(plain, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.partial")} == {".notes.txt.0123abcd.partial"}
+def test_a_run_is_moved_and_extended(toy_shards, tmp_path, caplog):
+    """With a schedule of the final length, it is the longer run; what changed is one warning."""
+    scheduler = {"name": "CosineAnnealingLR", "T_max": 4}
+    training = {"epochs": 2, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}}
+    train(settings(toy_shards, training=training), tmp_path / "short")
+    assert "T_max is 4, but the stage has 2 epochs" in caplog.text
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(toy_shards, moved / "shards")
+    shutil.move(tmp_path / "short", moved / "run")
+    longer = settings(moved / "shards", training={**training, "epochs": 4})
+    train(settings(toy_shards, training={**training, "epochs": 4}), tmp_path / "long")
+    caplog.clear()
+    train(longer, moved / "run", resume=True)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "resuming after epoch 2 with changes: " in warning
+    assert "training.epochs from 2 to 4" in warning
+    assert f"data.train from {toy_shards}/" in warning
+    assert results(moved / "run") == results(tmp_path / "long")
+    torch.testing.assert_close(weights(moved / "run"), weights(tmp_path / "long"), rtol=0, atol=0)
 
 
-def test_only_the_same_training_is_resumed(trained, tmp_path):
+def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     plain, folder = trained
-    with pytest.raises(UserError, match=r"--resume: loss is 'vlc', but was 'unified' in .*whole"):
-        train({**plain, "loss": "vlc"}, folder, resume=True)
     (tmp_path / LATEST).write_bytes((folder / LATEST).read_bytes()[:-100])
     with pytest.raises(UserError, match=r"checkpoint .*latest.pt: it is cut off or damaged \("):
         train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
-    with pytest.raises(UserError, match="is not a checkpoint of"):
+    with pytest.raises(UserError, match="is not of this version"):
         train(plain, tmp_path, resume=True)
-
-
-def test_images_of_a_group_have_one_label(grouped_shards):
-    shards, groups = grouped_shards
-    made = build_trainer(parse_config(settings(data={"train": shards, "batch_size": 4})))
-    labels = torch.cat([labels for *_, labels in training_loader(made.dataset, made.sampler)])
-    assert len(labels) == 64
-    assert len(labels.unique()) == len(set(groups)) < 64
-
-
-def test_the_hosts_own_trainer(toy_shards, tmp_path):
-    captions = 2
-    plain = settings(
-        toy_shards,
-        trainer="MetricLossOnly",
-        data={"captions_per_image": captions},
-        training={"epochs": 1, "clip_grad_norm": 2.0},
-    )
-    config = parse_config(plain)
-    made = build_trainer(config)
-    assert isinstance(made, MetricLossOnly)
-    _, _, labels = next(iter(training_loader(made.dataset, made.sampler)))
-    inputs, calls = {}, []
-    for side in ("image", "text"):
-        trunk = made.models["trunk"].parts[f"{side}_trunk"]
-        trunk.register_forward_pre_hook(lambda module, given, side=side: inputs.update({side: given[0]}))
-    made.loss_funcs["metric_loss"].register_forward_pre_hook(lambda module, given: calls.append(given))
-    made.iterations_per_epoch = 1
-    made.train()
-    ((embeddings, all_labels, *_),) = calls
-    assert all_labels.tolist() == labels.tolist() + labels.repeat_interleave(captions).tolist()
-    towers = build_trainer(config).models["trunk"].train()
-    assert len(inputs["text"]) == captions * len(inputs["image"]) == captions * 4
-    torch.testing.assert_close(embeddings, torch.cat([towers(inputs["image"]), towers(inputs["text"])]))
-    train(plain, tmp_path / "run")
-    with pytest.raises(UserError, match="freeze has image_trunk, which trainer MetricLossOnly does not have"):
-        build_trainer(parse_config({**plain, "training": {"freeze": ["image_trunk"]}}))
-
-
-def test_a_loss_with_parameters_is_trained_and_saved(toy_shards, tmp_path):
-    loss = {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16}
-    plain = settings(toy_shards, trainer="MetricLossOnly", loss=loss, training={"epochs": 1})
-    run = Run(parse_config(plain), tmp_path / "run")
-    before = run.loss.proxies.detach().clone()
-    run.train()
-    assert (run.loss.proxies != before).all()
-    saved = torch.load(tmp_path / "run" / LATEST, weights_only=True)
-    assert torch.equal(saved["loss_funcs"]["metric_loss"]["proxies"], run.loss.proxies)
-    assert saved["optimizers"]["metric_loss_optimizer"]["state"]
-    resumed = Run(parse_config(plain), tmp_path / "run", resume=True)
-    assert torch.equal(resumed.loss.proxies, run.loss.proxies)
-
-
-def test_validation_can_be_left_out(toy_shards, tmp_path):
-    plain = settings(toy_shards, training={"epochs": 1})
-    plain["data"]["val"] = None
-    assert train(plain, tmp_path / "run") == {}
-    assert not (tmp_path / "run" / "results.jsonl").exists()
-
-
-def test_a_plateau_of_rsum_lowers_the_learning_rate(toy_shards, tmp_path):
-    scheduler = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 1e9, "threshold_mode": "abs", "factor": 0.5}
-    plain = settings(
-        toy_shards,
-        training={"epochs": 3, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}},
-    )
-    train(plain, tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    # The first epoch is the best so far, and each later one no better.
-    rates = [event.value for event in events.Scalars("lr/image_trunk")]
-    assert rates == pytest.approx([1e-3] * 4 + [5e-4] * 2)
-    assert [event.value for event in events.Scalars("lr/text_trunk")] == pytest.approx([1e-2] * 4 + [5e-3] * 2)
-
-
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-def test_encoders_by_name():
-    """Those that no configuration of ours has."""
-    text = {"trunk": {"name": "hugging_face", "model": "none", "config": BERT}, "pooling": "avg"}
-    step_of_each_stage(parse_config(settings(text=text)))
-
-
-@pytest.mark.parametrize("which", ["train", "val"])
-def test_missing_shards_are_found_before_anything_is_written(toy_shards, tmp_path, which):
-    plain = settings(toy_shards)
-    plain["data"][which] = str(tmp_path / "none-000000.tar")
-    with pytest.raises(UserError, match="do not exist"):
-        train(plain, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_first_image_is_read_before_anything_is_written(toy_shards, tmp_path):
-    plain = settings(toy_shards, image={"trunk": {"name": "features", "width": 4}, "pooling": "avg"})
-    plain["data"]["inputs"] = "features"
-    with pytest.raises(UserError, match=r"image 0, in .*: it has no features, expected npy"):
-        train(plain, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    shutil.copy(folder / LATEST, tmp_path)
+    with pytest.raises(UserError, match="this stage trains other parts than before"):
+        train({**plain, "stages": [{"epochs": 4, "freeze": ["text_trunk"]}]}, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image": {"trunk": "features"}}, "image.trunk 'features' takes features, but data.inputs is 'images'"),
-        ({"image": {"trunk": {**IMAGE_TRUNK, "model": "resnet151"}}}, "resnet15"),
-        ({"text": {"trunk": "gru", "projection": "none"}}, "text: projection 'none' needs features of width"),
-        ({"training": {"freeze": ["image_head"]}}, "freeze has image_head, which trainer CrossModalTrainer does not"),
-        ({"training": {"optimizer": {"name": "Adam", "lr": -1}}}, "optimizer 'Adam': Invalid learning rate"),
-        ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by"),
-        ({"head": {"name": "set", "num_slots": 0}}, "head: num_slots must be"),
-        ({"loss": {"name": "unified", "scale": "learned"}}, "scale of loss 'unified' must be a number"),
-        ({"loss": {"name": "unified", "scale": 0}}, "loss: scale must be a finite number"),
-        ({"loss": {"scale": 9}}, "loss must be a name or a mapping such as"),
-        ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "miner: k must be"),
-        ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "LpDistance does not compare"),
-        ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb"),
+        ({"data": {"train": "none-000000.tar"}}, "do not exist"),
+        ({"data": {"val": "none-000000.tar"}}, "do not exist"),
+        ({"stages": [{}, {"freeze": ["cnn"]}]}, "unknown part in freeze 'cnn'"),
+        (
+            {"loss": {"name": "ProxyAnchorLoss", "num_classes": 15, "embedding_size": 16}, "one_set": True},
+            "at least 16",
+        ),
+        ({"training": {"lr_scheduler": "ReduceLROnPlateau"}, "data": {"val": None}}, "needs validation"),
+        (
+            {"image": {"trunk": {"name": "features", "width": 4}, "pooling": "avg"}, "data": {"inputs": "features"}},
+            r"image 0, in .*: it has no features, expected npy",
+        ),
     ],
 )
-def test_what_is_wrong_is_named(changes, message):
+def test_errors_come_before_anything_is_written(toy_shards, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        step_of_each_stage(parse_config(settings(**changes)))
+        train(settings(toy_shards, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
-def test_one_run_at_a_time_in_a_folder(toy_shards, tmp_path):
-    run = Run(parse_config(settings(toy_shards)), tmp_path)
-    with lock(tmp_path / ".lock"), pytest.raises(UserError, match=f"another process is writing {tmp_path}"):
-        run.train()
-    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
+@pytest.mark.parametrize(("log_every", "step"), [(2, 2), (100, 3)])
+def test_a_loss_that_is_not_finite_stops_the_run(toy_shards, tmp_path, log_every, step):
+    """At the next report, or at the end of the epoch, before a checkpoint."""
+    plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}}, log_every=log_every)
+    with pytest.raises(UserError, match=f"the loss is nan at step {step} of epoch 1"):
+        train(plain, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "ProxyAnchorLoss", "num_classes": 64, "embedding_size": 16},
+        {"name": "ArcFaceLoss", "num_classes": 64, "embedding_size": 16},
+    ],
+    ids=lambda loss: loss["name"],
+)
+def test_losses_with_parameters_are_trained_saved_and_resumed(toy_shards, tmp_path, loss):
+    config = parse_config(settings(toy_shards, loss=loss, one_set=True, training={"epochs": 1}))
+    run = Run(config, tmp_path)
+    (parameter,) = run.objective.loss.parameters()
+    before = parameter.detach().clone()
+    run.train()
+    assert (parameter != before).any(dim=1).all()
+    (resumed,) = Run(config, tmp_path, resume=True).objective.loss.parameters()
+    assert torch.equal(resumed, parameter)
 
 
 def test_sets_with_a_learned_similarity(toy_shards, tmp_path):
-    plain = settings(
-        toy_shards,
-        head={"name": "set", "num_slots": 2, "num_iters": 1, "hidden_dim": 16},
-        distance="match_probability",
-        training={"epochs": 1},
-    )
-    assert "image_circular_variance" in train(plain, tmp_path / "run")
-    model, *_ = load_model(tmp_path / "run" / LATEST)
-    state = torch.load(tmp_path / "run" / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]
-    assert {name.rpartition(".")[2]: value.item() for name, value in state.items() if value.ndim == 0} == {
-        name: parameter.item() for name, parameter in model.similarity.named_parameters()
-    }
+    head = {"name": "set", "num_slots": 2, "num_iters": 1, "hidden_dim": 16}
+    plain = settings(toy_shards, head=head, distance="match_probability", training={"epochs": 1})
+    (row,) = train(plain, tmp_path)
+    assert "image_circular_variance" in row
+    model, *_ = load_model(tmp_path / LATEST)
+    state = torch.load(tmp_path / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]
+    learned = {f"distance.{name}": parameter for name, parameter in model.similarity.named_parameters()}
+    assert learned
+    assert all(torch.equal(state[name], parameter) for name, parameter in learned.items())
     assert model.similarity.scale.item() != type(model.similarity)().scale.item()
     assert model.encode_image(torch.zeros(1, 3, 32, 32), normalize=True).shape == (1, 2, 16)
+
+
+def run_command(rank, *arguments, kill_step=None):
+    """Return what this process prints."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, pytest.MonkeyPatch.context() as monkeypatch:
+        if kill_step is not None:
+            kill_at(kill_step, monkeypatch, lambda: os._exit(9))
+        assert main([*map(str, arguments), "--device", "cpu", "--precision", "bf16"]) == 0
+    return stderr.getvalue()
+
+
+def run_and_be_killed(rank, *arguments):
+    run_command(rank, *arguments, kill_step=3)
+
+
+def test_killed_processes_continue_to_the_same_numbers(toy_shards, tmp_path):
+    """Two processes with dropout in bf16, killed in the second of three epochs, the first of two stages."""
+    plain = settings(toy_shards, stages=[{"epochs": 2, "freeze": ["image_trunk"]}, {"epochs": 1}])
+    plain["text"]["trunk"]["word_dropout"] = 0.2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    command = ["--config", tmp_path / "config.yaml", "--out"]
+    printed, by_other = in_processes(run_command, 2, *command, tmp_path / "whole", joined=False)
+    assert [row["epoch"] for row in results(tmp_path / "whole")] == [1, 2, 3]
+    assert "epoch 3: 8 images, 40 captions" in printed
+    assert "2/2" in printed
+    assert "4/4" not in printed, "an epoch is 16 images in batches of 2 x 4"
+    assert "epoch" not in by_other
+    with pytest.raises(ProcessExitedException, match="exit code 9"):
+        in_processes(run_and_be_killed, 2, *command, tmp_path / "killed", joined=False)
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")[:1]
+    in_processes(run_command, 2, *command, tmp_path / "killed", "--resume", joined=False)
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    torch.testing.assert_close(weights(tmp_path / "killed"), weights(tmp_path / "whole"), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_toy_recipe_in_half_precision(toy_shards, tmp_path, precision):
+    data = f"--train-data {toy_shards}/toy-train-{{000000..000007}}.tar --val-data {toy_shards}/toy-val-000000.tar"
+    flags = f"--precision {precision} --device cuda --out {tmp_path} --set training.epochs=3 data.batch_size=16"
+    assert main(f"--config toy.yaml {data} {flags} text.vocabulary.min_count=1".split()) == 0
+    assert [row["epoch"] for row in results(tmp_path)] == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """Shards of 256 toy scenes to train on, and of 24 to evaluate."""
+    folder = tmp_path_factory.mktemp("scenes")
+    write_toy_scenes(folder, train=256, val=24, test=1)
+    write_shards(read_karpathy(folder / "dataset_toy.json", "coco"), folder, folder, samples_per_shard=128)
+    return folder
+
+
+SMALL = "image.trunk.model=test_efficientnet image.trunk.pretrained=false image.trunk.image_size=64 data.batch_size=32"
+SMALL += " data.workers=0 data.allow_duplicate_captions=true stages.0.epochs=1 stages.1.epochs=1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [("vsepp_flickr30k", ""), ("dive_resnet_152_flickr30k", "text.trunk.word_vectors=null")],
+)
+def test_recipes_run_to_the_end(recipe, changes, scenes, tmp_path, capsys):
+    """An epoch of each stage, with schedules, stages, losses and heads of the recipe."""
+    flags = f"--train-data {scenes}/toy-train-{{000000..000001}}.tar --val-data {scenes}/toy-val-000000.tar"
+    flags += f" --device cpu --out {tmp_path} --set {SMALL} {changes}"
+    assert main(f"--config {recipe}.yaml {flags}".split()) == 0
+    assert [row["epoch"] for row in results(tmp_path)] == [1, 2]
+    assert "stage 2 of 2: epochs 2 to 2" in capsys.readouterr().err
+    model, *_ = load_model(tmp_path / LATEST)
+    assert model.head == ("set" if "dive" in recipe else None)

@@ -1,17 +1,13 @@
 """Words through a gated recurrent unit."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vl_plugins.encoders.leave_out import fraction, leave_out
-from vl_plugins.errors import UserError, number, one_of
+from vl_plugins.encoders.features import check_rate, drop_positions
+from vl_plugins.errors import UserError, one_of
 from vl_plugins.modules import TowerFeatures
 
 __all__ = ["GRUTrunk"]
-
-PADDING = 0  # the id of no word
-LOCAL = ("states", "words")
 
 
 class GRUTrunk(nn.Module):
@@ -20,27 +16,28 @@ class GRUTrunk(nn.Module):
     The trunk's own embedding is the state after the last word; of a bidirectional GRU, the mean of both last states.
 
     Args:
-        vocabulary_size: number of word ids, that of the padding, 0, included; >= 2.
-        word_dim: width of the word vectors, >= 1.
-        hidden_dim: H >= 1, width of the states.
+        vocabulary_size: number of word ids; 0 is padding.
+        word_dim: width of the word vectors.
+        hidden_dim: H, width of the states.
         bidirectional: whether a second GRU reads the words backwards. States are the mean of both.
-        num_layers: >= 1.
+        num_layers: of the GRU.
         word_vectors: (vocabulary_size, word_dim), such as those of GloVe, to start with; trained like random ones.
-        word_dropout: part of the words that training leaves out at random, [0, 1), as if they were not in the
-            caption; at least one stays.
-        local: what the local features are: ``"states"``, or ``"words"``, the word vectors, as in DivE.
+        word_dropout: rate of the words that training drops, [0, 1), as if they were not in the caption; at least one
+            stays.
+        local: the local features: ``"states"``, or ``"words"``, the word vectors, as in DivE.
 
     Attributes:
         local_width: H, or word_dim.
         pooled_width: H.
 
     Raises:
-        ValueError: an argument out of its range, or word vectors of another shape.
+        ValueError: an unknown ``local``, a rate out of its range, or word vectors of another shape.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, Section 3.1.
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Section 3.1.
 
+    >>> import torch
     >>> features = GRUTrunk(100, word_dim=8, hidden_dim=16)(torch.tensor([[5, 7, 9], [6, 0, 0]]))
     >>> features.local.shape, features.pooled.shape
     (torch.Size([2, 3, 16]), torch.Size([2, 16]))
@@ -58,54 +55,41 @@ class GRUTrunk(nn.Module):
         local: str = "states",
     ):
         super().__init__()
-        number("vocabulary_size", vocabulary_size, least=2, kind=int)
-        number("word_dim", word_dim, least=1, kind=int)
-        self.pooled_width = number("hidden_dim", hidden_dim, least=1, kind=int)
-        number("num_layers", num_layers, least=1, kind=int)
-        self.word_dropout = fraction("word_dropout", word_dropout)
-        self.local = one_of("local", local, LOCAL)
-        self.local_width = hidden_dim if local == "states" else word_dim
-
+        self.local = one_of("local", local, ("states", "words"))
+        self.word_dropout = check_rate("word_dropout", word_dropout)
+        self.pooled_width, self.local_width = hidden_dim, hidden_dim if local == "states" else word_dim
         self.words = nn.Embedding(vocabulary_size, word_dim)
         if word_vectors is None:
             nn.init.uniform_(self.words.weight, -0.1, 0.1)
+        elif word_vectors.shape == self.words.weight.shape:  # one vector would be broadcast
+            self.words.weight.data.copy_(word_vectors)
         else:
-            if tuple(word_vectors.shape) != (vocabulary_size, word_dim):
-                raise ValueError(
-                    f"word_vectors must have the shape (vocabulary_size, word_dim), {(vocabulary_size, word_dim)}, "
-                    f"got {tuple(word_vectors.shape)}"
-                )
-            with torch.no_grad():
-                self.words.weight.copy_(word_vectors)
+            expected, given = (vocabulary_size, word_dim), tuple(word_vectors.shape)
+            raise ValueError(f"word_vectors must be (vocabulary_size, word_dim) = {expected}, got {given}")
         self.gru = nn.GRU(word_dim, hidden_dim, num_layers, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, captions: Tensor) -> TowerFeatures:
         """Return the features of captions.
 
         Args:
-            captions: (B, L), int64 word ids. Zeros are padding, wherever they stand: words move up to the front.
+            captions: (B, L), int64 word ids. Zeros are padding at any position: words move to the front.
 
         Raises:
             UserError: a caption without words.
         """
-        padding_mask = captions == PADDING
+        padding_mask = captions == 0
         if (empty := padding_mask.all(dim=1)).any():
             raise UserError(f"caption {int(empty.int().argmax())} of the batch has no words")
         if self.training and self.word_dropout:
-            padding_mask = leave_out(padding_mask, self.word_dropout)
+            padding_mask = drop_positions(padding_mask, self.word_dropout)
         padding_mask, order = padding_mask.int().sort(dim=1, stable=True)
         padding_mask = padding_mask.bool()
-
         words = self.words(captions.gather(1, order))  # (B, L, word_dim)
         lengths = (~padding_mask).sum(dim=1).cpu()
         states, last = self.gru(pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False))
         directions = 1 + self.gru.bidirectional
-        pooled = last[-directions:].mean(dim=0)
         local = words
         if self.local == "states":
             states, _ = pad_packed_sequence(states, batch_first=True, total_length=captions.shape[1])
             local = states.unflatten(2, (directions, -1)).mean(dim=2)
-        return TowerFeatures(local, pooled, padding_mask, None, has_positions=True)
-
-    def extra_repr(self) -> str:
-        return f"word_dropout={self.word_dropout}, local={self.local!r}"
+        return TowerFeatures(local, last[-directions:].mean(dim=0), padding_mask, None, has_positions=True)

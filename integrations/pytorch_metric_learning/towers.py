@@ -1,0 +1,172 @@
+"""Two towers from a configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vl_plugins.data import read_collection
+from vl_plugins.encoders import (
+    Embedder,
+    FeatureTrunk,
+    GRUTrunk,
+    HuggingFaceTrunk,
+    TimmTrunk,
+    Vocabulary,
+    read_word_vectors,
+)
+from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, split
+from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
+from vl_plugins.registry import options_of
+
+__all__ = ["Tower", "TwoTowers", "build_towers", "build_vocabulary"]
+
+IMAGE_TRUNKS: dict[str, Any] = {"features": FeatureTrunk, "timm": TimmTrunk}
+TEXT_TRUNKS: dict[str, Any] = {"gru": GRUTrunk, "hugging_face": HuggingFaceTrunk}
+
+
+class Tower(nn.Module):
+    """Trunk, embedder and an optional set head: inputs to embeddings.
+
+    ``forward`` returns embeddings (B, D) and None, or sets (B, K, D) and the slots from which they were made (B, K, D).
+    """
+
+    def __init__(self, trunk: nn.Module, embedder: nn.Module, head: SetHead | None):
+        super().__init__()
+        self.trunk, self.embedder, self.head = trunk, embedder, head
+
+    def features(self, inputs: Tensor) -> TowerFeatures:
+        """Return the features of the embedder."""
+        return self.embedder(self.trunk(inputs))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        features = self.features(inputs)
+        if self.head is None:
+            assert features.pooled is not None
+            return features.pooled, None
+        sets = self.head.predict(features)
+        return sets.embeddings, sets.slots
+
+
+class TwoTowers(nn.Module):
+    """Images and texts to embeddings, with the methods of an open_clip model that evaluation uses.
+
+    Attributes:
+        image, text: the towers.
+        vocabulary: tokenizer of texts; None for that of the text trunk.
+        inputs: ``"images"`` or ``"features"``, the inputs of the image tower.
+        similarity: of sets, perhaps with parameters; None for vectors, compared by cosine.
+    """
+
+    def __init__(self, image: Tower, text: Tower, vocabulary: Vocabulary | None, inputs: str):
+        super().__init__()
+        self.image, self.text, self.vocabulary, self.inputs = image, text, vocabulary, inputs
+        self.similarity: nn.Module | None = None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that can be frozen: ``image_trunk``, ``image_embedder``, ... ``text_head``."""
+        towers = {"image": self.image, "text": self.text}
+        return {f"{name}_{part}": module for name, tower in towers.items() for part, module in tower.named_children()}
+
+    @property
+    def tokenizer(self) -> Callable[[list[str]], Tensor]:
+        """From n texts to token ids (n, L)."""
+        trunk: Any = self.text.trunk  # whose tokenizer may be downloaded
+        return trunk.tokenizer if self.vocabulary is None else self.vocabulary
+
+    def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
+        """Return the transform of pictures, or of arrays of features, to tensors."""
+        trunk: Any = self.image.trunk
+        return trunk.image_transform(is_train)
+
+    @property
+    def head(self) -> str | None:
+        """``"set"`` where embeddings are sets."""
+        return None if self.image.head is None else "set"
+
+    @property
+    @torch.no_grad()
+    def grid(self) -> tuple[int, int] | None:
+        """(height, width) of the local features of an image; None if they are no grid."""
+        size: Any = getattr(self.image.trunk, "image_size", None)
+        device = next(self.parameters()).device
+        return None if size is None else self.image.trunk(torch.zeros(1, 3, *size, device=device)).grid
+
+    def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
+        """Return the embeddings of images (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
+        return _normalized(self.image(images)[0], normalize)
+
+    def encode_text(self, texts: Tensor, normalize: bool = False) -> Tensor:
+        """Return the embeddings of texts (B, D), or their sets (B, K, D); with ``normalize`` all of unit length."""
+        return _normalized(self.text(texts)[0], normalize)
+
+    def predict_image_sets(self, images: Tensor) -> SetPredictionOutput:
+        """Return the sets of images with slots and attention maps, of a model with a set head."""
+        assert self.image.head is not None
+        return self.image.head.predict(self.image.features(images))
+
+
+def _normalized(embeddings: Tensor, normalize: bool) -> Tensor:
+    return functional.normalize(embeddings.float(), dim=-1) if normalize else embeddings
+
+
+def build_vocabulary(config: Config) -> Vocabulary | None:
+    """Return the words of the training captions, or None for a text tower that has its own.
+
+    Raises:
+        UserError: the shards cannot be read, or no word is frequent enough.
+    """
+    if split(config.text.trunk)[0] != "gru":
+        return None
+    with user_errors("text.vocabulary"):
+        return Vocabulary.from_captions(read_collection(config.data.train).captions, **config.text.vocabulary)
+
+
+def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> TwoTowers:
+    """Return the towers of a configuration, on the CPU, with weights by its seed.
+
+    Args:
+        config: what to build.
+        vocabulary: words of a text trunk ``gru``.
+        pretrained: whether to load pretrained weights and word vectors; otherwise all are random.
+
+    Raises:
+        UserError: an unknown name or option, or weights that cannot be loaded.
+    """
+    torch.manual_seed(config.seed)
+    image_trunk = _trunk("image", config.image, {}, pretrained)
+    if (config.data.inputs == "features") != isinstance(image_trunk, FeatureTrunk):
+        raise UserError(f"image.trunk {config.image.trunk} does not take data.inputs {config.data.inputs!r}")
+    words: dict[str, Any] = {}
+    if vocabulary is not None:
+        path = split(config.text.trunk)[1].get("word_vectors")
+        vectors = read_word_vectors(path, vocabulary)[0] if path and pretrained else None
+        words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
+    text_trunk = _trunk("text", config.text, words, pretrained)
+    image, text = _tower("image", config, image_trunk), _tower("text", config, text_trunk)
+    return TwoTowers(image, text, vocabulary, config.data.inputs)
+
+
+def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: bool) -> Any:
+    name, options = split(settings.trunk)
+    trunks = IMAGE_TRUNKS if side == "image" else TEXT_TRUNKS
+    factory = trunks[one_of(f"{side}.trunk", name, trunks)]
+    random = {} if pretrained else {"pretrained": False, "weights": None}
+    options |= {option: value for option, value in random.items() if option in options_of(factory)}
+    with user_errors(f"{side}.trunk {name!r}"):
+        return factory(**options | words)
+
+
+def _tower(side: str, config: Config, trunk: Any) -> Tower:
+    settings: TowerConfig = getattr(config, side)
+    with user_errors(side):
+        embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
+    if config.head is None:
+        return Tower(trunk, embedder, None)
+    with user_errors("head"):
+        _, options = split(config.head)
+        prediction = SetPrediction(**{"dim": config.dim, "local_dim": embedder.local_width, **options})
+    return Tower(trunk, embedder, SetHead(prediction))

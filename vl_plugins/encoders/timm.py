@@ -1,0 +1,130 @@
+"""Image models of timm."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vl_plugins.errors import UserError, require
+from vl_plugins.modules import TowerFeatures
+
+__all__ = ["TimmTrunk"]
+
+# With these timm reads files of its own choice, in some versions as pickles that can run code.
+FILE_OPTIONS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
+
+
+class TimmTrunk(nn.Module):
+    """An image model of timm with feature maps or tokens, without its classifier.
+
+    Local features are the positions of the last feature map, or the patches of a transformer without class and register
+    tokens, as the model's ``forward_features`` returns them. ``pooled`` is the input of the model's classifier. Layers
+    that only ``pooled`` goes through get no gradient where an embedder does not use it.
+
+    Args:
+        model: name of a model, with or without the tag of its weights: ``"resnet152.tv_in1k"``.
+        pretrained: whether to load the weights of timm: those of the tag, or the model's default ones.
+        weights: file of weights to load instead, of torch or safetensors, adapted as timm does. All have to fit but
+            those of the classifier.
+        image_size: height and width of images in pixels, or both in one number; by default those of the weights.
+        crop_area: least and largest share of the picture's area in a random crop of training. VSE++ has 0.08 to 1, the
+            default of timm and torchvision for classification, which cuts off most of what a caption says.
+        horizontal_flip: probability in training that a picture is mirrored; its caption is not.
+        crop_pct: share of height and width in the center crop of evaluation; by default that of the weights.
+        options: any that ``timm.create_model`` takes for this model, such as ``drop_path_rate``.
+
+    Attributes:
+        image_size: (height, width).
+
+    Raises:
+        ValueError: an option that timm would read a file by, ``crop_area`` out of its range, or no file of weights;
+            other options, unknown models and weights that do not fit raise timm's errors.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        pretrained: bool = False,
+        weights: str | Path | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        crop_area: Sequence[float] = (0.5, 1.0),
+        horizontal_flip: float = 0.5,
+        crop_pct: float | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        if len(crop_area) != 2 or not 0 < crop_area[0] <= crop_area[1] <= 1:  # timm would crop something else
+            raise ValueError(f"crop_area must be two numbers in (0, 1], the smaller first, got {crop_area!r}")
+        for name in FILE_OPTIONS.intersection(options):
+            raise ValueError(f"{name} is not supported: give a file of weights with the option weights")
+        self.crop_area, self.horizontal_flip, self.crop_pct = tuple(crop_area), horizontal_flip, crop_pct
+        timm = require("timm", extra="timm")
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size and tuple(image_size)
+        if weights is not None:
+            options |= _options_of_weights(timm, model, weights)
+        # Other models take images of any size, and have no such option.
+        if size and timm.get_pretrained_cfg(model, allow_unregistered=False).fixed_input_size:
+            options = {"img_size": size} | options
+        self.model = timm.create_model(model, pretrained or weights is not None, **{"num_classes": 0} | options)
+        if weights is not None:
+            self.model.reset_classifier(0)
+            self.model.pretrained_cfg.pop("state_dict")  # as large as the model
+        self.local_width, self.pooled_width = self.model.num_features, self.model.head_hidden_size
+        self.image_size = size or self._data_config()["input_size"][1:]
+
+    def forward(self, images: Tensor) -> TowerFeatures:
+        """Return the features of images (B, 3, H, W).
+
+        Raises:
+            UserError: a model whose features are neither maps nor tokens.
+        """
+        output = self.model.forward_features(images)
+        pooled = self.model.forward_head(output, pre_logits=True)
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        if len(shape) == 4:
+            maps = output if getattr(self.model, "output_fmt", "NCHW") == "NHWC" else output.permute(0, 2, 3, 1)
+            return TowerFeatures(maps.flatten(1, 2), pooled, None, tuple(maps.shape[1:3]), has_positions=False)
+        # Models without this number have a class token if they pool by it.
+        by_token = getattr(self.model, "global_pool", None) == "token"
+        prefix = getattr(self.model, "num_prefix_tokens", int(by_token))
+        if len(shape) == 3 and shape[1] > prefix:
+            local = output[:, prefix:]
+            return TowerFeatures(local, pooled, None, self._grid(images, local.shape[1]), has_positions=True)
+        raise UserError(
+            f"timm model {type(self.model).__name__} has features of the shape {shape or type(output).__name__}; "
+            "local features are maps (B, C, H, W) or (B, H, W, C), or tokens (B, N, C) of patches"
+        )
+
+    def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
+        """Return timm's transform of pictures for the model: random crop and flip in training, or a center crop."""
+        config = self._data_config() | {"input_size": (3, *self.image_size)}
+        if self.crop_pct is not None:
+            config["crop_pct"] = self.crop_pct
+        create_transform = require("timm.data", extra="timm").create_transform
+        return create_transform(
+            **config, is_training=is_train, scale=self.crop_area, hflip=self.horizontal_flip, color_jitter=None
+        )
+
+    def _data_config(self) -> dict[str, Any]:
+        return require("timm.data", extra="timm").resolve_model_data_config(self.model)
+
+    def _grid(self, images: Tensor, length: int) -> tuple[int, int] | None:
+        grid_size = getattr(getattr(self.model, "patch_embed", None), "dynamic_feat_size", None)
+        if grid_size is None:
+            return None
+        height, width = grid_size(tuple(images.shape[2:]))
+        return (height, width) if height * width == length else None  # None where patches are dropped
+
+
+def _options_of_weights(timm: Any, model: str, weights: str | Path) -> dict[str, Any]:
+    """Return the options of ``timm.create_model`` that load a file as timm loads its own, as data only."""
+    if not Path(weights).is_file():
+        raise UserError(f"weights of timm model {model!r}: no such file: {weights}")
+    state = timm.models.load_state_dict(str(weights), weights_only=True)
+    classifiers = timm.get_pretrained_cfg(model).classifier or ()
+    names = [f"{name}.weight" for name in ([classifiers] if isinstance(classifiers, str) else classifiers)]
+    # timm does not report weights that do not fit where the number of classes is another.
+    num_classes = next((len(state[name]) for name in names if name in state), 0)
+    overlay = {"state_dict": state, "num_classes": num_classes, "label_offset": 0, "custom_load": False}
+    return {"num_classes": num_classes, "pretrained_cfg_overlay": overlay}
