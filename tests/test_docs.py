@@ -12,7 +12,7 @@ import pytest
 
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as vl_plugins
-from vl_plugins.integrations.open_clip.options import parse_arguments
+from vl_plugins.integrations.open_clip.flags import parse_args
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -72,7 +72,7 @@ def test_commands_of_the_first_page_fit_together(tmp_path, monkeypatch):
     *_, toy, shards, train, evaluate, plot = commands(ROOT / "docs" / "index.md")
     assert vl_plugins([*toy[1:-1], "16", "--val", "4", "--test", "4"]) == 0
     assert vl_plugins([*shards[1:-1], "4"]) == 0
-    options, host_options, _ = parse_arguments(train[3:])
+    options, host_options, _ = parse_args(train[3:])
     assert options.loss == "unified"
     assert toy[-1] == "2048", "4 shards of"
     assert shards[-1] == "512"

@@ -25,7 +25,7 @@ from vl_plugins.data.samples import Record, decode
 from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.open_clip.flags import flag, parse_args
 
-__all__ = ["NOT_OURS", "AllCaptions", "Steps", "get_data", "read_splits"]
+__all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 
 # Options of open_clip's readers that ours do not have: those for training, and those for any split.
 OF_TRAINING = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
@@ -56,10 +56,6 @@ class Steps:
     def keys(self) -> list[str]:
         """Return the keys of the images."""
         return [key for _, keys in self.batches for key in keys]
-
-
-class AllCaptions(DataInfo):
-    """Validation data whose batches hold every caption of an image, for image-text retrieval."""
 
 
 @dataclass
@@ -171,18 +167,27 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                     found[split] = collection
             elif reader is host_data.get_csv_dataset and split == "train_data":
                 found[split] = Table(path, args)
+            if args.head == "set" and split == "val_data" and split not in found:
+                raise UserError(
+                    f"--val-data {path}: open_clip's validation compares single vectors, not sets; give shards of "
+                    "`vl-plugins shards`"
+                )
             if split in found:
                 _dataset(found[split], _unchanged, _unchanged)[0]
     if found:
         defaults = vars(parse_args([]))
         for name in NOT_OURS if "train_data" in found else OF_ANY:
             if getattr(args, name, None) != defaults.get(name):
-                raise UserError(f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it")
+                raise UserError(
+                    f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
+                )
     if "train_data" in found:
         _sampler(args, found["train_data"], 0, world_info_from_env()[2])  # for its checks
     elif args.allow_duplicate_captions or args.on_read_error == "raise":
         given = "allow-duplicate-captions" if args.allow_duplicate_captions else "on-read-error"
-        raise UserError(f"--{given} needs the reader of vl_plugins: give --train-data, and --loss or --captions-per-image")
+        raise UserError(
+            f"--{given} needs the reader of vl_plugins: give --train-data, and --loss or --captions-per-image"
+        )
     return found
 
 
@@ -219,7 +224,7 @@ def get_data(
         dataset = _dataset(splits["val_data"], preprocess_fns[1], tokenizer)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
         loader.num_samples = len(dataset)  # for wandb
-        data["val"] = AllCaptions(loader)
+        data["val"] = DataInfo(loader)
     return data
 
 

@@ -49,8 +49,8 @@ def add_heads(
 
     All else stays as it is: locked towers, gradient checkpointing, the names of the model's own weights. The heads
     compute in float32, or in the type of autocast, whatever the precision of the model. The model gets the modules
-    ``image_head``, ``text_head`` and ``similarity``, and ``grid``: (height, width) of the image tower's local features,
-    None for a head that uses none.
+    ``image_head``, ``text_head`` and ``similarity``, ``head``, and ``grid``: (height, width) of the image tower's local
+    features, None for a head that uses none.
 
     Args:
         model: of open_clip; it is changed.
@@ -71,7 +71,7 @@ def add_heads(
     text_head = copy.deepcopy(image_head) if head == "linear" else _make_head(head, text, options)
     model.image_head, model.text_head = image_head.to(device), text_head.to(device)
     model.similarity = None if similarity is None else similarity.to(device)
-    model.grid = image.grid
+    model.head, model.grid = head, image.grid
     model.__class__ = type(f"{type(model).__name__}WithHeads", (_WithHeads, type(model)), {})
     return model
 

@@ -1,11 +1,9 @@
 """The command line ``python -m vl_plugins.integrations.open_clip``."""
 
-from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from vl_plugins.errors import UserError, exit_status, one_of
-from vl_plugins.integrations.open_clip.flags import flag, parse_args
+from vl_plugins.errors import exit_status, one_of
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.registry import list_losses
 
 __all__ = ["main"]
@@ -18,21 +16,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
-    _check(args)
-    # After the checks, because it imports torch, which takes seconds.
+    if args.loss is not None and args.loss.islower() and ":" not in args.loss:
+        one_of("loss", args.loss, list_losses())
+    # After the check of the name, because it imports torch, which takes seconds.
     from vl_plugins.integrations.open_clip.training import train
 
     return train(args)
-
-
-def _check(args: Namespace) -> None:
-    """Raise ``UserError`` for misspelled losses and missing files."""
-    if args.loss is not None and not args.loss[:1].isupper() and ":" not in args.loss:
-        one_of("loss", args.loss, list_losses())
-    for option in ("pretrained", "resume"):
-        value = getattr(args, option)
-        if value is None or ":" in value:  # a URL
-            continue
-        path = Path(value)
-        if (path.suffix or len(path.parts) > 1) and not path.exists():  # else a tag, or latest
-            raise UserError(f"{flag(option)} {value}: no such file")

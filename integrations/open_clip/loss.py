@@ -111,7 +111,7 @@ class TwoTowerLoss(nn.Module):
         for module in self.loss.modules():
             if isinstance(module, HardestNegativeLoss) and self.steps is not None:
                 module.step = number
-        terms, own = {}, (images, texts)
+        terms, own = {}, images
         with torch.autocast(images.device.type, enabled=False):
             if self.compares_own_rows:
                 terms[f"{self.name}_loss"] = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
@@ -122,7 +122,7 @@ class TwoTowerLoss(nn.Module):
                     sides = images, joined[2], texts, joined[3]
                     terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
                 terms |= regularization(self.loss, images, texts, *joined[4:])
-        self._check_finite(terms, *own)
+        self._check_finite(terms, own)
         return terms
 
     def _labels(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,21 +138,18 @@ class TwoTowerLoss(nn.Module):
         labels = labels.to(images.device)
         return labels, labels.repeat_interleave(len(texts) // max(1, number))
 
-    def _check_finite(self, terms: dict[str, Tensor], images: Tensor, texts: Tensor) -> None:
+    def _check_finite(self, terms: dict[str, Tensor], images: Tensor) -> None:
         """Raise ``NonFiniteLossError`` with the keys of the images; this waits for the GPU once."""
         if torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():
             return
         values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
         number, keys = (0, []) if self.steps is None else (self.steps.number, self.steps.keys())
-        bad: set[int] = set()
-        for features in (images, texts):
-            rows = (~features.flatten(1).isfinite().all(dim=1)).nonzero().flatten()
-            bad.update((rows // (len(features) // len(images))).tolist())
-        named = [keys[row] for row in sorted(bad) if row < len(keys)] or keys
+        rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
+        named = [keys[row] for row in rows if row < len(keys)] or keys
+        more = f" and {len(named) - MOST_KEYS} more" if len(named) > MOST_KEYS else ""
         raise NonFiniteLossError(
-            f"step {number}: the loss is not finite ({values}); the features of {len(bad)} of {len(images)} images "
-            f"or their texts are not finite; keys of {'these' if bad else 'the batch'}: {', '.join(named[:MOST_KEYS])}"
-            f"{', ...' if len(named) > MOST_KEYS else ''}"
+            f"step {number}: the loss is not finite ({values}); {len(rows)} of {len(images)} image features are not "
+            f"finite; keys of {'these' if rows else 'the batch'}: {', '.join(named[:MOST_KEYS])}{more}"
         )
 
 

@@ -10,9 +10,9 @@ from open_clip_train import train
 from open_clip_train.distributed import is_master
 from torch import nn
 
+from vl_plugins.data import ShardDataset
 from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.encoding import log_metrics, validate
-from vl_plugins.integrations.open_clip.data import AllCaptions
 
 __all__ = ["evaluate"]
 
@@ -42,7 +42,7 @@ def evaluate(
     Raises:
         UserError: an embedding is not finite; or, without training, the data cannot be read.
     """
-    if not isinstance(data.get("val"), AllCaptions):
+    if "val" not in data or not isinstance(getattr(data["val"].dataloader, "dataset", None), ShardDataset):
         return host_evaluate(model, data, epoch, args, **options)
     host_zero_shot = getattr(train, ZERO_SHOT)
 
