@@ -13,9 +13,9 @@ import torch
 
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import check_model, register_models
-from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 from vl_plugins.integrations.pytorch_metric_learning.parts import loss_from_config
 

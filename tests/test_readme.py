@@ -519,8 +519,8 @@ def test_every_flag_exists():
     assert named <= flags
 
 
-def help_of(*command, parse=build_parser().parse_args):
+def help_of(*command, parse=None):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-        parse([*command, "--help"])
+        (parse or build_parser().parse_args)([*command, "--help"])
     return text.getvalue()
