@@ -49,12 +49,14 @@ class Steps:
         self.number = 0
         self.batches: deque[tuple[Tensor, list[str]]] = deque(maxlen=batches_per_step)
 
+    @property
     def image_ids(self) -> Tensor | None:
-        """Return ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
+        """Ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
         return torch.cat([ids for ids, _ in self.batches]) if self.batches else None
 
+    @property
     def keys(self) -> list[str]:
-        """Return the keys of the images."""
+        """The keys of the images."""
         return [key for _, keys in self.batches for key in keys]
 
 

@@ -130,7 +130,7 @@ class TwoTowerLoss(nn.Module):
         number = len(images)
         if len(texts) % number if number else len(texts):
             raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
-        labels = None if self.steps is None else self.steps.image_ids()
+        labels = None if self.steps is None else self.steps.image_ids
         if labels is None:  # all different
             labels = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
         if len(labels) != number:
@@ -143,7 +143,7 @@ class TwoTowerLoss(nn.Module):
         if torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():
             return
         values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
-        number, keys = (0, []) if self.steps is None else (self.steps.number, self.steps.keys())
+        number, keys = (0, []) if self.steps is None else (self.steps.number, self.steps.keys)
         rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
         named = [keys[row] for row in rows if row < len(keys)] or keys
         more = f" and {len(named) - MOST_KEYS} more" if len(named) > MOST_KEYS else ""

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import torch
 
 from vl_plugins.distances import SmoothChamferSimilarity
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.retrieval.features import describe_similarity
 
@@ -17,6 +19,7 @@ __all__ = [
     "assert_equal_nested",
     "checkpoint_with_heads",
     "error_line",
+    "loss_options",
     "read_checkpoint",
     "read_results",
     "run",
@@ -49,6 +52,11 @@ def run(command, cwd, **variables):
     finished = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     print(finished.stdout, finished.stderr)
     return finished
+
+
+def loss_options(loss, loss_kwargs=(), **options):
+    """Return the launcher's options with those of a loss."""
+    return Namespace(**vars(parse_args([])) | {"loss": loss, "loss_kwargs": dict(loss_kwargs), **options})
 
 
 def read_checkpoint(folder, epoch=1, name="run"):

@@ -79,9 +79,9 @@ def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
     steps, arguments = Steps(), args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", *LOSS)
     ((images, texts),) = read(arguments, steps)["train"].dataloader
     numbers = [int(image[0, 0, 0]) - 1 for image in images]
-    assert sorted(numbers) == steps.image_ids().sort().values.tolist() == [*range(8)]
+    assert sorted(numbers) == steps.image_ids.sort().values.tolist() == [*range(8)]
     assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
-    assert steps.keys() == [f"{tmp_path}/{number}.png" for number in numbers]
+    assert steps.keys == [f"{tmp_path}/{number}.png" for number in numbers]
     (tmp_path / "3.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"cannot read image 3, in .*table\.csv"):
         list(
@@ -131,7 +131,7 @@ def test_batches_as_the_trainer_needs_them(args):
     steps, keys = Steps(batches_per_step=3), []
     train = read(args(*LOSS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
-    assert steps.image_ids() is None
+    assert steps.image_ids is None
     epochs = []
     for epoch in range(2):
         train.set_epoch(epoch)
@@ -139,8 +139,8 @@ def test_batches_as_the_trainer_needs_them(args):
         for number, (images, texts) in enumerate(train.dataloader):
             assert (images.shape, texts.shape) == ((8, 3, 4, 4), (24, 2))
             assert steps.number == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
-            assert len(steps.image_ids()) == len(steps.keys()) == 8 * min(number + 1, 3)
-            ids += steps.image_ids()[-8:].tolist()
+            assert len(steps.image_ids) == len(steps.keys) == 8 * min(number + 1, 3)
+            ids += steps.image_ids[-8:].tolist()
             seen.append(texts)
         assert sorted(ids) == [*range(64)]
         epochs.append(torch.cat(seen))
@@ -150,7 +150,7 @@ def test_batches_as_the_trainer_needs_them(args):
         arguments.rank, arguments.world_size = rank, 2
         train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
-        keys += [key for _ in train for key in steps]
+        keys += [key for _ in train for key in steps.keys]
     assert len(set(keys)) == len(keys) == 64
 
 
@@ -187,7 +187,7 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
         features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]
         value = loss(*features, torch.tensor(1.0))
 
-        batch = [groups[int(key.rpartition("-")[2])] for key in steps]
+        batch = [groups[int(key.rpartition("-")[2])] for key in steps.keys]
         assert len(set(batch)) < len(batch), "images of a group meet"
         pairs = [(row, column) for row in range(len(batch)) for column in range(2 * len(batch))]
         positives = {(row, column) for row, column in pairs if batch[row] == batch[column // 2]}
