@@ -9,7 +9,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ EXCLUDED = {
 # Entries in the configurations of models that do not only compare images with captions.
 OTHER_MODELS = ("audio_cfg", "audio_naflex_cfg", "genlap_cfg", "genlip_cfg", "multimodal_cfg")
 # Files in shards that webdataset would unpickle.
-PICKLES = ("pickle", "pyd", "pth")
+PICKLES = ("pickle", "pyd")
 
 save, pt_load = torch.save, file_utils.pt_load
 
@@ -191,7 +191,8 @@ def _save(content: Any, file: Any, *given: Any, args: Namespace, loss: Any, **op
         partial_file.parent.mkdir(exist_ok=True)
         save(content, partial_file, *given, **options)
         os.replace(partial_file, file)
-        partial_file.parent.rmdir()
+        with suppress(OSError):  # a killed process left another file
+            partial_file.parent.rmdir()
     except (OSError, RuntimeError) as error:
         raise UserError(f"cannot write {file}: {first_line(error)}; is the disk full?") from error
 

@@ -174,7 +174,7 @@ def test_what_is_replaced_in_open_clip_is_put_back(tmp_path, data, monkeypatch):
     assert webdataset.autodecode.decoders == decoders
 
 
-@pytest.mark.parametrize("extension", ["pyd", "pickle", "PYD", "pth"])
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "PYD"])
 def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
     """Of stock open_clip's reader, which leaves such samples out."""
     monkeypatch.chdir(tmp_path)
