@@ -5,7 +5,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pandas
@@ -47,7 +46,7 @@ class Steps:
 
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
-        self.batches: deque[tuple[Tensor, list[str]]] = deque(maxlen=batches_per_step)
+        self.batches: deque[Any] = deque(maxlen=batches_per_step)
 
     @property
     def image_ids(self) -> Tensor | None:
@@ -60,42 +59,37 @@ class Steps:
         return [key for _, keys in self.batches for key in keys]
 
 
-@dataclass
-class TrainingData(DataInfo):
-    """Training data that seed all random numbers at the start of each epoch, so that a resumed run repeats them."""
+class TrainingData:
+    """Training data as open_clip's trainer takes them, which note the steps and their images.
 
-    steps: Steps | None = None
-    seed: tuple[int, ...] = ()
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if isinstance(self.sampler, CaptionSampler):
-            self.sampler.set_epoch(epoch)
-        self.dataloader.epoch = epoch
-        seed_everything(derived_seed(*self.seed, epoch))
-
-
-class TrainingLoader:
-    """A training loader for open_clip's trainer, which notes the steps and their images.
+    They seed all random numbers at the start of each epoch, so that a resumed run repeats them.
 
     Args:
-        loader: with ``num_batches`` and ``num_samples``.
+        data: of either reader; batches of ours are images, texts, image ids and keys.
         steps: where to note them.
-        ours: whether batches are those of our reader: images, texts, image ids and keys.
+        seed: of the process.
     """
 
-    def __init__(self, loader: Any, steps: Steps, ours: bool):
-        self.loader, self.steps, self.ours, self.epoch = loader, steps, ours, 0
-        self.num_batches, self.num_samples = loader.num_batches, loader.num_samples
+    def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...]):
+        self.data, self.steps, self.seed, self.epoch = data, steps, seed, 0
+        self.dataloader = self
+        self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.data.set_epoch(epoch)
+        if isinstance(self.data.sampler, CaptionSampler):
+            self.data.sampler.set_epoch(epoch)
+        seed_everything(derived_seed(*self.seed, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         per_step = self.steps.batches.maxlen or 1
         self.steps.batches.clear()
-        for index, batch in enumerate(self.loader):
+        for index, batch in enumerate(self.data.dataloader):
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
-            if self.ours:
-                images, texts, image_ids, keys = batch
-                self.steps.batches.append((image_ids, keys))
+            if isinstance(self.data.sampler, CaptionSampler):
+                images, texts, *noted = batch
+                self.steps.batches.append(noted)
                 # A task of open_clip 4.x takes a mapping.
                 batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
             yield batch
@@ -184,6 +178,7 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                     f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
                 )
     if "train_data" in found:
+        args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
         _sampler(args, found["train_data"], 0, world_info_from_env()[2])  # for its checks
     elif args.allow_duplicate_captions or args.on_read_error == "raise":
         given = "allow-duplicate-captions" if args.allow_duplicate_captions else "on-read-error"
@@ -219,9 +214,7 @@ def get_data(
     if "train_data" in splits:
         data["train"] = _training_data(args, splits["train_data"], preprocess_fns[0], tokenizer)
     if "train" in data and ("train_data" in splits or args.loss):
-        train = data["train"]
-        loader = TrainingLoader(train.dataloader, steps, "train_data" in splits)
-        data["train"] = TrainingData(loader, train.sampler, train.shared_epoch, steps, (args.seed, args.rank))
+        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
     if "val_data" in splits:
         dataset = _dataset(splits["val_data"], preprocess_fns[1], tokenizer)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
@@ -261,7 +254,7 @@ def _sampler(args: Namespace, collection: Collection, rank: int, world_size: int
     return CaptionSampler(
         collection,
         args.batch_size,
-        captions_per_image=args.captions_per_image or "random",
+        captions_per_image=args.captions_per_image,
         seed=args.seed,
         distinct_captions=not args.allow_duplicate_captions,
         rank=rank,

@@ -120,12 +120,12 @@ class _WithHeads(nn.Module):
         """
         if not isinstance(self.image_head, SetHead):
             raise UserError("the model has a linear head, which makes no sets")
-        return self.image_head.predict(image_features(self, image))  # type: ignore[arg-type]
+        return self.image_head.predict(image_features(self, image))
 
     def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:
         head = self.image_head if tower == "image" else self.text_head
         if isinstance(head, SetHead):
-            features = (image_features if tower == "image" else text_features)(self, inputs)  # type: ignore[arg-type]
+            features = (image_features if tower == "image" else text_features)(self, inputs)
         else:
             features = _of_pooled(getattr(super(), f"encode_{tower}")(inputs))
         output = head(features)

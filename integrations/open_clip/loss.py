@@ -18,13 +18,12 @@ from vl_plugins.integrations.cross_modal import (
     without_regularization,
 )
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.integrations.open_clip.flags import KINDS
 from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, create_loss, format_options
+from vl_plugins.registry import create, create_loss
 
-__all__ = ["NonFiniteLossError", "TwoTowerLoss", "build_loss", "describe"]
+__all__ = ["NonFiniteLossError", "TwoTowerLoss", "build_loss"]
 
 MOST_KEYS = 16  # in an error
 
@@ -196,9 +195,3 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
         miner = create("miner", args.miner, **{**mined_by, **args.miner_kwargs})
     name = args.loss.rpartition(":")[2]
     return TwoTowerLoss(name, loss, miner, learned_scale, args.local_loss, steps)
-
-
-def describe(args: Namespace) -> str:
-    """Return the loss and what it is built of, with the given options, in one line: ``unified(margin=0.2)``."""
-    named = [kind for kind in KINDS if getattr(args, kind) is not None]
-    return ", ".join(f"{getattr(args, kind)}({format_options(getattr(args, f'{kind}_kwargs'))})" for kind in named)

@@ -8,7 +8,6 @@ import copy
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ import open_clip
 import torch
 from open_clip_train import file_utils
 from open_clip_train import main as trainer
-from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
 from vl_plugins.data.sampler import parse_captions_per_image
@@ -28,8 +26,12 @@ from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import OTHER_FORMATS, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads, check_head
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss, describe
+from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained
+from vl_plugins.registry import format_options
+
+if hasattr(trainer, "create_task"):
+    from open_clip.task import CLIPTask
 
 __all__ = ["train"]
 
@@ -66,8 +68,6 @@ def train(args: Namespace) -> int:
             loss = build_loss(args, steps)
             _try(loss, (4, 2, 8) if args.head == "set" else (4, 8))
     splits = data.read_splits(args)
-    if "train_data" in splits:
-        args.captions_per_image = args.captions_per_image or "random"  # for params.txt
     host_train, errors = trainer.train_one_epoch, list[UserError]()
     with ExitStack() as border, ExitStack() as patches:
         border.enter_context(user_errors(f"--resume {args.resume}" if args.resume else "open_clip"))
@@ -85,8 +85,10 @@ def train(args: Namespace) -> int:
         }
         if hasattr(trainer, "pt_load"):  # in 3.x
             replaced["pt_load"] = _load
-        if loss is not None:
-            replaced |= _with_loss(loss, args)
+        if loss is not None and hasattr(trainer, "create_task"):  # in 4.x
+            replaced["create_task"] = lambda args, model, **options: CLIPTask(model, loss=loss)
+        elif loss is not None:
+            replaced["create_loss"] = lambda args: loss
         patches.enter_context(mock.patch.multiple(trainer, **replaced))
         patches.enter_context(mock.patch.object(file_utils, "pt_load", _load))
         patches.enter_context(mock.patch.object(torch, "save", partial(_save, args=args, loss=loss)))
@@ -105,7 +107,7 @@ def _check(args: Namespace) -> None:
         raise UserError("there is nothing to do: give --train-data or --val-data, or --help for all options")
     if args.resume == "latest" and args.name is None:
         raise UserError("--resume latest continues an earlier run: give its --name")
-    if args.resume not in (None, "latest") and not os.path.isdir(args.resume):  # 4.x has sharded ones
+    if args.resume not in (None, "latest") and "://" not in args.resume and not os.path.isdir(args.resume):
         _load(args.resume)
     if args.model_config is not None:
         add_model_config(args.model_config)
@@ -142,25 +144,15 @@ def _try(loss: TwoTowerLoss, shape: tuple[int, ...]) -> None:
     copy.deepcopy(loss)(*features, torch.ones(()), **slots)
 
 
-def _with_loss(loss: TwoTowerLoss, args: Namespace) -> dict[str, Callable]:
-    """Return the replacement that trains with a loss: in 3.x of ``create_loss``, in 4.x of ``create_task``."""
-
-    def announce() -> TwoTowerLoss:  # the trainer's log is open by then
-        logging.info(f"Training with the loss of vl_plugins: {describe(args)}")
-        if world_info_from_env()[2] > 1:
-            compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
-            logging.info(f"Each process compares {compared} of all processes; gradients are exact with any flags")
-        return loss
-
-    if not hasattr(trainer, "create_task"):
-        return {"create_loss": lambda args: announce()}
-    from open_clip.task import CLIPTask
-
-    return {"create_task": lambda args, model, **options: CLIPTask(model, loss=announce())}
-
-
 def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: Any, **options: Any) -> tuple[Any, ...]:
     """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
+    named = [kind for kind in KINDS if getattr(args, kind) is not None]
+    parts = [f"{getattr(args, kind)}({format_options(getattr(args, f'{kind}_kwargs'))})" for kind in named]
+    if loss is not None:
+        logging.info(f"Training with the loss of vl_plugins: {', '.join(parts)}")
+    if loss is not None and args.distributed:
+        compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
+        logging.info(f"Each process compares {compared} of all processes; gradients are exact with any flags")
     with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}"):
         weights: dict[str, Any] = {}
         if pretrained and Path(pretrained).is_file() and Path(pretrained).suffix not in OTHER_FORMATS:
@@ -172,8 +164,6 @@ def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: A
         if args.head:
             similarity = loss.loss.distance if args.head == "set" else None
             model = add_heads(model, args.head, args.head_kwargs, similarity)
-            compared = "" if similarity is None else f", and sets are compared by {type(similarity).__name__}"
-            logging.info(f"Both towers end in the head {args.head} {args.head_kwargs}{compared}")
         if has_heads and args.head:
             model.load_state_dict({key.removeprefix("module."): weight for key, weight in weights.items()})
     return model, *transforms

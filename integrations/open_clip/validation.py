@@ -50,9 +50,9 @@ def evaluate(
         metrics = host_zero_shot(*given, **more)
         if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
-        unwrapped: Any = model.module if hasattr(model, "module") else model
-        if hasattr(model, "get_trainable_module"):
-            unwrapped = model.get_trainable_module()
+        task: Any = model
+        unwrapped = task.get_trainable_module() if hasattr(task, "get_trainable_module") else task
+        unwrapped = getattr(unwrapped, "module", unwrapped)
         try:
             found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
         except UserError as error:

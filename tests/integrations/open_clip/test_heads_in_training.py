@@ -34,7 +34,6 @@ def trained(data, tmp_path_factory):
 def test_sets_are_trained_and_validated(trained):
     folder, _ = trained
     log = (folder / "logs/run/out.log").read_text()
-    assert "the head set {'num_slots': 3, 'num_iters': 2, 'hidden_dim': 32}, and sets are compared by Smooth" in log
     assert "Training with the loss of vl_plugins: smooth_chamfer(), set(num_slots=3, num_iters=2" in log
     for term in ("Smooth_chamfer", "Mmd", "Diversity"):
         values = [float(value) for value in re.findall(rf"{term}_loss: (\S+)", log)]

@@ -12,7 +12,7 @@ from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.integrations.open_clip.loss import NonFiniteLossError, build_loss, describe
+from vl_plugins.integrations.open_clip.loss import NonFiniteLossError, build_loss
 from vl_plugins.registry import find, options_of
 
 B, D, K = 6, 16, 4
@@ -172,11 +172,6 @@ def test_a_loss_that_is_not_finite_names_step_terms_and_images():
             loss(image, text, scale)
         assert str(raised.value).startswith(f"step 103: the loss is not finite (unified_loss nan){message}")
         broken.copy_(before)
-
-
-def test_describe():
-    options = plugin("unified", miner="BatchHardMiner", reducer="ThresholdReducer", reducer_kwargs={"low": 0.1})
-    assert describe(options) == "unified(margin=0.2, scale=20), BatchHardMiner(), ThresholdReducer(low=0.1)"
 
 
 @pytest.mark.parametrize(
