@@ -513,7 +513,10 @@ def test_every_flag_exists():
     help_texts.append(build_towers_parser().format_help())
     help_texts += [(ROOT / "benchmarks" / f"{script}.py").read_text() for script in BENCHMARKS]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
-    flags |= {f"--{name.replace('_', '-')}" for name in {*NOT_OURS, "fsdp", "fsdp_no_reshard_after_forward", "max_image_pixels"}}  # of newer versions, too
+    flags |= {
+        f"--{name.replace('_', '-')}"
+        for name in {*NOT_OURS, "fsdp", "fsdp_no_reshard_after_forward", "max_image_pixels"}
+    }  # of newer versions, too
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert len(named) > 12
     assert named <= flags

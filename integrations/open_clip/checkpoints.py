@@ -93,7 +93,7 @@ def load_open_clip(
         if model_config is not None:
             add_model_config(model_config)
         check_model(name)
-        check_pretrained(name, tag)
+        check_pretrained(name, tag, "checkpoint")
         loaded, preprocess = open_clip.create_model_from_pretrained(name, tag, **made_to)
         return loaded.eval(), preprocess, open_clip.get_tokenizer(name)
 
@@ -122,20 +122,23 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
         )
     finally:
         logging.disable(level)
-    if recorded.get("head") is None:
-        open_clip.load_checkpoint(loaded, str(file))
-    else:
-        similarity = recorded.get("similarity")
-        if similarity is not None:
-            similarity = recorded_similarity(similarity, recorded["similarity_kwargs"])
-        head_kwargs = {n: value for n, value in recorded["head_kwargs"].items() if FORMER_OPTIONS.get(n) != value}
-        loaded = add_heads(loaded, recorded["head"], head_kwargs, similarity)
-        # Numbers of sharded models are (1,), others ().
-        numbers = {n: weights[n].reshape(p.shape) for n, p in loaded.named_parameters() if p.numel() == 1}
-        loaded.load_state_dict(weights | numbers)
-    for key, tensor in loaded.state_dict().items():
-        if key in weights and tensor.numel() != weights[key].numel():  # open_clip has resized it
-            raise UserError(f"{key} is {tuple(weights[key].shape)} in {file} and {tuple(tensor.shape)} in {name}")
+    with user_errors(f"checkpoint {file} does not fit model {name}"):
+        if recorded.get("head") is None:
+            open_clip.load_checkpoint(loaded, str(file))
+        else:
+            similarity = recorded.get("similarity")
+            if similarity is not None:
+                similarity = recorded_similarity(similarity, recorded["similarity_kwargs"])
+            head_kwargs = {n: value for n, value in recorded["head_kwargs"].items() if FORMER_OPTIONS.get(n) != value}
+            loaded = add_heads(loaded, recorded["head"], head_kwargs, similarity)
+            # Numbers of sharded models are (1,), others ().
+            numbers = {n: weights[n].reshape(p.shape) for n, p in loaded.named_parameters() if p.numel() == 1}
+            loaded.load_state_dict(weights | numbers)
+        for key, tensor in loaded.state_dict().items():
+            if key in weights and tensor.numel() != weights[key].numel():  # open_clip has resized it
+                raise ValueError(
+                    f"{key} is {tuple(weights[key].shape)} in the file and {tuple(tensor.shape)} in the model"
+                )
     return loaded.eval(), preprocess, open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import open_clip
 
 from vl_plugins.data.files import read_bytes
-from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
+from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
 
 __all__ = ["add_model_config", "check_model", "check_pretrained", "has_schema", "register_models"]
 
@@ -50,12 +50,13 @@ def check_model(name: str) -> dict[str, Any]:
     return config
 
 
-def check_pretrained(model: str, pretrained: str | None) -> None:
+def check_pretrained(model: str, pretrained: str | None, what: str = "--pretrained") -> None:
     """Raise ``UserError`` unless ``pretrained`` is a file or a tag of the model."""
     if pretrained and has_schema(model):
-        raise UserError(f"pretrained weights {pretrained}: {model} comes with its weights; drop one")
+        raise UserError(f"{what} {pretrained}: {model} comes with its weights; drop one")
     if pretrained and not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
-        raise unknown_name("file or tag of weights", pretrained, open_clip.list_pretrained_tags_by_model(model))
+        hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
+        raise UserError(f"{what} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
 
 
 def has_schema(model: str) -> bool:

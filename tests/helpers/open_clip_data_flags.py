@@ -19,7 +19,15 @@ UNRELATED = {
     "naflex_max_tokens_per_batch",
 }
 UNRELATED |= {"naflex_num_train_image_tokens", "naflex_pad_multiple", "naflex_patch_size_probs", "naflex_patch_sizes"}
-UNRELATED |= {"genlap", "genlip", "naflex_seq_len_probs", "naflex_seq_lens", "naflexclap", "use_naflex", "val_num_samples"}
+UNRELATED |= {
+    "genlap",
+    "genlip",
+    "naflex_seq_len_probs",
+    "naflex_seq_lens",
+    "naflexclap",
+    "use_naflex",
+    "val_num_samples",
+}
 
 
 def data_flags(folder, options):
