@@ -141,7 +141,7 @@ def test_files_that_do_not_fit(tmp_path):
             r"visual.positional_embedding is \(17, 96\) in the file and \(65, 96\) in",
         ),
         *(((tmp_path / f"{part}.pt",), r"\.pt|unknown model") for part in ("model", "force_image_size", "head")),
-        ((tmp_path / "similarity_kwargs.pt",), r"similarity_kwargs\.pt: "),
+        ((tmp_path / "similarity_kwargs.pt",), r"similarity_kwargs\.pt does not fit"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             load_model(*arguments)

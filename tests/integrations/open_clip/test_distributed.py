@@ -195,10 +195,6 @@ def test_gradients_of_four_processes_are_those_of_one():
     check(work, 4)
 
 
-def test_one_process_needs_no_flags():
-    check(jobs(Batch((6,)), SOME), 1)
-
-
 def test_the_same_image_in_another_process_is_no_negative():
     """One process, whose loss sees an image twice, and its texts too."""
     images, texts = torch.eye(4)[[0, 1, 0]].double(), torch.eye(4)[[0, 1, 0]].double()

@@ -10,10 +10,9 @@ from pytorch_metric_learning import miners
 from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
-from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import NonFiniteLossError, build_loss
-from vl_plugins.registry import find, options_of
 
 B, D, K = 6, 16, 4
 OPTIONS = {
@@ -77,15 +76,6 @@ def test_logit_scale_and_bias_are_kept_in_the_graph(shape):
     assert all(gradient.shape == shape and gradient.item() == 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", [name for name in list_losses() if "scale" in options_of(find("loss", name))])
-def test_a_learned_scale_of_either_shape(name):
-    given = outputs()
-    expected = build_loss(loss_options(name, loss_kwargs={"scale": 14.0}))(**given)
-    learned = build_loss(loss_options(name, loss_kwargs={"scale": "learned"}))
-    for scale in (given["logit_scale"], given["logit_scale"].view(1)):
-        torch.testing.assert_close(learned(**given | {"logit_scale": scale}), expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", list_losses())
 def test_every_term_ends_in_loss(name):
     """open_clip 4.x trains on no other."""
@@ -103,17 +93,6 @@ def test_a_miner_mines_both_directions():
     actual = build_loss(options)(**given)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert not torch.isclose(actual, build_loss(plugin("unified"))(**given)), "the miner must matter"
-
-
-@pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
-def test_autocast_computes_in_float32(miner):
-    image, text, scale = (tensor.detach().bfloat16() for tensor in outputs(images=32).values())
-    loss = build_loss(plugin("unified", miner=miner))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = loss(image.requires_grad_(), text, scale)
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, loss(image.float(), text.float(), scale.float()), rtol=0, atol=0)
-    assert torch.autograd.grad(actual, image)[0].dtype == torch.bfloat16
 
 
 def test_autocast_does_not_reach_losses_of_others():
@@ -187,11 +166,6 @@ def test_sets_are_compared_by_smooth_chamfer_unless_another_similarity_is_named(
     loss = build_loss(options)
     assert type(loss.loss.distance) is expected
     assert loss.miner.distance is loss.loss.distance
-
-
-def test_a_miner_may_have_a_distance_of_its_own():
-    options = {"miner": "BatchHardMiner", "miner_kwargs": {"distance": "chamfer"}}
-    assert type(build_loss(loss_options("vlc", head="set", **options)).miner.distance) is ChamferSimilarity
 
 
 def test_terms_of_a_loss_with_regularization_are_logged_apart():
