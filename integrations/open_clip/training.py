@@ -169,22 +169,21 @@ def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: A
     return model, *transforms
 
 
-def _save(content: Any, file: Any, *given: Any, args: Namespace, loss: Any, **options: Any) -> None:
+def _save(obj: Any, f: Any, *given: Any, args: Namespace, loss: Any, **options: Any) -> None:
     """Save a file completely or not at all, in place of ``torch.save``; a checkpoint says what made the model."""
-    if not isinstance(file, (str, os.PathLike)):
-        return save(content, file, *given, **options)
-    if isinstance(content, dict) and "epoch" in content and (args.loss or args.head):
-        content = {**content, "args": made_with(args, loss)}
-    file = Path(file)
-    partial_file = file.parent / ".partial" / file.name  # torch writes the name into the file
+    if not isinstance(f, (str, os.PathLike)):
+        return save(obj, f, *given, **options)
+    if isinstance(obj, dict) and "epoch" in obj and (args.loss or args.head):
+        obj = {**obj, "args": made_with(args, loss)}
+    partial_file = Path(f).parent / ".partial" / Path(f).name  # torch writes the name into the file
     try:
         partial_file.parent.mkdir(exist_ok=True)
-        save(content, partial_file, *given, **options)
-        os.replace(partial_file, file)
+        save(obj, partial_file, *given, **options)
+        os.replace(partial_file, f)
         with suppress(OSError):  # a killed process left another file
             partial_file.parent.rmdir()
     except (OSError, RuntimeError) as error:
-        raise UserError(f"cannot write {file}: {first_line(error)}; is the disk full?") from error
+        raise UserError(f"cannot write {f}: {first_line(error)}; is the disk full?") from error
 
 
 def _load(file: str, map_location: Any = "cpu") -> Any:
