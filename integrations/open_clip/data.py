@@ -113,7 +113,7 @@ class Table(Collection):
         for path, caption in rows[columns].astype(str).itertuples(index=False):
             captions.setdefault(path, []).append(caption)
         if not captions:
-            raise UserError("it has no rows")
+            raise UserError(f"--train-data {file}: it has no rows")
         records = [Record(path, tuple(texts), path, tuple(range(len(texts)))) for path, texts in captions.items()]
         nowhere = [0] * len(records)
         super().__init__([file], [make_index(records, nowhere, nowhere, size=0).head])

@@ -65,7 +65,7 @@ class TwoTowerLoss(nn.Module):
         self.name, self.loss, self.miner = name, loss, miner
         self.pair_loss = without_regularization(loss)
         self.own_rows_loss = DistributedLoss(self.pair_loss)
-        self.learned_scale, self.local_loss, self.steps = learned_scale, local_loss, steps
+        self.learned_scale, self.local_loss, self.steps = learned_scale, local_loss, steps or Steps()
 
     @property
     def compares_own_rows(self) -> bool:
@@ -106,10 +106,10 @@ class TwoTowerLoss(nn.Module):
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
     def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
-        labels, number = self._labels(images, texts), 0 if self.steps is None else self.steps.number
+        labels = self._labels(images, texts)
         for module in self.loss.modules():
-            if isinstance(module, HardestNegativeLoss) and self.steps is not None:
-                module.step = number
+            if isinstance(module, HardestNegativeLoss):
+                module.step = self.steps.number
         terms, own = {}, images
         with torch.autocast(images.device.type, enabled=False):
             if self.compares_own_rows:
@@ -129,7 +129,7 @@ class TwoTowerLoss(nn.Module):
         number = len(images)
         if len(texts) % number if number else len(texts):
             raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
-        labels = None if self.steps is None else self.steps.image_ids
+        labels = self.steps.image_ids
         if labels is None:  # all different
             labels = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
         if len(labels) != number:
@@ -142,13 +142,13 @@ class TwoTowerLoss(nn.Module):
         if torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():
             return
         values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
-        number, keys = (0, []) if self.steps is None else (self.steps.number, self.steps.keys)
+        keys = self.steps.keys
         rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
         named = [keys[row] for row in rows if row < len(keys)] or keys
         more = f" and {len(named) - MOST_KEYS} more" if len(named) > MOST_KEYS else ""
         raise NonFiniteLossError(
-            f"step {number}: the loss is not finite ({values}); {len(rows)} of {len(images)} image features are not "
-            f"finite; keys of {'these' if rows else 'the batch'}: {', '.join(named[:MOST_KEYS])}{more}"
+            f"step {self.steps.number}: the loss is not finite ({values}); {len(rows)} of {len(images)} image features "
+            f"are not finite; keys of {'these' if rows else 'the batch'}: {', '.join(named[:MOST_KEYS])}{more}"
         )
 
 

@@ -123,7 +123,7 @@ FLAGS = {
     "--loss": "--loss: expected one argument",
     "--loss unifed": "unknown loss 'unifed' (did you mean 'unified'?)",
     "--loss NTXentLos": "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)",
-    "--loss no_such_module:Loss": "--loss no_such_module:Loss|No module named 'no_such_module'",
+    "--loss no_such_module:Loss": "loss 'no_such_module:Loss': No module named 'no_such_module'",
     "--loss json:nothing": "has no attribute 'nothing'",
     "--loss json:dumps": "loss 'json:dumps': ",
     "--loss ProxyAnchorLoss --loss-kwargs num_classes=4 embedding_size=8": "has trainable parameters",
@@ -147,7 +147,7 @@ FLAGS = {
     f"{LOSS} --miner-kwargs a": "--miner-kwargs: expected key=value",
     "--reducer MeanReducer": "--reducer needs --loss",
     f"{LOSS} --reducer Mean": "unknown reducer 'Mean'",
-    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: |low",
+    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: ",
     f"{LOSS} --reducer-kwargs low=1": "--reducer-kwargs needs --reducer",
     "--distance mil": "--distance needs --loss",
     f"{LOSS} --distance milk": "unknown distance 'milk'",
@@ -216,11 +216,11 @@ FILES = {
     "--pretrained cut.safetensors": "--pretrained cut.safetensors: ",
     "--pretrained foreign.npz": "--pretrained foreign.npz: ",
     "--pretrained heads.pt": "--pretrained heads.pt: Unexpected key",
-    "--pretrained other.pt": "--pretrained other.pt: size mismatch|--pretrained other.pt: ",
+    "--pretrained other.pt": "--pretrained other.pt: text pos_embed width changed",
     "--head linear --head-kwargs dim=25 --pretrained heads.pt": "--pretrained heads.pt: size mismatch",
     "--resume no.pt": "--resume no.pt: no such file",
     "--resume other_run.pt": "--resume other_run.pt: ",
-    "--resume optimizer.pt": "--resume optimizer.pt: .*optimizer|--resume optimizer.pt: loaded state dict",
+    "--resume optimizer.pt": "--resume optimizer.pt: loaded state dict",
     "--resume no_optimizer.pt": "--resume no_optimizer.pt: 'optimizer'",
     "--resume heads.pt": "--resume heads.pt: ",
     "--config no.yaml": "--config: no such file: no.yaml",
@@ -228,7 +228,7 @@ FILES = {
     "--config object.yaml": "object.yaml: not valid YAML",
     "--config twice.yaml": "twice.yaml: not valid YAML: duplicate key 'loss'",
     "--config list.yaml": "expected a mapping of flags to values, got list",
-    "--config key.yaml": "unknown key in list|unknown key in .*key.yaml 'los'",
+    "--config key.yaml": "unknown key in key.yaml 'los' (did you mean 'loss'?)",
     "--config kwargs.yaml": "loss-kwargs must be a mapping such as {margin: 0.2}, got 5",
     "--config switch.yaml": "siglip must be true or false, got 1",
     "--config value.yaml": "lr must be a value, got False",
@@ -272,7 +272,7 @@ DATA = {
     f"{LOSS} --train-data equal.tsv": "1 images make no full batch of 4",
     f"{LOSS} --train-data missing.tsv": "cannot read image 0, in missing.tsv: ",
     f"{LOSS} --train-data bytes.tsv": "cannot read image 0, in bytes.tsv: ",
-    f"{LOSS} --train-data none.tsv": "--train-data none.tsv|it has no rows",
+    f"{LOSS} --train-data none.tsv": "--train-data none.tsv: it has no rows",
     f"{LOSS} --train-data no.csv": "no.csv",
     f"{LOSS} --train-data columns.tsv": "unknown column 'filepath'",
     f"{LOSS} --train-data bytes_of.csv": "--train-data bytes_of.csv: ",
@@ -298,7 +298,7 @@ def test_one_line(flags, message, folder, tmp_path, monkeypatch, capfd):
     assert main([*TINY, "--logs", str(tmp_path / "logs"), *flags.split(" ")]) == 2
     printed = capfd.readouterr()
     line = error_line(printed.err)
-    assert any(part in line or re.search(part, line) for part in [message, *message.split("|")]), line
+    assert message in line or re.search(message, line), line
     assert "Traceback" not in printed.err
     assert "code has run" not in printed.out.splitlines()
     assert not list(tmp_path.rglob("*.pt")), "nothing was trained"
