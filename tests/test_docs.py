@@ -12,7 +12,7 @@ import pytest
 
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as vl_plugins
-from vl_plugins.integrations.open_clip.options import parse_arguments
+from vl_plugins.integrations.open_clip.flags import parse_args
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -72,13 +72,13 @@ def test_commands_of_the_first_page_fit_together(tmp_path, monkeypatch):
     *_, toy, shards, train, evaluate, plot = commands(ROOT / "docs" / "index.md")
     assert vl_plugins([*toy[1:-1], "16", "--val", "4", "--test", "4"]) == 0
     assert vl_plugins([*shards[1:-1], "4"]) == 0
-    options, host_options, _ = parse_arguments(train[3:])
+    options = parse_args(train[3:])
     assert options.loss == "unified"
     assert toy[-1] == "2048", "4 shards of"
     assert shards[-1] == "512"
-    assert host_options.train_data == "toy-shards/toy-train-{000000..000003}.tar"
+    assert options.train_data == "toy-shards/toy-train-{000000..000003}.tar"
     arguments = build_parser().parse_args(evaluate[1:])
-    assert all(Path(file).is_file() for file in (host_options.val_data, arguments.shards))
-    run = f"{host_options.logs.removeprefix('./').rstrip('/')}/{host_options.name}"
-    assert arguments.checkpoint == [f"{run}/checkpoints/epoch_{host_options.epochs}.pt"]
+    assert all(Path(file).is_file() for file in (options.val_data, arguments.shards))
+    run = f"{options.logs.removeprefix('./').rstrip('/')}/{options.name}"
+    assert arguments.checkpoint == [f"{run}/checkpoints/epoch_{options.epochs}.pt"]
     assert build_parser().parse_args(plot[1:]).runs == [run]

@@ -16,7 +16,7 @@ OPTIONAL = ("horovod", "open_clip", "torch.distributed.tensor", "torch.utils.ten
 OPTIONAL += ("vl_plugins.integrations.open_clip", "vl_plugins.distributed", "vl_plugins.untraced")
 # Whose functions may import anything, so that `--help` and errors in a command line take no seconds.
 COMMAND_LINES = ("vl_plugins/commands/", "integrations/pytorch_metric_learning/__init__.py")
-COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/host.py")
+COMMAND_LINES += ("integrations/open_clip/launcher.py", "integrations/open_clip/flags.py")
 COMMAND_LINES += ("integrations/pytorch_metric_learning/command_line.py", "integrations/checkpoints.py")
 COMMAND_LINES += ("vl_plugins/data/collection.py",)  # used without torch, see below
 

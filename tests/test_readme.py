@@ -25,9 +25,9 @@ from torchvision.transforms import PILToTensor
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.cli import main as own_main
-from vl_plugins.integrations.open_clip.data import TRAINING_READER
+from vl_plugins.integrations.open_clip.data import NOT_OURS
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.models import register_models
-from vl_plugins.integrations.open_clip.options import format_help
 from vl_plugins.integrations.pytorch_metric_learning import main as train_towers
 from vl_plugins.integrations.pytorch_metric_learning import read_config
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
@@ -217,7 +217,7 @@ def test_the_open_clip_command(tmp_path, toy_shards):
     small += ["--pretrained", "", "--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar"]
     small += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
     output = run([*command, *small], tmp_path)
-    assert "Training with the loss of vl_plugins: unified(margin=0.2, scale=50.0" in output
+    assert "Training with the loss of vl_plugins: unified(" in output
     assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
 
 
@@ -494,21 +494,23 @@ def official(items, splits):
 
 
 def test_every_flag_exists():
-    help_texts = [format_help(), *(help_of("shards", source) for source in ("coco", "coco-captions", "table"))]
+    help_texts = [help_of("shards", source) for source in ("coco", "coco-captions", "table")]
+    help_texts.append(help_of("--help", parse=parse_args))
     help_texts += [help_of("evaluate"), help_of("plot", "attention")]
     help_texts.append(build_towers_parser().format_help())
     help_texts += [(ROOT / "benchmarks" / f"{script}.py").read_text() for script in BENCHMARKS]
     flags = {flag for text in help_texts for flag in re.findall(r"--[a-z][a-z-]+", text)}
     flags |= {
-        f"--{name.replace('_', '-')}" for name in {*TRAINING_READER, "max_image_pixels"}
+        f"--{name.replace('_', '-')}"
+        for name in {*NOT_OURS, "fsdp", "fsdp_no_reshard_after_forward", "max_image_pixels"}
     }  # of newer versions, too
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert len(named) > 12
     assert named <= flags
 
 
-def help_of(*command):
+def help_of(*command, parse=None):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--help"])
+        (parse or build_parser().parse_args)([*command, "--help"])
     return text.getvalue()

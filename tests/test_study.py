@@ -13,7 +13,7 @@ from benchmarks import study
 from benchmarks.noisy_pairs import AdaptiveMarginLoss, swap_captions
 from benchmarks.study import Outcome, Run, Study
 from vl_plugins.cli import build_parser
-from vl_plugins.integrations.open_clip.options import parse_arguments
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.pytorch_metric_learning import command_line
 from vl_plugins.losses import UnifiedLoss, soft_margin
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
@@ -40,7 +40,7 @@ def test_the_commands_of_a_study_can_be_parsed(name):
     for setting, options in content["settings"].items():
         runs = [Run(setting, loss, "1e-3", 0) for loss in content["losses"]]
         commands += [*map(made.command, runs), *([made.command(runs[0], start=True)] if "start" in options else [])]
-    parse_training = command_line.build_parser().parse_args if name == "pml" else parse_arguments
+    parse_training = command_line.build_parser().parse_args if name == "pml" else parse_args
     for command in commands:
         program, *words = shlex.split(command)
         build_parser().parse_args(words) if program == "vl-plugins" else parse_training(words[2:])

@@ -75,7 +75,7 @@ for the traceback
     except (UserError, OSError):
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"{what}: {reason}; set {TRACEBACK}=1 for the traceback") from error
 
 

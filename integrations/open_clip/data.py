@@ -1,129 +1,191 @@
-"""Our shard reader in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
+"""Our readers in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import pandas
+import torch
+from open_clip_train import data as host_data
+from open_clip_train import main as trainer
 from open_clip_train.data import DataInfo
-from open_clip_train.distributed import world_info_from_env
+from open_clip_train.distributed import is_master, world_info_from_env
+from torch import Tensor
 
-from vl_plugins.data.collection import Collection, read_collection
-from vl_plugins.data.dataset import ShardDataset, evaluation_loader
+from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data.collection import Collection
+from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
+from vl_plugins.data.index import make_index
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.sampler import CaptionSampler, training_loader
-from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.batch_record import BatchRecord, RecordedLoader
-from vl_plugins.integrations.open_clip.host import OpenCLIP3, default_options
-from vl_plugins.integrations.open_clip.names import is_shards
-from vl_plugins.integrations.open_clip.options import PluginOptions, option_flag
+from vl_plugins.data.samples import Record, decode
+from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.integrations.open_clip.flags import flag, parse_args
 
-__all__ = ["TRAINING_READER", "AllCaptions", "Reader", "choose_reader", "get_data"]
+__all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 
-_CAPTIONS = "takes captions from the list 'captions' in json, or else from txt"
-_PADDING = "pads all captions to the same length"
-_ORDER = "reads every image once in an epoch"
-
-VALIDATION_READER = dict.fromkeys(("json_text_key", "json_text_key_probs", "text_key"), _CAPTIONS)
-VALIDATION_READER |= {"image_key": "takes images from jpg, jpeg, png or webp", "text_pad_multiple": _PADDING}
-TRAINING_READER = VALIDATION_READER | dict.fromkeys(
-    ("bucket_chunk", "bucket_pool", "bucket_prefetch_pools", "length_bucketing"), _PADDING
-)
-TRAINING_READER |= dict.fromkeys(("train_data_upsampling_factors", "train_num_samples"), _ORDER)
-"""Options of open_clip's readers that ours does not support, with what it does instead."""
+# Options of open_clip's readers that ours do not have: those for training, and those for any split.
+OF_TRAINING = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
+OF_TRAINING += ("train_data_upsampling_factors", "train_num_samples")
+OF_ANY = ("text_key", "json_text_key", "json_text_key_probs", "image_key", "text_pad_multiple")
+NOT_OURS = OF_TRAINING + OF_ANY
 
 
-class AllCaptions(DataInfo):
-    """Validation data whose batches hold every caption of an image, for image-text retrieval."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """The splits that our reader serves; open_clip's serves the others.
+class Steps:
+    """The current training step and its images, which open_clip does not pass to its loss.
 
     Args:
-        captions_per_image: of the training split; None for open_clip's reader.
-        make_sampler: returns what draws the training batches of a process, given its ``rank`` and the ``world_size``.
-        validation: images that are validated on with all captions; None for open_clip's reader.
-        on_read_error: of the training split, ``"skip"`` or ``"raise"``.
+        batches_per_step: open_clip's ``--accum-freq``.
+
+    Attributes:
+        number: of the step, from 0, over all epochs.
+        batches: image ids and keys of each batch of the step; none if open_clip's reader made them.
     """
 
-    captions_per_image: str | None = None
-    make_sampler: Callable[..., CaptionSampler] | None = None
-    validation: Collection | None = None
-    on_read_error: str = "skip"
+    def __init__(self, batches_per_step: int = 1):
+        self.number = 0
+        self.batches: deque[Any] = deque(maxlen=batches_per_step)
+
+    @property
+    def image_ids(self) -> Tensor | None:
+        """Ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
+        return torch.cat([ids for ids, _ in self.batches]) if self.batches else None
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the images."""
+        return [key for _, keys in self.batches for key in keys]
 
 
-def choose_reader(options: PluginOptions, args: Namespace) -> Reader:
-    """Choose the reader of each split, and check the shards before training starts.
+class TrainingData:
+    """Training data as open_clip's trainer takes them, which note the steps and their images.
 
-    With ``--loss`` or ``--captions-per-image``, our reader serves shards in which every image has a list of captions,
-    such as those of ``vl-plugins shards``; with ``--captions-per-image`` it serves any training shards. With neither
-    flag, open_clip reads everything; it also does the sampling with replacement of ``--dataset-resampled``.
+    They seed all random numbers at the start of each epoch, so that a resumed run repeats them.
 
     Args:
-        options: the launcher's flags.
-        args: open_clip's flags, as its parser returns them.
+        data: of either reader; batches of ours are images, texts, image ids and keys.
+        steps: where to note them.
+        seed: of the process.
+    """
+
+    def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...]):
+        self.data, self.steps, self.seed, self.epoch = data, steps, seed, 0
+        self.dataloader = self
+        self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.data.set_epoch(epoch)
+        if isinstance(self.data.sampler, CaptionSampler):
+            self.data.sampler.set_epoch(epoch)
+        seed_everything(derived_seed(*self.seed, epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        per_step = self.steps.batches.maxlen or 1
+        self.steps.batches.clear()
+        for index, batch in enumerate(self.data.dataloader):
+            self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
+            if isinstance(self.data.sampler, CaptionSampler):
+                images, texts, *noted = batch
+                self.steps.batches.append(noted)
+                # A task of open_clip 4.x takes a mapping.
+                batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
+            yield batch
+
+
+class Table(Collection):
+    """The images of open_clip's CSV data: rows of one image path are one image with several captions.
+
+    Args:
+        file: path or URL.
+        args: with open_clip's ``csv_separator``, ``csv_img_key`` and ``csv_caption_key``.
 
     Raises:
-        UserError: a shard is missing or damaged, or a flag is given that the chosen reader does not support.
+        UserError: the file has no such column, or no rows.
     """
-    requested = options.captions_per_image
-    if requested is not None and args.dataset_resampled:
-        raise UserError("--captions-per-image reads every image once in an epoch: give it without --dataset-resampled")
-    train = None if args.dataset_resampled else _read(args.train_data, options, args)
-    if requested is not None and train is None and args.train_data:
-        raise UserError(f"--captions-per-image needs WebDataset shards (.tar), got --train-data {args.train_data}")
-    validation = _read(args.val_data, options, args)
-    if validation is not None and validation.only_txt:
-        validation = None
-    if validation is not None:
-        _check_split(validation, args, "--val-data", VALIDATION_READER)
-    if train is not None and (requested is not None or not train.only_txt):
-        _check_split(train, args, "--train-data", TRAINING_READER)
-        captions_per_image = requested or "random"
-        make_sampler = partial(
-            CaptionSampler,
-            train,
-            args.batch_size,
-            captions_per_image=captions_per_image,
-            seed=args.seed,
-            distinct_captions=not options.allow_duplicate_captions,
+
+    def __init__(self, file: str, args: Namespace):
+        rows = pandas.read_csv(file, sep=args.csv_separator)
+        columns = [one_of("column", name, rows.columns) for name in (args.csv_img_key, args.csv_caption_key)]
+        captions: dict[str, list[str]] = {}
+        for path, caption in rows[columns].astype(str).itertuples(index=False):
+            captions.setdefault(path, []).append(caption)
+        if not captions:
+            raise UserError(f"--train-data {file}: it has no rows")
+        records = [Record(path, tuple(texts), path, tuple(range(len(texts)))) for path, texts in captions.items()]
+        nowhere = [0] * len(records)
+        super().__init__([file], [make_index(records, nowhere, nowhere, size=0).head])
+        self.records = records
+
+    def read(self, images: Sequence[int]) -> list[bytes | Exception]:
+        """Return the content of the picture files, or the errors."""
+        found: list[bytes | Exception] = []
+        for image in images:
+            try:
+                found.append(read_bytes(self.records[image].key, max_bytes=MAX_FILE_BYTES))
+            except UserError as error:
+                found.append(error)
+        return found
+
+
+class TableDataset(ShardDataset):
+    """The images of a :class:`Table` with their captions."""
+
+    def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
+        if isinstance(data, Exception):
+            raise data
+        record = self.collection.records[draw.image]
+        image = decode({"jpg": data}, max_pixels=self.max_pixels)
+        return image, [record.captions[number] for number in draw.captions], record.key
+
+
+def read_splits(args: Namespace) -> dict[str, Collection]:
+    """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
+
+    With ``--loss`` or ``--captions-per-image`` ours read training shards and tables, and the shards to validate on if
+    every image there has a list of captions, as ``vl-plugins shards`` writes them. open_clip reads everything else.
+
+    Raises:
+        UserError: data are missing or damaged, or a flag is given that our readers do not have.
+    """
+    found: dict[str, Collection] = {}
+    for split in ("train_data", "val_data"):
+        path = getattr(args, split)
+        if not path or not (args.loss or args.captions_per_image):
+            continue
+        with user_errors(f"{flag(split)} {path}"):
+            reader = host_data.get_dataset_fn(path, args.dataset_type)
+            if reader is host_data.get_wds_dataset:
+                collection = read_collection(path)
+                if split == "train_data" or not collection.only_txt:
+                    found[split] = collection
+            elif reader is host_data.get_csv_dataset and split == "train_data":
+                found[split] = Table(path, args)
+            if args.head == "set" and split == "val_data" and split not in found:
+                raise UserError(
+                    f"--val-data {path}: open_clip's validation compares single vectors, not sets; give shards of "
+                    "`vl-plugins shards`"
+                )
+            if split in found:
+                _dataset(found[split], _unchanged, _unchanged)[0]
+    if found:
+        defaults = vars(parse_args([]))
+        for name in NOT_OURS if "train_data" in found else OF_ANY:
+            if getattr(args, name, None) != defaults.get(name):
+                raise UserError(
+                    f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
+                )
+    if "train_data" in found:
+        args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
+        _sampler(args, found["train_data"], 0, world_info_from_env()[2])  # for its checks
+    elif args.allow_duplicate_captions or args.on_read_error == "raise":
+        given = "allow-duplicate-captions" if args.allow_duplicate_captions else "on-read-error"
+        raise UserError(
+            f"--{given} needs the reader of vl_plugins: give --train-data, and --loss or --captions-per-image"
         )
-        make_sampler(rank=0, world_size=world_info_from_env()[2])  # for its checks; the processes have not joined yet
-        return Reader(captions_per_image, make_sampler, validation, options.on_read_error)
-    for flag, default in (("allow_duplicate_captions", False), ("on_read_error", "skip")):
-        if getattr(options, flag) != default:
-            raise UserError(
-                f"{option_flag(flag)} is for training shards that the reader of vl_plugins reads, and here it "
-                "reads none: give --captions-per-image too"
-            )
-    return Reader(validation=validation)
-
-
-def _read(path: str | None, options: PluginOptions, args: Namespace) -> Collection | None:
-    """Return the images of shards that our reader may serve."""
-    asked = options.captions_per_image is not None or options.loss is not None
-    return read_collection(path) if asked and path is not None and is_shards(path, args.dataset_type) else None
-
-
-def _check_split(collection: Collection, args: Namespace, split: str, not_supported: Mapping[str, str]) -> None:
-    """Raise ``UserError`` for a flag that our reader does not support, or if the first image cannot be read."""
-    defaults = default_options()
-    for name, instead in sorted(not_supported.items()):
-        if getattr(args, name, None) != defaults.get(name):
-            raise UserError(
-                f"{option_flag(name)} is for open_clip's reader: that of vl_plugins, which reads {split} here, "
-                f"{instead}; leave the flag out"
-            )
-    ShardDataset(collection, _unchanged, _unchanged)[0]
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+    return found
 
 
 def get_data(
@@ -132,61 +194,46 @@ def get_data(
     epoch: int = 0,
     tokenizer: Callable | None = None,
     *,
-    host: OpenCLIP3,
     host_get_data: Callable,
-    reader: Reader,
-    record: BatchRecord | None,
-    **version_options: Any,
-) -> dict[str, Any]:
+    splits: dict[str, Collection],
+    steps: Steps,
+    **options: Any,
+) -> dict[str, DataInfo]:
     """Return the data of the trainer, in place of ``open_clip_train.data.get_data``.
 
     Args:
-        args, preprocess_fns, epoch, tokenizer: as open_clip gives them.
-        host: the installed version.
+        args, preprocess_fns, epoch, tokenizer, options: as open_clip gives them.
         host_get_data: open_clip's function.
-        reader: the splits that our reader serves.
-        record: of the training batches; None to train exactly as open_clip does, with its reader.
-        version_options: other arguments of some versions of open_clip; passed on.
+        splits: of :func:`read_splits`.
+        steps: of the training.
     """
-    preprocess_train, preprocess_val = preprocess_fns
-    host_args = copy(args)
-    if reader.make_sampler is not None:
-        host_args.train_data = None
-    if reader.validation is not None:
-        host_args.val_data = None
-    data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **version_options)
-    if reader.make_sampler is not None:
-        sampler = reader.make_sampler(rank=args.rank, world_size=args.world_size)
-        data["train"] = _training_data(args, sampler, reader.on_read_error, preprocess_train, tokenizer)
-        logging.info(f"Reading the training shards with captions per image: {reader.captions_per_image}")
-    if reader.validation is not None:
-        data["val"] = _validation_data(args, reader.validation, preprocess_val, tokenizer)
-    if "train" in data and record is not None:
-        train = data["train"]
-        loader = RecordedLoader(train.dataloader, record, None if reader.make_sampler is None else host)
-        data["train"] = RecordedData(loader, train.sampler, train.shared_epoch, seed=args.seed, rank=args.rank)
+    theirs = copy(args)
+    for split in splits:
+        setattr(theirs, split, None)
+    data = host_get_data(theirs, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **options)
+    if "train_data" in splits:
+        data["train"] = _training_data(args, splits["train_data"], preprocess_fns[0], tokenizer)
+    if "train" in data and ("train_data" in splits or args.loss):
+        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
+    if "val_data" in splits:
+        dataset = _dataset(splits["val_data"], preprocess_fns[1], tokenizer)
+        loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
+        loader.num_samples = len(dataset)  # for wandb
+        data["val"] = DataInfo(loader)
     return data
 
 
-@dataclass
-class RecordedData(DataInfo):
-    """Training data that seed all random numbers at the start of each epoch, so that a resumed run repeats them."""
-
-    seed: int = 0
-    rank: int = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if isinstance(self.sampler, CaptionSampler):
-            self.sampler.set_epoch(epoch)
-        record = self.dataloader.record
-        record.first_step = epoch * (self.dataloader.num_batches // record.batches_per_step)
-        seed_everything(derived_seed(self.seed, self.rank, epoch))
-
-
-def _training_data(args, sampler, on_read_error, transform, tokenizer) -> DataInfo:
+def _training_data(args: Namespace, collection: Collection, transform: Callable, tokenizer: Any) -> DataInfo:
+    if is_master(args):
+        logging.info(f"Reading the training data with captions per image: {args.captions_per_image}")
+        if collection.only_txt:
+            logging.warning(
+                f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
+                "their txt is their only positive, and all else in a batch is negative"
+            )
+    sampler = _sampler(args, collection, args.rank, args.world_size)
     max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
-    dataset = ShardDataset(sampler.collection, transform, tokenizer, on_error=on_read_error, max_pixels=max_pixels)
+    dataset = _dataset(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
     loader = training_loader(
         dataset,
         sampler,
@@ -198,7 +245,22 @@ def _training_data(args, sampler, on_read_error, transform, tokenizer) -> DataIn
     return DataInfo(loader, sampler)
 
 
-def _validation_data(args, collection, transform, tokenizer) -> AllCaptions:
-    loader = evaluation_loader(ShardDataset(collection, transform, tokenizer), args.batch_size, workers=args.workers)
-    loader.num_samples = len(collection)  # for the host's wandb
-    return AllCaptions(loader)
+def _dataset(collection: Collection, transform: Any, tokenizer: Any, **options: Any) -> ShardDataset:
+    kind = TableDataset if isinstance(collection, Table) else ShardDataset
+    return kind(collection, transform, tokenizer, **options)
+
+
+def _sampler(args: Namespace, collection: Collection, rank: int, world_size: int) -> CaptionSampler:
+    return CaptionSampler(
+        collection,
+        args.batch_size,
+        captions_per_image=args.captions_per_image,
+        seed=args.seed,
+        distinct_captions=not args.allow_duplicate_captions,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -1,6 +1,7 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
 import inspect
+from argparse import Namespace
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -16,15 +17,19 @@ from vl_plugins.integrations.cross_modal import (
     regularization,
     without_regularization,
 )
-from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-from vl_plugins.integrations.open_clip.non_finite import check_finite
-from vl_plugins.integrations.open_clip.options import PluginOptions
+from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, create_loss, find_loss, format_options, options_of
+from vl_plugins.registry import create, create_loss
 
-__all__ = ["TwoTowerLoss", "build_loss", "create_pair_loss", "describe"]
+__all__ = ["NonFiniteLossError", "TwoTowerLoss", "build_loss"]
+
+MOST_KEYS = 16  # in an error
+
+
+class NonFiniteLossError(UserError):
+    """The loss is NaN or infinite."""
 
 
 class TwoTowerLoss(nn.Module):
@@ -44,7 +49,7 @@ class TwoTowerLoss(nn.Module):
         learned_scale: pass the model's logit scale to the loss as ``scale``.
         local_loss: compare only this process's images and texts with those of all processes, if
             :attr:`compares_own_rows`.
-        record: of the training's batches: the step, by which ``warmup_steps`` count, and the image ids.
+        steps: the step, by which ``warmup_steps`` count, and the image ids; without ids all images are different.
     """
 
     def __init__(
@@ -54,17 +59,13 @@ class TwoTowerLoss(nn.Module):
         miner: nn.Module | None = None,
         learned_scale: bool = False,
         local_loss: bool = False,
-        record: BatchRecord | None = None,
+        steps: Steps | None = None,
     ):
         super().__init__()
-        self.name = name
-        self.loss = loss
+        self.name, self.loss, self.miner = name, loss, miner
         self.pair_loss = without_regularization(loss)
         self.own_rows_loss = DistributedLoss(self.pair_loss)
-        self.miner = miner
-        self.learned_scale = learned_scale
-        self.local_loss = local_loss
-        self.record = record
+        self.learned_scale, self.local_loss, self.steps = learned_scale, local_loss, steps or Steps()
 
     @property
     def compares_own_rows(self) -> bool:
@@ -81,7 +82,6 @@ class TwoTowerLoss(nn.Module):
         output_dict: bool = False,
         image_slots: Tensor | None = None,
         text_slots: Tensor | None = None,
-        image_ids: Tensor | None = None,
     ) -> dict[str, Tensor] | Tensor:
         """Return the loss; with ``output_dict`` as ``{"<name>_loss": loss}``, with the terms of the regularization.
 
@@ -92,128 +92,106 @@ class TwoTowerLoss(nn.Module):
             logit_bias: 0-D or (1,), or None; not used.
             image_slots: (B, K, D), from which the sets were made; for the regularization.
             text_slots: (k * B, K, D).
-            image_ids: (B,), integers, equal for the same image in any process: its texts are positives there too. Those
-                of the record by default; without one all images are different.
 
         Raises:
             ValueError: texts or image ids that do not fit the images.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        features = image_features, text_features
-        terms = eager()(self._terms, *features, image_slots, text_slots, image_ids, logit_scale)
-        eager()(check_finite, terms, *features, self.record)
+        sides = image_features, text_features, image_slots, text_slots
+        terms = eager()(self._terms, *sides, {"scale": logit_scale} if self.learned_scale else {})
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
                 terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
-    def _terms(self, images, texts, image_slots, text_slots, image_ids, logit_scale) -> dict[str, Tensor]:
-        labels = self._labels(images, texts, image_ids)
-        options = {"scale": logit_scale} if self.learned_scale else {}
-        if self.record is not None:
-            for module in self.loss.modules():
-                if isinstance(module, HardestNegativeLoss):
-                    module.step = self.record.step
-        terms = {}
+    def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
+        labels = self._labels(images, texts)
+        for module in self.loss.modules():
+            if isinstance(module, HardestNegativeLoss):
+                module.step = self.steps.number
+        terms, own = {}, images
         with torch.autocast(images.device.type, enabled=False):
             if self.compares_own_rows:
-                loss = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
-                terms[f"{self.name}_loss"] = loss
-                if self.pair_loss is self.loss:
-                    return terms
-            images, texts, *labels, image_slots, text_slots = all_gather_rows(
-                images, texts, *labels, image_slots, text_slots
-            )
-            images, texts = full_precision(images, texts)  # the scale multiplies rounding errors
-            if not terms:
-                sides = images, labels[0], texts, labels[1]
-                terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
-            return terms | regularization(self.loss, images, texts, image_slots, text_slots)
+                terms[f"{self.name}_loss"] = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
+            if not terms or self.pair_loss is not self.loss:
+                joined = all_gather_rows(images, texts, *labels, image_slots, text_slots)
+                images, texts = full_precision(*joined[:2])  # the scale multiplies rounding errors
+                if not terms:
+                    sides = images, joined[2], texts, joined[3]
+                    terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
+                terms |= regularization(self.loss, images, texts, *joined[4:])
+        self._check_finite(terms, own)
+        return terms
 
-    def _labels(self, images: Tensor, texts: Tensor, image_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _labels(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of this process's images and texts, equal for the same image in any process."""
         number = len(images)
         if len(texts) % number if number else len(texts):
             raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
-        if image_ids is None and self.record is not None:
-            image_ids = self.record.image_ids
-        if image_ids is None:  # all different
-            image_ids = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
-        if len(image_ids) != number:
-            raise ValueError(f"image_ids must be one for each of {number} images, got {len(image_ids)}")
-        labels = image_ids.to(images.device)
+        labels = self.steps.image_ids
+        if labels is None:  # all different
+            labels = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
+        if len(labels) != number:
+            raise ValueError(f"image ids must be one for each of {number} images, got {len(labels)}")
+        labels = labels.to(images.device)
         return labels, labels.repeat_interleave(len(texts) // max(1, number))
 
+    def _check_finite(self, terms: dict[str, Tensor], images: Tensor) -> None:
+        """Raise ``NonFiniteLossError`` with the keys of the images; this waits for the GPU once."""
+        if torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():
+            return
+        values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
+        keys = self.steps.keys
+        rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
+        named = [keys[row] for row in rows if row < len(keys)] or keys
+        more = f" and {len(named) - MOST_KEYS} more" if len(named) > MOST_KEYS else ""
+        raise NonFiniteLossError(
+            f"step {self.steps.number}: the loss is not finite ({values}); {len(rows)} of {len(images)} image features "
+            f"are not finite; keys of {'these' if rows else 'the batch'}: {', '.join(named[:MOST_KEYS])}{more}"
+        )
 
-def create_pair_loss(options: PluginOptions) -> BaseMetricLossFunction:
-    """Return the pytorch-metric-learning loss of ``--loss``; sets are compared by smooth-Chamfer similarity by default.
+
+def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
+    """Build the loss of ``--loss`` with its miner, reducer and distance.
+
+    Sets are compared by smooth-Chamfer similarity if no other distance is given.
+
+    Args:
+        args: the launcher's options.
+        steps: of the training.
 
     Raises:
         UserError: an unknown name or option, or a loss with trainable parameters.
         ValueError: a hyper-parameter out of its range.
     """
-    assert options.loss is not None
-    kwargs = dict(options.loss_kwargs)
-    if _learned_scale(options):
-        del kwargs["scale"]
+    options = dict(args.loss_kwargs)
+    learned_scale = options.get("scale") == "learned"
+    if learned_scale:
+        del options["scale"]
     for kind in ("reducer", "distance"):
-        name = getattr(options, kind)
+        name = getattr(args, kind)
         if name is not None:
-            if kind in kwargs:
+            if kind in options:
                 raise UserError(f"--{kind} and {kind}= in --loss-kwargs both name a {kind}: give one of them")
-            kwargs[kind] = create(kind, name, **getattr(options, f"{kind}_kwargs"))
-    makes_sets = options.head == "set"
-    loss = create_loss(options.loss, **kwargs)
+            options[kind] = create(kind, name, **getattr(args, f"{kind}_kwargs"))
+    makes_sets = args.head == "set"
+    loss: BaseMetricLossFunction = create_loss(args.loss, **options)
     check_takes_references(loss)
-    pair_loss = without_regularization(loss)
-    takes_scale = "scale" in inspect.signature(pair_loss.forward).parameters and hasattr(pair_loss, "scale")
-    if _learned_scale(options) and not takes_scale:
-        raise UserError(f"--loss-kwargs scale=learned: loss {options.loss!r} has no scale in its call")
-    if makes_sets and "distance" not in kwargs and not compares_sets(loss):
-        loss = create_loss(options.loss, **kwargs, distance="smooth_chamfer")
+    if learned_scale:
+        pair_loss = without_regularization(loss)
+        if "scale" not in inspect.signature(pair_loss.forward).parameters or not hasattr(pair_loss, "scale"):
+            raise UserError(f"--loss-kwargs scale=learned: loss {args.loss!r} has no scale in its call")
     if makes_sets:
+        if "distance" not in options and not compares_sets(loss):
+            loss = create_loss(args.loss, **options, distance="smooth_chamfer")
         check_compares_sets(loss)
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
-        raise UserError(f"loss {options.loss!r} has trainable parameters, which open_clip's optimizer does not update")
-    return loss
-
-
-def build_loss(options: PluginOptions, **training) -> TwoTowerLoss:
-    """Build the loss of ``--loss`` with its miner.
-
-    Args:
-        options: the launcher's flags.
-        training: other arguments of :class:`TwoTowerLoss`, such as ``local_loss``.
-
-    Raises:
-        UserError, ValueError: as :func:`create_pair_loss`.
-    """
-    assert options.loss is not None
-    loss = create_pair_loss(options)
+        raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")
     miner = None
-    if options.miner is not None:
-        miner_distance = {"distance": loss.distance} if options.head == "set" else {}
-        miner = create("miner", options.miner, **{**miner_distance, **options.miner_kwargs})
-    name = options.loss.rpartition(":")[2]
-    return TwoTowerLoss(name, loss, miner, _learned_scale(options), **training)
-
-
-def _learned_scale(options: PluginOptions) -> bool:
-    return options.loss_kwargs.get("scale") == "learned"
-
-
-def describe(options: PluginOptions) -> str:
-    """Return the loss with its options and defaults in one line: ``unified(margin=0.2, scale=50.0, ...)``."""
-    assert options.loss is not None
-    defaults, of_all = options_of(find_loss(options.loss)), options_of(BaseMetricLossFunction)
-    own = {
-        name: value for name, value in defaults.items() if name not in of_all and value is not inspect.Parameter.empty
-    }
-    parts = [f"{options.loss}({format_options(own | options.loss_kwargs)})"]
-    for kind in ("miner", "reducer", "distance"):
-        name = getattr(options, kind)
-        if name is not None:
-            parts.append(f"{name}({format_options(getattr(options, f'{kind}_kwargs'))})")
-    return ", ".join(parts)
+    if args.miner is not None:
+        mined_by = {"distance": loss.distance} if makes_sets else {}
+        miner = create("miner", args.miner, **{**mined_by, **args.miner_kwargs})
+    name = args.loss.rpartition(":")[2]
+    return TwoTowerLoss(name, loss, miner, learned_scale, args.local_loss, steps)

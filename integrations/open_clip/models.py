@@ -1,22 +1,19 @@
-"""Models of open_clip, of ``configs/models`` and of ``--model-config``."""
+"""Models of open_clip, of ``configs/models`` and of ``--model-config``; none that brings code of its own."""
 
 import json
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import open_clip
-from torch import Tensor
 
 from vl_plugins.data.files import read_bytes
-from vl_plugins.errors import UserError, did_you_mean, user_errors
-from vl_plugins.integrations.open_clip.names import check_model_name, has_schema
+from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
 
-__all__ = ["add_model_config", "check_model", "check_pretrained", "get_tokenizer", "register_models"]
+__all__ = ["add_model_config", "check_model", "check_pretrained", "has_schema", "register_models"]
 
-# What open_clip expects in a model configuration; it silently skips other JSON files.
-ENTRIES = {"embed_dim", "vision_cfg", "text_cfg"}
+# Entries with which transformers imports Python files of a model's folder.
+CODE = ("trust_remote_code", "auto_map")
 
 
 def register_models() -> None:
@@ -30,50 +27,54 @@ def add_model_config(path: str | Path) -> None:
     """Make the model configuration in a file, or those in a folder, known to open_clip under their file names.
 
     Raises:
-        UserError: there is no such file, it is not a model configuration, or its tokenizer could run code.
+        UserError: there is no such file, it is not JSON, or the model would run code.
     """
     path = Path(path)
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise UserError(f"--model-config {path}: the folder has no .json files")
-    for file in files:
-        if file.suffix != ".json":
-            raise UserError(f"--model-config {file}: expected a .json file or a folder of them")
-        with user_errors(f"--model-config {file}"):
-            config = json.loads(read_bytes(file))
-        if not isinstance(config, dict) or not config.keys() >= ENTRIES:
-            raise UserError(f"--model-config {file}: expected a model configuration with {', '.join(sorted(ENTRIES))}")
-        _check_tokenizer(f"--model-config {file}", config)
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        _check_no_code(f"--model-config {file}", _read_json(file))
     open_clip.add_model_config(path)
 
 
-def check_model(name: str) -> None:
-    """Register ``configs/models`` and raise ``UserError`` for an unknown model; names with a schema pass."""
-    register_models()
-    check_model_name(name)
-
-
-def check_pretrained(model: str, pretrained: str | None, flag: str = "--pretrained") -> None:
-    """Raise ``UserError`` unless ``pretrained`` is a tag of the model or a file that open_clip would read."""
-    if not pretrained:
-        return
-    if has_schema(model):
-        raise UserError(f"{flag} {pretrained}: {model} comes with its weights; drop one")
-    if not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
-        hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
-        raise UserError(f"{flag} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
-
-
-def get_tokenizer(model: str, context_length: int | None = None) -> Callable[[list[str]], Tensor]:
-    """Return a model's tokenizer, from n texts to token ids (n, L).
+def check_model(name: str) -> dict[str, Any]:
+    """Register ``configs/models`` and return the configuration of a model.
 
     Raises:
-        UserError: the model's configuration asks for a tokenizer that runs code.
+        UserError: the model is unknown, or would run code.
     """
-    _check_tokenizer(model, open_clip.get_model_config(model))
-    return open_clip.get_tokenizer(model, context_length=context_length)
+    register_models()
+    if not has_schema(name):
+        one_of("model", name, open_clip.list_models())
+    with user_errors(f"model {name}"):
+        config = open_clip.get_model_config(name)
+        _check_no_code(f"model {name}", config, name.partition("local-dir:")[2])
+    return config
 
 
-def _check_tokenizer(name: str, config: Any) -> None:
-    if "trust_remote_code" in str(config):
-        raise UserError(f"{name}: trust_remote_code is not supported: it runs code that comes with the tokenizer")
+def check_pretrained(model: str, pretrained: str | None, what: str = "--pretrained") -> None:
+    """Raise ``UserError`` unless ``pretrained`` is a file or a tag of the model."""
+    if pretrained and has_schema(model):
+        raise UserError(f"{what} {pretrained}: {model} comes with its weights; drop one")
+    if pretrained and not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
+        hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
+        raise UserError(f"{what} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
+
+
+def has_schema(model: str) -> bool:
+    """Return whether a model's configuration and weights come from a folder or the hub: ``local-dir:``, ``hf-hub:``."""
+    return model.startswith(("local-dir:", "hf-hub:"))
+
+
+def _read_json(file: Path) -> Any:
+    with user_errors(str(file)):
+        return json.loads(read_bytes(file))
+
+
+def _check_no_code(what: str, config: Any, folder: str = "") -> None:
+    """Raise ``UserError`` if a model's configuration, or a file in a folder that it names, asks for code to be run."""
+    text = config.get("text_cfg", {}) if isinstance(config, dict) else {}
+    folders = [Path(name) for name in (folder, text.get("hf_model_name"), text.get("hf_tokenizer_name")) if name]
+    files = [file for path in folders for file in sorted(path.glob("*.json"))]
+    for source, content in [(what, config), *((str(file), _read_json(file)) for file in files)]:
+        for entry in CODE:
+            if entry in str(content):
+                raise UserError(f"{source}: {entry} is not supported: it runs code that comes with the model")

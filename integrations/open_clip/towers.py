@@ -42,7 +42,11 @@ def image_features(model: CLIP | CustomTextCLIP, images: Tensor) -> TowerFeature
         return TowerFeatures(
             local.flatten(2).transpose(1, 2), output["image_features"], None, grid, has_positions=False
         )
-    height, width = _patch_grid(trunk, images)
+    height, width = images.shape[2:]
+    if isinstance(trunk, VisionTransformer):
+        height, width = height // trunk.patch_size[0], width // trunk.patch_size[1]
+    else:
+        height, width = trunk.patch_embed.dynamic_feat_size((height, width))
     grid = (height, width) if local.shape[1] == height * width else None
     return TowerFeatures(local, output["image_features"], None, grid, has_positions=True)
 
@@ -56,32 +60,18 @@ def text_features(model: CLIP | CustomTextCLIP, texts: Tensor) -> TowerFeatures:
     """
     tower = getattr(model, "text", model)
     if isinstance(tower, HFTextEncoder):
-        local, pooled = _hugging_face_features(model, tower, texts)
-        padding_mask = texts == tower.config.pad_token_id
+        caught: list[Any] = []  # a tower that is built to return its tokens breaks ``encode_text``
+        handle = tower.transformer.register_forward_hook(lambda module, inputs, output: caught.append(output))
+        try:
+            pooled = tower(texts)
+        finally:
+            handle.remove()
+        local, padding_mask = caught[0].last_hidden_state, texts == tower.config.pad_token_id
     else:
         output = model.forward_intermediates(text=texts, text_indices=LAST, normalize=False, text_output_fmt="NLC")
         (local,), pooled = output["text_intermediates"], output["text_features"]
         padding_mask = _padding_mask(tower, texts)
     return TowerFeatures(local, pooled, padding_mask, None, has_positions=True)
-
-
-def _patch_grid(trunk: Any, images: Tensor) -> tuple[int, int]:
-    height, width = images.shape[2:]
-    if isinstance(trunk, VisionTransformer):
-        return height // trunk.patch_size[0], width // trunk.patch_size[1]
-    return trunk.patch_embed.dynamic_feat_size((height, width))
-
-
-def _hugging_face_features(model: CustomTextCLIP, tower: HFTextEncoder, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Catch the tokens: a tower that is built to return them breaks ``encode_text``."""
-    caught: list[Any] = []
-    handle = tower.transformer.register_forward_hook(lambda module, inputs, output: caught.append(output))
-    try:
-        pooled = model.encode_text(texts)
-    finally:
-        handle.remove()
-    (output,) = caught
-    return output.last_hidden_state, pooled
 
 
 def _padding_mask(tower: CLIP | TextTransformer, texts: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from clip_benchmark.metrics import zeroshot_retrieval
 
+from tests.helpers.open_clip_training import checkpoint_with_heads
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
 from vl_plugins.distances import MatchProbability, match_probability
 from vl_plugins.integrations.checkpoints import load_model
 from vl_plugins.integrations.encoding import find_checkpoint
-from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.features import load_features, save_features
@@ -39,9 +39,9 @@ def folder(tmp_path_factory):
     similarity, weights = MatchProbability(scale=3.0, shift=-0.5), {}
     for name, iterations in (("sets", 4), ("fewer_iterations", 1)):
         options = {"num_slots": 3, "num_iters": iterations}
-        model = CLIPWithHeads(clip(0), "vl-tiny", {}, "set", options, similarity).state_dict()
-        weights = weights or {key: value for key, value in model.items() if isinstance(value, torch.Tensor)}
-        torch.save({"state_dict": model | weights}, folder / f"{name}.pt")
+        saved = checkpoint_with_heads(clip(0), "vl-tiny", "set", options, similarity)
+        weights = weights or saved["state_dict"]
+        torch.save(saved | {"state_dict": weights}, folder / f"{name}.pt")
     return folder
 
 

@@ -1,12 +1,14 @@
 """Each help starts with one or two examples that the real parsers accept, and fits into 80 columns."""
 
 import argparse
+import contextlib
+import io
 import shlex
 
 import pytest
 
 from vl_plugins.cli import build_parser
-from vl_plugins.integrations.open_clip.options import format_help, parse_arguments
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_pml_parser
 
 
@@ -19,11 +21,20 @@ def all_parsers(parser):
 
 
 HELPS = {parser.prog: parser.format_help for parser in (*all_parsers(build_parser()), build_pml_parser())}
-HELPS["open_clip"] = lambda: format_help().partition("\nopen_clip options:")[0]
+
+
+def open_clip_help():
+    """Without the flags of open_clip."""
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        parse_args(["--help"])
+    return text.getvalue().partition("\noptions:")[0] + text.getvalue().partition("\nvl_plugins options:")[2]
+
+
+HELPS["open_clip"] = open_clip_help
 PARSE = {
     "vl-plugins": build_parser().parse_args,
     "vl_plugins.integrations.pytorch_metric_learning": build_pml_parser().parse_args,
-    "vl_plugins.integrations.open_clip": parse_arguments,
+    "vl_plugins.integrations.open_clip": parse_args,
 }
 
 

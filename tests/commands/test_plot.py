@@ -84,17 +84,15 @@ def test_from_the_command_to_the_picture(tmp_path, capsys, monkeypatch):
 def checkpoints(tmp_path_factory):
     """Folder with ``set.pt`` and ``linear.pt``: small models with a set head and a linear one."""
     open_clip = pytest.importorskip("open_clip")
-    from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
+    from tests.helpers.open_clip_training import checkpoint_with_heads
     from vl_plugins.integrations.open_clip.models import register_models
 
     register_models()
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
-    clip = open_clip.create_model("vl-tiny", output_dict=True)
     for name, options in (("set", {"num_slots": 3, "num_iters": 2, "hidden_dim": 32}), ("linear", {"dim": 16})):
-        torch.save(
-            {"state_dict": CLIPWithHeads(clip, "vl-tiny", {}, name, options).state_dict()}, folder / f"{name}.pt"
-        )
+        clip = open_clip.create_model("vl-tiny", output_dict=True)
+        torch.save(checkpoint_with_heads(clip, "vl-tiny", name, options), folder / f"{name}.pt")
     return folder
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability
-from vl_plugins.integrations.open_clip.heads import CLIPWithHeads
+from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss
 from vl_plugins.integrations.open_clip.models import check_model
 
@@ -29,7 +29,7 @@ def make_model(head, shape=(1,)):
     options = {"init_logit_bias": -1.0}
     clip = open_clip.create_model("vl-tiny", output_dict=True, load_weights=False, **options)
     similarity = MatchProbability(2.0, 0.5) if head == "set" else None
-    model = CLIPWithHeads(clip, "vl-tiny", options, head, HEADS[head], similarity)
+    model = add_heads(clip, head, HEADS[head], similarity)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 0:
@@ -67,7 +67,7 @@ def steps_and_state(rank):
     """Return the steps with sets, and the whole state of the model after them."""
     size = BATCH // WORLD_SIZE
     model = make_model("set")
-    for block in model.clip.visual.transformer.resblocks:
+    for block in model.visual.transformer.resblocks:
         fully_shard(block)
     fully_shard(model)
     loss = make_loss(model, local_loss=True)

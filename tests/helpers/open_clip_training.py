@@ -4,14 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import torch
+
+from vl_plugins.distances import SmoothChamferSimilarity
+from vl_plugins.integrations.open_clip.flags import parse_args
+from vl_plugins.integrations.open_clip.heads import add_heads
+from vl_plugins.retrieval.features import describe_similarity
 
 __all__ = [
     "LAUNCH",
     "TINY",
     "assert_equal_nested",
+    "checkpoint_with_heads",
     "error_line",
+    "loss_options",
     "read_checkpoint",
     "read_results",
     "run",
@@ -46,6 +54,11 @@ def run(command, cwd, **variables):
     return finished
 
 
+def loss_options(loss, loss_kwargs=(), **options):
+    """Return the launcher's options with those of a loss."""
+    return Namespace(**vars(parse_args([])) | {"loss": loss, "loss_kwargs": dict(loss_kwargs), **options})
+
+
 def read_checkpoint(folder, epoch=1, name="run"):
     return torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
 
@@ -60,6 +73,16 @@ def error_line(output):
     """Return the launcher's one line; once training has begun, others write to standard error too."""
     (line,) = (line for line in output.splitlines() if line.startswith("vl_plugins: error: "))
     return line.removeprefix("vl_plugins: error: ")
+
+
+def checkpoint_with_heads(clip, name, head, head_kwargs, similarity=None):
+    """Add heads to a model; return what the launcher saves of it."""
+    if head == "set":
+        similarity = similarity or SmoothChamferSimilarity()
+    model = add_heads(clip, head, head_kwargs, similarity)
+    args = {"model": name, "head": head, "head_kwargs": head_kwargs}
+    args |= {} if similarity is None else describe_similarity(similarity, parameters=False)
+    return {"epoch": 1, "state_dict": model.state_dict(), "args": args}
 
 
 def assert_equal_nested(actual, expected):

@@ -54,7 +54,11 @@ def train(model, loss, trained):
     return results, compiled
 
 
-def check_compiled(name, learned, backend):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "learned"), [pytest.param(*case, marks=pytest.mark.slow if case[0] in LONG else ()) for case in CASES]
+)
+def test_compiled(name, learned, backend):
     torch._dynamo.reset()
     counters.clear()
     towers = Towers()
@@ -69,19 +73,6 @@ def check_compiled(name, learned, backend):
     assert compiled[0] > 1
     # In the second step the loss knows its labels already.
     assert compiled[1:] == [compiled[1]] * (STEPS - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "learned"), [pytest.param(*case, marks=pytest.mark.slow if case[0] in LONG else ()) for case in CASES]
-)
-def test_compiled(name, learned):
-    check_compiled(name, learned, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "learned"), CASES)
-def test_compiled_by_inductor(name, learned):
-    check_compiled(name, learned, "inductor")
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""What is read: shards, tables and plain archives of images with their captions, and who reads them."""
+
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -5,19 +7,17 @@ from pathlib import Path
 import open_clip_train.main
 import pytest
 import torch
+from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_data_flags import data_flags, without_rule
 from tests.reference import losses as reference
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip import host
-from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-from vl_plugins.integrations.open_clip.data import AllCaptions, Reader, choose_reader, get_data
+from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.loss import build_loss
-from vl_plugins.integrations.open_clip.options import PluginOptions
 
-UNIFIED = PluginOptions(loss="unified")
-RANDOM = PluginOptions(captions_per_image="random")
+LOSS, RANDOM = ["--loss", "unified"], ["--captions-per-image", "random"]
 
 
 @pytest.fixture
@@ -25,251 +25,177 @@ def args(toy_shards):
     def build(*flags):
         data = ["--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar"]
         data += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
-        arguments = host.parse_args([*data, "--batch-size", "8", "--workers", "0", *flags])
-        return Namespace(**vars(arguments), rank=0, world_size=1, distributed=False)
+        arguments = parse_args([*data, "--batch-size", "8", "--workers", "0", *flags])
+        return Namespace(**vars(arguments), rank=0, local_rank=0, world_size=1, distributed=False)
 
     return build
 
 
+def read(args, steps=None):
+    """Return the data as the trainer gets them; pictures are their width, and texts their length and hash."""
+    return get_data(
+        args,
+        (lambda image: torch.full((3, 4, 4), float(image.width)),) * 2,
+        tokenizer=lambda texts: torch.tensor([[len(text), hash(text)] for text in texts]),
+        host_get_data=open_clip_train.main.get_data,
+        splits=read_splits(args),
+        steps=steps or Steps(args.accum_freq),
+    )
+
+
 @pytest.mark.parametrize(
-    ("options", "flags", "captions_per_image", "validation"),
+    ("flags", "splits"),
     [
-        (PluginOptions(), [], None, False),
-        (UNIFIED, [], "random", True),
-        (PluginOptions(loss="unified", captions_per_image="3"), [], "3", True),
-        (UNIFIED, ["--dataset-resampled"], None, True),
-        (UNIFIED, ["--dataset-type", "synthetic"], None, False),
+        ([], []),
+        (LOSS, ["train_data", "val_data"]),
+        (RANDOM, ["train_data", "val_data"]),
+        ([*LOSS, "--dataset-type", "synthetic"], []),
+        ([*LOSS, "--train-data", ""], ["val_data"]),
     ],
 )
-def test_who_reads_what(args, options, flags, captions_per_image, validation):
-    assert who_reads(options, args(*flags)) == (captions_per_image, validation)
+def test_who_reads_what(args, flags, splits):
+    assert [*read_splits(args(*flags))] == splits
 
 
-def who_reads(options, args):
-    """Return the captions per image if our reader serves the training split, and whether it serves the other."""
-    reader = choose_reader(options, args)
-    assert (reader.make_sampler is None) == (reader.captions_per_image is None)
-    return reader.captions_per_image, reader.validation is not None
-
-
-def test_shards_without_lists_of_captions_are_left_to_open_clip_unless_captions_are_asked_for(args, tmp_path):
+def test_plain_archives_have_one_caption_for_each_image(args, tmp_path, caplog):
     for split in ("train", "val"):
-        members = [(f"{number}.{name}", content) for number in range(9) for name, content in SAMPLE]
-        (tmp_path / f"{split}.tar").write_bytes(encode_archive(members))
-    arguments = args("--train-data", f"{tmp_path}/train.tar", "--val-data", f"{tmp_path}/val.tar")
-    assert who_reads(UNIFIED, arguments) == (None, False)
-    assert who_reads(RANDOM, arguments) == ("random", False)
-    # Shards of version 0.2, which have lists and no index.
-    for split in ("train", "val"):
-        members = [(f"{number}.{name}", content) for number in range(9) for name, content in [*SAMPLE, LIST]]
-        (tmp_path / f"{split}.tar").write_bytes(encode_archive(members))
-    assert who_reads(UNIFIED, arguments) == ("random", True)
+        pairs = [((f"{n}.png", encode_picture(mode="RGB")), (f"{n}.txt", f"dog {n}")) for n in range(9)]
+        (tmp_path / f"{split}.tar").write_bytes(encode_archive([member for pair in pairs for member in pair]))
+    arguments = args("--train-data", f"{tmp_path}/train.tar", "--val-data", f"{tmp_path}/val.tar", *LOSS)
+    assert [*read_splits(arguments)] == ["train_data"], "open_clip validates on pairs"
+    ((images, texts),) = read(arguments)["train"].dataloader
+    assert (len(images), len(texts.unique(dim=0))) == (8, 8)
+    assert "9 of 9 images in" in caplog.text
+    assert "have no list of captions" in caplog.text
 
 
-SAMPLE = [("png", encode_picture(mode="RGB")), ("txt", "a dog")]
-LIST = ("json", {"captions": ["a dog", "a cat"]})
+def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
+    rows = []
+    for number in range(8):
+        Image.new("RGB", (number + 1, 5)).save(tmp_path / f"{number}.png")
+        rows += [f"{tmp_path}/{number}.png,dog {number}", f"{tmp_path}/{number}.png,cat {number}"]
+    (tmp_path / "table.csv").write_text("\n".join(["path,text", *rows[::2], *rows[1::2]]))
+    flags = ["--train-data", f"{tmp_path}/table.csv", "--captions-per-image", "all", "--csv-separator", ","]
+    steps, arguments = Steps(), args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", *LOSS)
+    ((images, texts),) = read(arguments, steps)["train"].dataloader
+    numbers = [int(image[0, 0, 0]) - 1 for image in images]
+    assert sorted(numbers) == steps.image_ids.sort().values.tolist() == [*range(8)]
+    assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
+    assert steps.keys == [f"{tmp_path}/{number}.png" for number in numbers]
+    (tmp_path / "3.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cannot read image 3, in .*table\.csv"):
+        list(
+            read(args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", "--on-read-error", "raise", *LOSS))[
+                "train"
+            ].dataloader
+        )
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("damage", ["cut off", "first picture"])
-def test_damaged_shards_are_found_before_training(args, toy_shards, tmp_path, split, damage):
-    shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    flags = [f"--{split}-data", f"{tmp_path}/toy-{split}-{{000000..000002}}.tar"]
-    assert who_reads(UNIFIED, args(*flags)) == ("random", True)
-    shard = tmp_path / f"toy-{split}-00000{1 if damage == 'cut off' else 0}.tar"
-    data = shard.read_bytes()
-    shard.write_bytes(data[:4000] if damage == "cut off" else data.replace(b"IHDR", b"ihdr", 1))
-    with pytest.raises(UserError, match=f"{shard}.*({'bytes' if damage == 'cut off' else 'cannot identify'})"):
-        choose_reader(UNIFIED, args(*flags))
+def test_equal_captions_of_a_table_do_not_meet(args, tmp_path):
+    rows = [f"{tmp_path}/{number}.png\tdog {number // 2}" for number in range(16)]
+    for number in range(16):
+        Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
+    (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    for more, meet in (([], False), (["--allow-duplicate-captions"], True)):
+        batches = list(read(args(*LOSS, "--train-data", f"{tmp_path}/table.tsv", *more))["train"].dataloader)
+        assert len(batches) == 2
+        assert any(len(texts.unique(dim=0)) < 8 for _, texts in batches) is meet
 
 
-@pytest.mark.parametrize(
-    "options", [{"allow_duplicate_captions": True}, {"on_read_error": "raise"}], ids=["duplicates", "on-read-error"]
-)
-def test_flags_of_the_training_reader_need_it(args, options):
-    assert who_reads(PluginOptions(loss="unified", **options), args()) == ("random", True)
-    flag = "--" + next(iter(options)).replace("_", "-")
-    needs = f"{flag} is for training shards that the reader of vl_plugins reads, .* give --captions-per-image too"
-    nothing_to_train = args()
-    nothing_to_train.train_data = None
-    for arguments in (args(), args("--dataset-resampled"), args("--train-data", "captions.csv"), nothing_to_train):
-        with pytest.raises(UserError, match=needs):
-            choose_reader(PluginOptions(**options), arguments)
-    assert who_reads(PluginOptions(captions_per_image="first", **options), args()) == ("first", True)
-
-
-def test_our_reader_has_a_rule_for_every_data_flag_of_the_installed_version():
+def test_a_rule_for_every_data_flag_of_the_installed_version():
     """A flag of a new version that is in none of the three would be ignored without a word."""
-    flags = data_flags(Path(open_clip_train.main.__file__).parent, host.parser_help())
+    flags = data_flags(Path(open_clip_train.main.__file__).parent, vars(parse_args([])))
     assert {"train_data", "batch_size", "csv_separator", "val_num_samples"} <= flags
     assert without_rule(flags) == set()
 
 
-@pytest.mark.parametrize("flags", ["--train-data-upsampling-factors 1::2", "--train-num-samples 8"])
-def test_other_orders_need_the_reader_of_open_clip(args, flags):
-    arguments = args(*flags.split())
-    with pytest.raises(
-        UserError,
-        match=f"{flags.split()[0]} is for open_clip's reader: that of vl_plugins, which reads --train-data here, reads "
-        "every image once in an epoch; leave the flag out",
-    ):
-        choose_reader(UNIFIED, arguments)
-    assert who_reads(PluginOptions(), arguments) == (None, False)
-    arguments.train_data = None
-    assert who_reads(UNIFIED, arguments) == (None, True)
+def test_flags_for_training_leave_validation_alone(args):
+    assert [*read_splits(args(*LOSS, "--train-data", "", "--train-num-samples", "8"))] == ["val_data"]
 
 
 def test_the_limit_of_pixels_is_that_of_open_clip(args):
     """A flag of 4.x; toy scenes have 64 x 64 pixels. All of a validation split counts."""
-    arguments = args("--warmup", "1")
+    arguments = args(*LOSS)
     arguments.max_image_pixels = 64 * 64 - 1
-    data = read(arguments, UNIFIED)
+    data = read(arguments)
     with pytest.raises(UserError, match="64 x 64 pixels are more than 4095"):
         list(data["train"].dataloader)
     assert sum(len(images) for images, *_ in data["val"].dataloader) == 24
     for limit in (64 * 64, 0):
         arguments.max_image_pixels = limit
-        assert len(list(read(arguments, UNIFIED)["train"].dataloader)) == 8
+        assert len(list(read(arguments)["train"].dataloader)) == 8
 
 
-def identity(image):
-    return torch.full((3, 4, 4), float(image.width))
-
-
-def tokenizer(texts):
-    return torch.tensor([[len(text), hash(text)] for text in texts])
-
-
-def captions(number, **options):
-    return PluginOptions(loss="unified", captions_per_image=number, **options)
-
-
-def read(args, options, record=None):
-    return get_data(
-        args,
-        (identity, identity),
-        tokenizer=tokenizer,
-        host=host.OpenCLIP3(),
-        host_get_data=open_clip_train.main.get_data,
-        reader=choose_reader(options, args),
-        record=record or BatchRecord(args.accum_freq),
-    )
-
-
-def test_batches_and_counts_as_the_trainer_needs_them(args):
-    data = read(args("--warmup", "1"), captions("3"))
-    assert list(data) == ["train", "val"]
-    train = data["train"].dataloader
-    assert (train.num_batches, train.num_samples) == (8, 64)
+def test_batches_as_the_trainer_needs_them(args):
+    """Epochs differ, processes share them out, and every image and step is noted."""
+    steps, keys = Steps(batches_per_step=3), []
+    train = read(args(*LOSS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
+    assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
+    assert steps.image_ids is None
     epochs = []
-    for epoch in (0, 1):
-        data["train"].set_epoch(epoch)
-        batches = list(train)
-        assert [(images.shape, texts.shape) for images, texts in batches] == [((8, 3, 4, 4), (24, 2))] * 8
-        epochs.append(torch.cat([texts for _, texts in batches]))
+    for epoch in range(2):
+        train.set_epoch(epoch)
+        seen, ids = [], []
+        for number, (images, texts) in enumerate(train.dataloader):
+            assert (images.shape, texts.shape) == ((8, 3, 4, 4), (24, 2))
+            assert steps.number == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
+            assert len(steps.image_ids) == len(steps.keys) == 8 * min(number + 1, 3)
+            ids += steps.image_ids[-8:].tolist()
+            seen.append(texts)
+        assert sorted(ids) == [*range(64)]
+        epochs.append(torch.cat(seen))
     assert not torch.equal(*epochs)
-    with_other_seed = read(args("--warmup", "1", "--seed", "1"), captions("3"))["train"].dataloader
-    assert not torch.equal(torch.cat([texts for _, texts in with_other_seed]), epochs[0])
-
-    assert isinstance(data["val"], AllCaptions)
-    val = data["val"].dataloader
-    assert val.num_samples == 24
-    assert [len(batch.images) for batch in val] == [8] * 3
-
-
-def test_processes_share_out_an_epoch(args):
-    keys = []
     for rank in range(2):
-        arguments, record = args("--warmup", "1"), BatchRecord()
+        arguments, steps = args(*LOSS), Steps()
         arguments.rank, arguments.world_size = rank, 2
-        train = read(arguments, captions("first"), record)["train"].dataloader
+        train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
-        keys += [key for _ in train for key in record.keys]
+        keys += [key for _ in train for key in steps.keys]
     assert len(set(keys)) == len(keys) == 64
 
 
-def test_the_step_and_its_images_are_recorded(args):
-    record = BatchRecord(batches_per_step=3)
-    assert record.image_ids is None
-    data = read(args("--warmup", "1", "--accum-freq", "3"), captions("2"), record)["train"]
-    for epoch in range(2):
-        data.set_epoch(epoch)
-        labels, keys = [], []
-        for number, (images, _) in enumerate(data.dataloader):
-            assert record.step == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
-            recent = min(number + 1, 3)
-            assert len(record.image_ids) == len(record.keys) == recent * len(images)
-            labels.append(record.image_ids[-len(images) :])
-            keys += record.keys[-len(images) :]
-            assert torch.equal(record.image_ids, torch.cat(labels[-recent:]))
-            assert record.keys == keys[-recent * len(images) :]
-        assert sorted(torch.cat(labels).tolist()) == list(range(64))
-        assert len(set(keys)) == 64
-
-
 def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
-    data = read(args("--warmup", "1"), captions("first"))
-    draws = {}
-    for epoch in (0, 1, 2, 1, 0):
+    data, draws = read(args(*LOSS)), {}
+    for epoch in (0, 1, 1, 0):
         data["train"].set_epoch(epoch)
-        drawn = draws.setdefault(epoch, torch.rand(3))
-        torch.rand(epoch + 1)
-        if epoch in draws:
-            data["train"].set_epoch(epoch)
-            assert torch.equal(torch.rand(3), drawn)
-    assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == 3
-    arguments = args("--warmup", "1")
-    arguments.rank, arguments.world_size = 1, 2
-    read(arguments, captions("first"))["train"].set_epoch(0)
-    assert not torch.equal(torch.rand(3), draws[0]), "another process has others, of dropout for example"
+        drawn = torch.rand(3)
+        assert torch.equal(draws.setdefault(epoch, drawn), drawn)
+    assert not torch.equal(draws[0], draws[1])
 
 
-def test_what_the_flags_ask_for_reaches_the_reader(args, toy_shards, tmp_path):
+def test_unreadable_pictures_are_skipped_or_raise(args, toy_shards, tmp_path):
     shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    arguments = args("--warmup", "1", "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar")
-    loaders = [read(arguments, captions("first", on_read_error=way))["train"].dataloader for way in ("skip", "raise")]
+    flags = [*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"]
+    loaders = [read(args(*flags, "--on-read-error", way))["train"].dataloader for way in ("skip", "raise")]
     shard = tmp_path / "toy-train-000003.tar"
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
     assert len(list(loaders[0])) == 8
     with pytest.raises(UserError, match=r"cannot read image \d+, in .*toy-train-000003\.tar"):
         list(loaders[1])
 
-    arguments = args("--warmup", "1", "--batch-size", "64")
-    distinct = []
-    for allowed in (False, True):
-        data = read(arguments, captions("first", allow_duplicate_captions=allowed))
-        ((_, texts),) = data["train"].dataloader
-        distinct.append(len(texts.unique(dim=0)))
-    assert distinct[1] < distinct[0] == 64
-
 
 def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
     """Value and gradient of the training loss are those of loops over pairs, with groups in place of images."""
     shards, groups = grouped_shards
     assert 1 < len(set(groups)) < 64
-    arguments = args("--warmup", "1", "--train-data", shards, "--batch-size", "32")
-    record = BatchRecord()
-    loss = build_loss(PluginOptions(loss="unified", loss_kwargs={"scale": 20}), record=record)
-    for images, texts in read(arguments, captions("2"), record)["train"].dataloader:
+    flags = [*LOSS, "--loss-kwargs", "scale=20", "--captions-per-image", "2"]
+    arguments, steps = args(*flags, "--train-data", shards, "--batch-size", "32"), Steps()
+    loss = build_loss(arguments, steps)
+    for images, texts in read(arguments, steps)["train"].dataloader:
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(len(side), 8, generator=generator, dtype=torch.float64) for side in (images, texts)]
         features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]
         value = loss(*features, torch.tensor(1.0))
 
-        batch = [groups[int(key.rpartition("-")[2])] for key in record.keys]
+        batch = [groups[int(key.rpartition("-")[2])] for key in steps.keys]
         assert len(set(batch)) < len(batch), "images of a group meet"
         pairs = [(row, column) for row in range(len(batch)) for column in range(2 * len(batch))]
         positives = {(row, column) for row, column in pairs if batch[row] == batch[column // 2]}
         unit = [torch.nn.functional.normalize(feature, dim=1) for feature in features]
         similarities = unit[0] @ unit[1].T
+        negatives, options = set(pairs) - positives, {"symmetric": True, "margin": 0.2, "scale": 20}
         values, derivatives = reference.pair_losses(
-            reference.unified,
-            similarities.tolist(),
-            positives,
-            set(pairs) - positives,
-            symmetric=True,
-            margin=0.2,
-            scale=20,
+            reference.unified, similarities.tolist(), positives, negatives, **options
         )
         expected = torch.zeros_like(similarities)
         for derivative in derivatives.values():
@@ -278,16 +204,3 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
         torch.testing.assert_close(value.item(), sum(values.values()) / len(values))
         gradients = torch.autograd.grad(value, features)
         torch.testing.assert_close(gradients, torch.autograd.grad(similarities, features, expected))
-
-
-def test_more_arguments_of_get_data_are_passed_on():
-    given = {}
-
-    def host_get_data(args, preprocess_fns, **options):
-        given.update(options)
-        return {}
-
-    args = Namespace(train_data=None, val_data=None)
-    ours = {"host": host.OpenCLIP3(), "reader": Reader(), "record": None, "host_get_data": host_get_data}
-    assert get_data(args, (None, None), 3, "t", **ours, naflex_data_config="n") == {}
-    assert given == {"epoch": 3, "tokenizer": "t", "naflex_data_config": "n"}

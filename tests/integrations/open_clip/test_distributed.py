@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss
 
+from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
-from vl_plugins.integrations.open_clip import launcher
+from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import build_loss
-from vl_plugins.integrations.open_clip.options import PluginOptions
 from vl_plugins.registry import list_losses
 
 D, K = 16, 4
@@ -21,7 +21,7 @@ LOGIT_SCALE = 14.0
 
 def options(loss, **fields):
     names = {name: fields.pop(name) for name in ("miner", "reducer", "distance", "head") if name in fields}
-    return PluginOptions(loss=loss, loss_kwargs=fields, **names)
+    return loss_options(loss, fields, **names)
 
 
 CASES = {
@@ -63,10 +63,13 @@ class Batch(NamedTuple):
         ]
 
 
-def make_loss(name, rank=0, world_size=1, local_loss=False):
+def make_loss(name, rank=0, world_size=1, local_loss=False, image_ids=None):
     if CASES[name] is ClipLoss:
         return ClipLoss(local_loss, gather_with_grad=True, rank=rank, world_size=world_size)
-    return build_loss(CASES[name], local_loss=local_loss)
+    steps = Steps()
+    if image_ids is not None:
+        steps.batches.append((torch.tensor(image_ids), []))
+    return build_loss(Namespace(**vars(CASES[name]) | {"local_loss": local_loss}), steps)
 
 
 def inputs(name, batch, dtype):
@@ -86,7 +89,7 @@ def inputs(name, batch, dtype):
     return leaves
 
 
-def gradients(loss, leaves, share=None, image_ids=None):
+def gradients(loss, leaves, share=None):
     """Return the gradients of one step by the leaves, and the value; ``share`` is a process's."""
     given = dict(leaves)
     if share is not None:
@@ -95,8 +98,6 @@ def gradients(loss, leaves, share=None, image_ids=None):
             key: leaf if leaf.ndim == 0 else leaf[images if key.startswith("image") else texts]
             for key, leaf in leaves.items()
         }
-    if image_ids is not None:
-        given["image_ids"] = torch.tensor(image_ids)[share[0] if share else slice(None)]
     for leaf in leaves.values():
         leaf.grad = None
     value = sum(loss(**given, output_dict=True).values())
@@ -108,7 +109,7 @@ def reference(name, batch, dtype):
     """Return the gradients that the processes' average should be: those of one process in float64."""
     rounded = {key: leaf.detach() for key, leaf in inputs(name, batch, dtype).items()}
     exact = {key: leaf.double().requires_grad_() for key, leaf in rounded.items()}
-    return gradients(make_loss(name).double(), exact, image_ids=batch.image_ids)
+    return gradients(make_loss(name, image_ids=batch.image_ids).double(), exact)
 
 
 def difference(actual, expected):
@@ -129,10 +130,12 @@ def averaged(gradients_by_rank, batch):
 
 
 def step(name, batch, dtype, rows, rank=0):
-    loss = make_loss(name, rank, len(batch.sizes), LOCAL[rows])
+    share = batch.shares()[rank]
+    image_ids = None if batch.image_ids is None else batch.image_ids[share[0]]
+    loss = make_loss(name, rank, len(batch.sizes), LOCAL[rows], image_ids)
     if dtype == torch.float64:
         loss = loss.double()
-    return gradients(loss, inputs(name, batch, dtype), batch.shares()[rank], batch.image_ids)
+    return gradients(loss, inputs(name, batch, dtype), share)
 
 
 def steps(rank, work):
@@ -167,6 +170,7 @@ def check(work, world_size):
 
 # One of own rows, one of own rows with regularization, one of the whole batch, one of another package.
 SOME = ["unified", "smooth_chamfer of unified", "unified of a miner", "NTXentLoss of PML"]
+OURS = [name for name in CASES if CASES[name] is not ClipLoss]
 UNUSUAL = [
     Batch((4, 2)),
     Batch((4, 4), image_ids=(3, 1, 7, 5, 7, 9, 1, 7)),
@@ -181,6 +185,7 @@ def test_every_loss_is_among_the_cases():
 def test_gradients_of_two_processes_are_those_of_one():
     work = jobs(Batch((4, 4)))
     work += jobs(Batch((4, 4)), ["ClipLoss of open_clip", *SOME], (torch.float32, torch.bfloat16))
+    work += jobs(UNUSUAL[1], OURS)
     work += [job for batch in UNUSUAL for job in jobs(batch, SOME)]
     check(work, 2)
 
@@ -192,17 +197,14 @@ def test_gradients_of_four_processes_are_those_of_one():
     check(work, 4)
 
 
-def test_one_process_needs_no_flags():
-    check(jobs(Batch((6,)), SOME), 1)
-
-
 def test_the_same_image_in_another_process_is_no_negative():
     """One process, whose loss sees an image twice, and its texts too."""
     images, texts = torch.eye(4)[[0, 1, 0]].double(), torch.eye(4)[[0, 1, 0]].double()
-    loss = build_loss(options("triplet_hn", margin=0.5))
-    scale = torch.tensor(1.0)
+    steps, scale = Steps(), torch.tensor(1.0)
+    loss = build_loss(options("triplet_hn", margin=0.5), steps)
     assert loss(images, texts, scale) > 0.5
-    assert loss(images, texts, scale, image_ids=torch.tensor([4, 2, 4])) == 0
+    steps.batches.append((torch.tensor([4, 2, 4]), []))
+    assert loss(images, texts, scale) == 0
 
 
 @pytest.mark.parametrize(
@@ -219,11 +221,7 @@ def test_the_same_image_in_another_process_is_no_negative():
         (options("unified", embedding_regularizer="LpRegularizer"), False),
     ],
 )
-def test_own_rows_are_compared_where_that_gives_the_same(loss, own_rows, caplog):
-    caplog.set_level("INFO")
+def test_own_rows_are_compared_where_that_gives_the_same(loss, own_rows):
     for local_loss in (True, False):
-        made = build_loss(loss, local_loss=local_loss)
+        made = build_loss(Namespace(**vars(loss) | {"local_loss": local_loss}))
         assert made.compares_own_rows == (local_loss and own_rows)
-        assert launcher._announce_loss(made, loss, Namespace(world_size=2)) is made
-        compared = "its own images and texts with those" if made.compares_own_rows else "the images and texts"
-        assert caplog.messages[-1].startswith(f"Each process compares {compared} of all processes; gradients are exact")

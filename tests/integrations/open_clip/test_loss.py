@@ -7,15 +7,12 @@ from open_clip.loss import ClipLoss
 from pytorch_metric_learning import losses as pml_losses
 from pytorch_metric_learning import miners
 
+from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
-from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.batch_record import BatchRecord
-from vl_plugins.integrations.open_clip.loss import build_loss, create_pair_loss, describe
-from vl_plugins.integrations.open_clip.non_finite import NonFiniteLossError
-from vl_plugins.integrations.open_clip.options import PluginOptions
-from vl_plugins.registry import find, options_of
+from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.integrations.open_clip.data import Steps
+from vl_plugins.integrations.open_clip.loss import NonFiniteLossError, build_loss
 
 B, D, K = 6, 16, 4
 OPTIONS = {
@@ -25,11 +22,11 @@ OPTIONS = {
     "triplet_sh": {"margin": 0.3},
     "goal": {"triplet_weight": "cir", "pair_weight": "sig"},
 }
-SETS = PluginOptions(loss="smooth_chamfer", loss_kwargs={"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set")
+SETS = loss_options("smooth_chamfer", loss_kwargs={"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set")
 
 
 def plugin(name, **fields):
-    return PluginOptions(loss=name, loss_kwargs=OPTIONS[name], **fields)
+    return loss_options(name, OPTIONS[name], **fields)
 
 
 def labels(captions=1, images=B):
@@ -62,7 +59,7 @@ def test_equals_the_metric_loss_with_images_as_labels(name):
 def test_vlc_with_the_learned_scale_is_twice_open_clips_loss():
     leaves = outputs()
     given = {key: F.normalize(leaf, dim=1) if leaf.ndim else leaf for key, leaf in leaves.items()}
-    learned = build_loss(PluginOptions(loss="vlc", loss_kwargs={"scale": "learned"}))(**given)
+    learned = build_loss(loss_options("vlc", loss_kwargs={"scale": "learned"}))(**given)
     expected = 2 * ClipLoss()(**given)
     torch.testing.assert_close(learned, expected)
     gradients = torch.autograd.grad(learned, leaves.values(), retain_graph=True)
@@ -79,19 +76,10 @@ def test_logit_scale_and_bias_are_kept_in_the_graph(shape):
     assert all(gradient.shape == shape and gradient.item() == 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", [name for name in list_losses() if "scale" in options_of(find("loss", name))])
-def test_a_learned_scale_of_either_shape(name):
-    given = outputs()
-    expected = build_loss(PluginOptions(loss=name, loss_kwargs={"scale": 14.0}))(**given)
-    learned = build_loss(PluginOptions(loss=name, loss_kwargs={"scale": "learned"}))
-    for scale in (given["logit_scale"], given["logit_scale"].view(1)):
-        torch.testing.assert_close(learned(**given | {"logit_scale": scale}), expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", list_losses())
 def test_every_term_ends_in_loss(name):
     """open_clip 4.x trains on no other."""
-    terms = build_loss(PluginOptions(loss=name))(**outputs(), output_dict=True)
+    terms = build_loss(loss_options(name))(**outputs(), output_dict=True)
     assert f"{name}_loss" in terms
     assert all(term.endswith("_loss") for term in terms)
 
@@ -107,21 +95,10 @@ def test_a_miner_mines_both_directions():
     assert not torch.isclose(actual, build_loss(plugin("unified"))(**given)), "the miner must matter"
 
 
-@pytest.mark.parametrize("miner", [None, "BatchHardMiner"])
-def test_autocast_computes_in_float32(miner):
-    image, text, scale = (tensor.detach().bfloat16() for tensor in outputs(images=32).values())
-    loss = build_loss(plugin("unified", miner=miner))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = loss(image.requires_grad_(), text, scale)
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, loss(image.float(), text.float(), scale.float()), rtol=0, atol=0)
-    assert torch.autograd.grad(actual, image)[0].dtype == torch.bfloat16
-
-
 def test_autocast_does_not_reach_losses_of_others():
     image, text, scale = (tensor.detach().bfloat16() for tensor in outputs(images=32).values())
     metric_loss, ids = pml_losses.NTXentLoss(temperature=0.01), labels(images=32)
-    loss = build_loss(PluginOptions(loss="NTXentLoss", loss_kwargs={"temperature": 0.01}))
+    loss = build_loss(loss_options("NTXentLoss", loss_kwargs={"temperature": 0.01}))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = loss(image, text, scale.float())
     sides = image.float(), text.float()
@@ -129,56 +106,51 @@ def test_autocast_does_not_reach_losses_of_others():
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("loss", "fields", "message"),
-    [
-        ("triplet_hn", {"loss_kwargs": {"scale": "learned"}}, "loss 'triplet_hn' has no scale"),
-        ("NTXentLoss", {"loss_kwargs": {"scale": "learned"}}, "loss 'NTXentLoss' has no scale"),
-        ("NTXentLos", {}, "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
-        ("ProxyAnchorLoss", {"loss_kwargs": {"num_classes": 4, "embedding_size": D}}, "trainable parameters"),
-        ("unified", {"loss_kwargs": {"distance": "mil"}, "distance": "mil"}, "both name a distance"),
-        ("unified", {"distance": "LpDistance", "head": "set"}, "LpDistance does not compare sets"),
-        ("unified", {"distance": "match_probability"}, "trainable parameters"),
-    ],
-)
-def test_wrong_options(loss, fields, message):
-    with pytest.raises(UserError) as raised:
-        build_loss(PluginOptions(loss=loss, **fields))
-    assert message in str(raised.value)
+def steps_of(image_ids, keys=(), number=0):
+    steps = Steps()
+    steps.batches.append((torch.tensor(image_ids), list(keys)))
+    steps.number = number
+    return steps
 
 
 @pytest.mark.parametrize("fields", [{}, {"miner": "MultiSimilarityMiner"}], ids=["one call", "miner"])
 def test_warm_up_counts_training_steps(fields):
     """However often a step calls the loss, and wherever a resumed training begins."""
-    record = BatchRecord(batches_per_step=2)
-    loss = build_loss(PluginOptions(loss="triplet_hn", loss_kwargs={"warmup_steps": 5}, **fields), record=record)
-    mined = build_loss(PluginOptions(loss="triplet_hn", **fields))
-    for step in (3, 4, 5, 6, 0):
-        record.first_step = step
-        for index, image_ids in enumerate(torch.arange(B).split(B // 2)):
-            record.add(index, image_ids, None)
+    mined = build_loss(loss_options("triplet_hn", **fields))
+    for number in (3, 4, 5, 6, 0):
+        steps = steps_of(range(B), number=number)
+        loss = build_loss(loss_options("triplet_hn", {"warmup_steps": 5}, **fields), steps)
         for _ in range(2):
-            assert torch.equal(loss(**outputs()), mined(**outputs())) == (step >= 5)
+            assert torch.equal(loss(**outputs()), mined(**outputs())) == (number >= 5)
 
 
 @pytest.mark.parametrize(
     ("texts", "image_ids", "message"),
     [
-        (B + 1, None, f"each image must have the same number of texts, got {B + 1} for {B} images"),
-        (B, torch.arange(B - 1), f"image_ids must be one for each of {B} images, got {B - 1}"),
+        (B + 1, range(B), f"each image must have the same number of texts, got {B + 1} for {B} images"),
+        (B, range(B - 1), f"image ids must be one for each of {B} images, got {B - 1}"),
     ],
 )
 def test_counts_that_do_not_fit(texts, image_ids, message):
     image, text, scale = outputs(captions=2).values()
     with pytest.raises(ValueError, match=message):
-        build_loss(plugin("unified"))(image, text[:texts], scale, image_ids=image_ids)
+        build_loss(plugin("unified"), steps_of(image_ids))(image, text[:texts], scale)
 
 
-def test_describe():
-    options = plugin("unified", miner="BatchHardMiner", reducer="ThresholdReducer", reducer_kwargs={"low": 0.1})
-    text = describe(options)
-    assert text.startswith("unified(margin=0.2, scale=20")
-    assert text.endswith("BatchHardMiner(), ThresholdReducer(low=0.1)")
+def test_a_loss_that_is_not_finite_names_step_terms_and_images():
+    image, text, scale = (leaf.detach() for leaf in outputs(captions=3).values())
+    loss = build_loss(plugin("unified"), steps_of(range(B), [f"image-{row}" for row in range(B)], number=103))
+    assert loss(image, text, scale).isfinite()
+    for broken, message in (
+        (image[4], "; 1 of 6 image features are not finite; keys of these: image-4"),
+        (text[3], "; 0 of 6 image features are not finite; keys of the batch: image-0, image-1, image-2, image-3, "),
+    ):
+        before = broken.clone()
+        broken[2] = torch.nan
+        with pytest.raises(NonFiniteLossError) as raised:
+            loss(image, text, scale)
+        assert str(raised.value).startswith(f"step 103: the loss is not finite (unified_loss nan){message}")
+        broken.copy_(before)
 
 
 @pytest.mark.parametrize(
@@ -190,15 +162,10 @@ def test_describe():
     ],
 )
 def test_sets_are_compared_by_smooth_chamfer_unless_another_similarity_is_named(fields, expected):
-    options = PluginOptions(loss="vlc", head="set", miner="BatchHardMiner", **fields)
-    assert type(create_pair_loss(options).distance) is expected
+    options = loss_options("vlc", head="set", miner="BatchHardMiner", **fields)
     loss = build_loss(options)
+    assert type(loss.loss.distance) is expected
     assert loss.miner.distance is loss.loss.distance
-
-
-def test_a_miner_may_have_a_distance_of_its_own():
-    options = {"miner": "BatchHardMiner", "miner_kwargs": {"distance": "chamfer"}}
-    assert type(build_loss(PluginOptions(loss="vlc", head="set", **options)).miner.distance) is ChamferSimilarity
 
 
 def test_terms_of_a_loss_with_regularization_are_logged_apart():
@@ -240,7 +207,7 @@ def error_of_a_process(rank):
         image[2] = torch.nan
     errors = []
     for local_loss in (False, True):
-        loss = build_loss(plugin("vlc"), local_loss=local_loss)
+        loss = build_loss(plugin("vlc", local_loss=local_loss))
         with pytest.raises(NonFiniteLossError) as raised:
             loss(image, text, scale)
         errors.append(str(raised.value))
@@ -250,5 +217,5 @@ def error_of_a_process(rank):
 def test_all_processes_stop_when_the_loss_of_one_is_not_finite():
     first, second = in_processes(error_of_a_process, 2)
     for found, other in zip(first, second, strict=True):
-        assert found.startswith("the loss is not finite (vlc_loss nan); similarities of finite features from ")
-        assert other.startswith("the loss is not finite (vlc_loss nan); 1 of 6 image features are not finite; ")
+        assert found.startswith("step 0: the loss is not finite (vlc_loss nan); 0 of 6 image features are not finite; ")
+        assert other.startswith("step 0: the loss is not finite (vlc_loss nan); 1 of 6 image features are not finite; ")

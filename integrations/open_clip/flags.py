@@ -1,0 +1,190 @@
+"""The launcher's flags on open_clip's own parser, and configuration files with flags of both."""
+
+import argparse
+import os
+from argparse import Action, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vl_plugins.errors import UserError, one_of, require, user_errors
+from vl_plugins.integrations.config_files import find_config, read_yaml
+from vl_plugins.integrations.key_values import KeyValues, Parser
+from vl_plugins.registry import check_registered
+
+__all__ = ["KINDS", "flag", "parse_args"]
+
+EXAMPLES = (
+    "python -m vl_plugins.integrations.open_clip \\\n"
+    "    --model ViT-B-32-quickgelu --pretrained openai --lr 1e-5 --warmup 500 \\\n"
+    "    --train-data 'shards/coco-train-{000000..000113}.tar' --loss unified",
+    "torchrun --nproc_per_node 8 -m vl_plugins.integrations.open_clip -- \\\n"
+    "    --config flickr30k_vit_l_14_336_unified.yaml",
+)
+KINDS = {
+    "loss": (
+        "a loss of `vl-plugins losses`, a class of pytorch-metric-learning, such as NTXentLoss, or "
+        "package.module:Class (default: open_clip's)",
+        "margin=0.2 scale=50; scale=learned uses the model's logit scale",
+    ),
+    "miner": ("a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner", "epsilon=0.1"),
+    "reducer": ("a reducer of pytorch-metric-learning, such as AvgNonZeroReducer", "low=0.05"),
+    "distance": (
+        "a distance of pytorch-metric-learning, or for --head set: smooth_chamfer (default), chamfer, mil or "
+        "match_probability",
+        "alpha=16",
+    ),
+    "head": (
+        "a head for both towers: set (a set of embeddings by slot attention) or linear (one layer)",
+        "num_slots=4 num_iters=4 of set, dim=768 of linear",
+    ),
+}
+"""Components by the flag that names one, with its help and that of the flag of its options, ``--<kind>-kwargs``."""
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options of open_clip and of the launcher, as ``open_clip_train.params.parse_args`` returns its own.
+
+    Raises:
+        UserError: an unknown flag or configuration key, a value that does not fit, or a file that cannot be read.
+        MissingExtraError: open_clip's trainer is not installed.
+    """
+    params = require("open_clip_train.params", extra="open-clip")
+    with_our_parser = Namespace(**{**vars(argparse), "ArgumentParser": _Parser})
+    with mock.patch.object(params, "argparse", with_our_parser), user_errors("command line"):
+        return params.parse_args(list(argv))
+
+
+def flag(option: str) -> str:
+    """Return the flag of an option: ``--batch-size`` of ``batch_size``."""
+    return "--" + option.replace("_", "-")
+
+
+class _Parser(Parser):
+    """open_clip's parser, to which our flags are added last."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="python -m vl_plugins.integrations.open_clip",
+            usage="%(prog)s [options]",
+            examples=EXAMPLES,
+            description="Run open_clip's trainer with the losses of vl_plugins. All flags of open_clip work as usual; "
+            "without ours, which come last, training is unchanged.",
+            allow_abbrev=True,
+        )
+        self.ours: set[Action] = set()
+
+    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
+        """Return all options; flags on the command line win over those in the file of ``--config``."""
+        theirs = set(self._actions)
+        _add_flags(self)
+        self.ours = set(self._actions) - theirs
+        given, _ = self.parse_known_args(argv)
+        if given.config is None:
+            return super().parse_args(argv)
+        file = find_config(given.config, "open_clip")
+        words = self._words(file, given)
+        of_file, _ = self.parse_known_args(words)
+        check_registered(of_file.loss)
+        found = super().parse_args([*words, *argv])
+        for option in ("train_data", "val_data"):
+            if getattr(of_file, option) and getattr(of_file, option) == getattr(found, option):
+                _check_shards(f"{file}: {option}", getattr(found, option), found)
+        return found
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        """Return what an abbreviation stands for: a flag of open_clip, if the abbreviation begins none of ours.
+
+        ``--los`` never becomes ``--loss-dist-impl``; ``--mod`` is ``--model`` still, with which ``--model-config``
+        begins.
+        """
+        found = super()._get_option_tuples(option_string)
+        theirs = [match for match in found if match[0] not in self.ours]
+        ours = [match[1] for match in found if match[0] in self.ours]
+        if ours and not (len(theirs) == 1 and all(name.startswith(theirs[0][1]) for name in ours)):
+            self.error(f"unknown option {option_string}; did you mean {' or '.join(ours)}?")
+        return theirs
+
+    def _words(self, file: Path, given: Namespace) -> list[str]:
+        """Return a configuration file as a command line."""
+        config = read_yaml(file, extra="open-clip")
+        if not isinstance(config, Mapping):
+            raise UserError(f"{file}: expected a mapping of flags to values, got {type(config).__name__}")
+        config = {str(key).replace("_", "-"): value for key, value in config.items()}
+        actions = {name[2:]: action for action in self._actions for name in action.option_strings}
+        words = []
+        for key, value in config.items():
+            action = actions[one_of(f"key in {file}", key, actions)]
+            if isinstance(action, KeyValues):
+                if not isinstance(value, Mapping):
+                    raise UserError(f"{file}: {key} must be a mapping such as {{margin: 0.2}}, got {value!r}")
+                kind = action.dest.removesuffix("_kwargs")
+                if getattr(given, kind) not in (None, config.get(kind)):
+                    continue  # the command line names another loss, miner, ...: these are not its options
+            if value is not None and isinstance(value, bool) != (action.nargs == 0):
+                expected = "true or false" if action.nargs == 0 else "a value"
+                raise UserError(f"{file}: {key} must be {expected}, got {value!r}")
+            values = _values(f"--{key}", value)
+            if any(word.startswith("-") for word in values[1:]):
+                raise UserError(f"{file}: {key} holds {values[1:]}, which would be read as flags")
+            words += values
+        return words
+
+
+def _values(flag: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, Mapping):
+        return [flag, *(f"{name}={item}" for name, item in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _check_shards(what: str, pattern: str, args: Namespace) -> None:
+    """Raise ``UserError`` for shards of a file that open_clip's reader would give to a program, such as ``pipe:``.
+
+    Our reader, which reads with ``--loss`` or ``--captions-per-image``, opens paths and URLs only.
+    """
+    if args.loss or args.captions_per_image:
+        return
+    from webdataset.shardlists import expand_urls  # imports torch
+
+    for shard in expand_urls(pattern):
+        if ":" in shard:
+            raise UserError(f"{what}: {shard!r} is no local path; without --loss, give it on the command line")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("vl_plugins options")
+    group.add_argument("--config", metavar="FILE.yaml", help="read flags from a file; the command line wins")
+    for kind, (text, options) in KINDS.items():
+        choices = ("set", "linear") if kind == "head" else None
+        group.add_argument(f"--{kind}", metavar="NAME", choices=choices, help=text)
+        group.add_argument(f"--{kind}-kwargs", action=KeyValues, help=f"options of the {kind}: {options}")
+    group.add_argument(
+        "--captions-per-image",
+        metavar="{random,first,all,N}",
+        help="captions per image in a batch; with --loss, all are positives of their image (default with --loss: "
+        "random)",
+    )
+    group.add_argument(
+        "--allow-duplicate-captions",
+        action="store_true",
+        help="allow images with equal captions (false negatives) in one batch",
+    )
+    group.add_argument(
+        "--on-read-error",
+        choices=("skip", "raise"),
+        default="skip",
+        help="skip unreadable training images with a warning, or stop (default: %(default)s)",
+    )
+    group.add_argument(
+        "--model-config",
+        type=os.path.abspath,  # evaluation finds it again in the checkpoint
+        metavar="FILE_OR_FOLDER",
+        help="your own model configurations for open_clip: a .json file or a folder of them",
+    )

@@ -1,0 +1,94 @@
+"""Flags of the launcher and of open_clip on one command line, and in files."""
+
+import pytest
+
+from vl_plugins.integrations.open_clip.flags import KINDS, parse_args
+
+
+def changed(argv):
+    """Return the options that differ from their defaults."""
+    defaults = vars(parse_args([]))
+    return {name: value for name, value in vars(parse_args(argv)).items() if value != defaults[name]}
+
+
+def test_flags_of_both():
+    found = changed(
+        "--model RN101 --loss unified --loss-kwargs margin=0.1 scale=learned flag=true --epochs 3 "
+        "--miner BatchHardMiner --reducer ThresholdReducer --reducer-kwargs low=1e-3 --captions-per-image 5 "
+        "--allow-duplicate-captions --on-read-error raise --loss-kwargs margin=0.3".split()
+    )
+    assert found == {
+        "model": "RN101",
+        "epochs": 3,
+        "loss": "unified",
+        "loss_kwargs": {"margin": 0.3, "scale": "learned", "flag": True},
+        "miner": "BatchHardMiner",
+        "reducer": "ThresholdReducer",
+        "reducer_kwargs": {"low": 0.001},
+        "captions_per_image": "5",
+        "allow_duplicate_captions": True,
+        "on_read_error": "raise",
+    }
+
+
+def test_by_default_ours_ask_for_nothing():
+    args = vars(parse_args([]))
+    assert all(args[kind] is None and args[f"{kind}_kwargs"] == {} for kind in KINDS)
+    assert (args["captions_per_image"], args["allow_duplicate_captions"], args["on_read_error"]) == (
+        None,
+        False,
+        "skip",
+    )
+
+
+@pytest.mark.parametrize(("words", "option"), [("--accum 3", {"accum_freq": 3}), ("--mod RN101", {"model": "RN101"})])
+def test_abbreviations_of_open_clip(words, option):
+    assert changed(words.split()) == option
+
+
+def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        """
+        model: RN101
+        train_data: shards/a-{000000..000003}.tar
+        lr: 1e-5
+        epochs: 10
+        gather-with-grad: true
+        local-loss: false
+        name: null
+        image-mean: [0.1, 0.2, 0.3]
+        aug-cfg: {scale: [0.9, 1.0]}
+        loss: unified
+        loss-kwargs: {margin: 0.1, scale: 5e+1}
+        captions-per-image: all
+        on-read-error: raise
+        """
+    )
+    config = ["--config", str(tmp_path / "run.yaml")]
+    found = changed([*config, "--epochs", "2", "--loss-kwargs", "margin=0.3"])
+    assert found == {
+        "config": config[1],
+        "model": "RN101",
+        "train_data": "shards/a-{000000..000003}.tar",
+        "lr": 1e-5,
+        "epochs": 2,
+        "gather_with_grad": True,
+        "image_mean": [0.1, 0.2, 0.3],
+        "aug_cfg": {"scale": [0.9, 1.0]},
+        "loss": "unified",
+        "loss_kwargs": {"margin": 0.3, "scale": 50.0},
+        "captions_per_image": "all",
+        "on_read_error": "raise",
+    }
+    other = parse_args([*config, "--loss", "triplet_hn", "--loss-kwargs", "margin=0.1"])
+    assert other.loss_kwargs == {"margin": 0.1}, "options of another loss"
+    piped = parse_args([*config, "--loss", "vlc", "--train-data", "pipe:cat a.tar"])
+    assert piped.train_data == "pipe:cat a.tar", "the command line may name programs"
+
+
+def test_help_shows_both(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    assert not stop.value.code
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--loss NAME", "--on-read-error {skip,raise}", "--train-data TRAIN_DATA"))
