@@ -50,7 +50,7 @@ def test_info(tmp_path, capsys):
         images.append(CaptionedImage(number, f"{number}.jpg", captions, ids, "train", "a", f"{number}.jpg", "same"))
     source = {"format": "table", "name": "b\n" + "c" * 70, "annotations": []}
     write_shards(images, tmp_path, tmp_path / "out", inputs="features", source=source)
-    assert run("info", tmp_path / "out", "--contact-sheet", tmp_path / "a.png") == 2
+    assert run("info", tmp_path / "out") == 0
     output = capsys.readouterr()
     lines = r"""a-train
   shards              1, 0.0 MB
@@ -70,16 +70,15 @@ def test_info(tmp_path, capsys):
 
 A repeat in a batch is a false negative: """
     assert output.out.startswith(lines.replace("CCC", "c" * 70))
-    assert output.err.endswith("error: no contact sheet: the shards hold no pictures\n")
 
 
 @pytest.mark.parametrize("action", ["info", "verify"])
-def test_two_processes_find_the_same(toy_shards, tmp_path, capsys, action):
+def test_any_number_of_workers_finds_the_same(toy_shards, tmp_path, capsys, action):
     for file in (*toy_shards.glob("toy-val-*.tar"), *toy_shards.glob("toy-test-*.tar")):
         (tmp_path / file.name).write_bytes(file.read_bytes() + bytes([0, action == "verify"]))
     status = run(action, tmp_path, "--json", "--workers", 1)
     alone = json.loads(capsys.readouterr().out)
-    assert run(action, tmp_path, "--json", "--workers", 2, "--engine", "processes") == status
+    assert run(action, tmp_path, "--json", "--workers", 3) == status
     assert json.loads(capsys.readouterr().out) == alone
     assert list(alone.get("splits", {})) == (["toy-test", "toy-val"] if action == "info" else [])
     assert len(alone.get("problems", ())) == (6 if action == "verify" else 0)

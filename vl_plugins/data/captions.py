@@ -8,7 +8,7 @@ from pathlib import PureWindowsPath
 
 from vl_plugins.errors import UserError
 
-__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "normalize_caption"]
+__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "hash64", "normalize_caption"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,14 @@ def normalize_caption(text: str) -> str:
 
 
 def caption_hash(text: str) -> int:
-    """Hash the normalized caption to a signed 64-bit integer, the same on every machine.
+    """Hash the normalized caption.
 
     >>> caption_hash(" A dog") == caption_hash("a DOG")
     True
     """
-    digest = hashlib.blake2b(normalize_caption(text).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return hash64(normalize_caption(text).encode())
+
+
+def hash64(data: bytes) -> int:
+    """Hash bytes to a signed 64-bit integer, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
