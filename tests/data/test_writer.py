@@ -560,7 +560,7 @@ def test_a_stopped_run_continues_and_ends_as_if_it_had_not_been_stopped(tmp_path
     assert {name: shard_states(out)[name] for name in kept} == kept, "complete shards are not written again"
 
 
-@pytest.mark.parametrize("engine", ("processes", *ENGINES[1:]))
+@pytest.mark.parametrize("engine", ["processes", *ENGINES[1:]])
 def test_a_worker_that_is_killed(tmp_path, run, engine):
     skip_without(engine)
     command, whole = run

@@ -74,9 +74,8 @@ def run_jobs(
         except BrokenExecutor as error:
             raise UserError("a worker process was killed, perhaps for lack of memory; try fewer workers") from error
         except Exception as error:
-            if isinstance(
-                cause := getattr(error, "cause", None), Exception
-            ):  # Ray's wrapper, whose text is a traceback
+            cause = getattr(error, "cause", None)  # in an error of Ray, whose text is a traceback
+            if isinstance(cause, Exception):
                 raise cause from None
             raise
         finally:

@@ -64,7 +64,7 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; t
 
 @dataclass(slots=True)
 class Sample:
-    """Consecutive files of one key in an archive: from byte ``start`` to ``end`` with headers, contents by extension."""
+    """Files of one key in an archive, from byte ``start`` to ``end`` with headers; ``members`` by extension."""
 
     key: str
     start: int
