@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from vl_plugins.errors import require
+
 __all__ = ["register", "run"]
 
 
@@ -16,7 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "in the format of Karpathy's COCO splits.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures and dataset_toy.json")
-    numbers = {"seed": (0, "random seed"), "image-size": (64, "width and height in pixels, at least 16")}
+    numbers = {"seed": (0, "random seed"), "image-size": (64, "width and height in pixels")}
     numbers |= {split: (1600 if split == "train" else 200, f"{split} images") for split in ("train", "val", "test")}
     for name, (default, what) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
@@ -25,6 +27,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the scenes and print the next command."""
+    require("PIL", extra="data")
     from vl_plugins.data.toy import write_toy_scenes
 
     names = ("out", "seed", "train", "val", "test", "image_size")

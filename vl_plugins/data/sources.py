@@ -164,7 +164,7 @@ class _Captions(_Annotations, Generic[Image]):
     images: list[Image]
 
 
-def _read_json(file: str | Path, kind: Any, hint: str, image: Any = None, group_key: str | None = None) -> Any:
+def _read_json(file: str | Path, kind: Any, image: Any = None, group_key: str | None = None) -> Any:
     """Return a JSON document; its images are of the type ``image``, with ``group_key`` as their ``group``."""
     data = read_bytes(file).removeprefix(codecs.BOM_UTF8)
     with user_errors(str(file)):
@@ -174,13 +174,8 @@ def _read_json(file: str | Path, kind: Any, hint: str, image: Any = None, group_
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
+            hint = "is it Karpathy's (`shards coco`) or COCO's own (`shards coco-captions`)?"
             raise UserError(f"{file}: {error}; {hint}") from error
-
-
-KARPATHY_HINT = (
-    "expected Karpathy's format, with the splits train, restval, val and test; "
-    "`vl-plugins shards coco-captions` converts COCO's own caption files"
-)
 
 
 def read_karpathy(
@@ -209,7 +204,7 @@ def read_karpathy(
         UserError: the file is missing or not in this format; an image cannot be used.
     """
     is_coco = one_of("dataset", dataset, ("coco", "flickr30k")) == "coco"
-    parsed = _read_json(annotation_file, _Karpathy, KARPATHY_HINT, _KarpathyImage, group_key)
+    parsed = _read_json(annotation_file, _Karpathy, _KarpathyImage, group_key)
     has_ids = all(sentence.sentid is not None for item in parsed.images for sentence in item.sentences)
     rows = (
         Row(
@@ -226,9 +221,6 @@ def read_karpathy(
     )
     name = dataset_name if dataset_name is not None else parsed.dataset or dataset
     yield from join_rows(_group(rows), name, f"{annotation_file}: image ", on_error)
-
-
-COCO_HINT = "expected a file like captions_val2017.json; `vl-plugins shards coco` converts Karpathy's"
 
 
 def read_coco_captions(
@@ -259,7 +251,7 @@ def read_coco_captions(
 
     def rows() -> Iterator[Row]:
         for split, file in files.items():
-            parsed = _read_json(file, _Captions, COCO_HINT, _Image, group_key)
+            parsed = _read_json(file, _Captions, _Image, group_key)
             annotations = _by_image(parsed.annotations)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
             for position, item in enumerate(parsed.images):
@@ -297,7 +289,7 @@ def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path], 
         UserError: an official file is missing or not in this format; an image or a caption of it is not in the files.
     """
     files = ", ".join(map(str, annotation_files))
-    parsed = [_read_json(file, _Annotations, COCO_HINT) for file in annotation_files]
+    parsed = (_read_json(file, _Annotations) for file in annotation_files)
     official = _by_image(annotation for document in parsed for annotation in document.annotations)
     used: set[tuple[str, Any]] = set()
     for image in images:
