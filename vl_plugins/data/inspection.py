@@ -91,7 +91,7 @@ def inspect_shards(
         UserError: a shard, or the first line of its index, cannot be read.
     """
     splits: dict[str, dict[str, Any]] = {}
-    images = 0
+    images = captions = 0
     with workspace() as (database, _):
         for table, columns in (("images", IMAGE_COLUMNS), ("captions", CAPTION_COLUMNS)):
             names = ", ".join(f"{name} BIGINT" for name in ("split", "shard", "position", *columns))
@@ -107,10 +107,10 @@ def inspect_shards(
                 found["rejected"] = (found["rejected"] or 0) + totals["rejected"]
                 found["source"] = found["source"] or totals["source"]
             caption_rows[:, 0] += images
-            for table, rows, first in (("images", image_rows, images), ("captions", caption_rows, 0)):
+            for table, rows, first in (("images", image_rows, images), ("captions", caption_rows, captions)):
                 place = np.full((2, len(rows)), [[list(splits).index(name)], [shard]])
                 insert(database, table, [*place, np.arange(first, first + len(rows)), *rows.T])
-            images += len(image_rows)
+            images, captions = images + len(image_rows), captions + len(caption_rows)
         for number, (name, found) in enumerate(splits.items()):
             splits[name] = found | _summarize(database, number, shards)
     return splits

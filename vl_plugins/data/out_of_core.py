@@ -131,7 +131,7 @@ def workspace() -> Iterator[tuple[Any, Any]]:
     """Open a database for fixed-size rows, and a file for the texts that DuckDB would have to sort in memory."""
     duckdb = require("duckdb", extra="data")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
-        limits = {"memory_limit": "50MB", "temp_directory": folder, "threads": 1}
+        limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
             yield database, stream
 
