@@ -241,7 +241,6 @@ class TestWrongInput:
             (lambda file: file.write_bytes(b"a cat on a mat"), "the file is not an image"),
             (lambda file: None, "cannot read the file: No such file or directory"),
             (os.mkfifo, "cannot read the file: it is not a regular file"),
-            (lambda file: file.touch() or os.truncate(file, 1 << 40), "cannot read the file: it is larger than 1 GiB"),
         ],
     )
     def test_an_unusable_image_stops_the_run_and_is_named(self, tmp_path, root, make_images, write, make, reason):
