@@ -15,7 +15,6 @@ from vl_plugins.data.files import (
     names,
     open_regular,
     read_bytes,
-    read_regular,
     remove,
     remove_partial,
     sha256,
@@ -90,13 +89,11 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path, size):
 
 def test_errors_are_one_line_that_names_the_file(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with (tmp_path / "large").open("wb") as stream:
-        stream.truncate((1 << 30) + 1)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for call, message in (
         (lambda: read_bytes(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
-        (lambda: read_regular(tmp_path / "a"), "cannot read the file: No such file or directory"),
-        (lambda: read_regular(tmp_path / "large"), "cannot read the file: it is larger than 1 GiB"),
+        (lambda: read_bytes(tmp_path / "a", name="the file"), "cannot read the file: No such file or directory"),
+        (lambda: read_bytes(__file__, max_bytes=1), f"cannot read {__file__}: it is larger than 0 GiB"),
         (lambda: sha256(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
         (lambda: write_file(tmp_path / "file" / "a", b""), f"cannot write {tmp_path}/file/a: "),
         (lambda: read_bytes("a\0b"), r"cannot use 'a\x00b': embedded null character"),

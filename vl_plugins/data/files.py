@@ -28,7 +28,6 @@ __all__ = [
     "names",
     "open_regular",
     "read_bytes",
-    "read_regular",
     "remove",
     "remove_partial",
     "sha256",
@@ -47,19 +46,20 @@ def join(folder: Url, name: str) -> str:
     return posixpath.join(os.fspath(folder), name)
 
 
-def read_bytes(url: Url) -> bytes:
-    """Return the content of a file; any error is a :class:`UserError`."""
-    with file_errors("read", url):
-        files, path = _locate(url)
-        return files.cat_file(path)
+def read_bytes(url: Url, *, name: str | None = None, max_bytes: int | None = None) -> bytes:
+    """Return the content of a file, which errors call ``name``; with ``max_bytes`` of a local one that is not larger.
 
-
-def read_regular(file: Url) -> bytes:
-    """Return the content of a local file of at most 1 GiB; a :class:`UserError` does not repeat its name."""
-    with file_errors("read", "the file"), open_regular(file) as stream:
-        if os.fstat(stream.fileno()).st_size > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE_BYTES >> 30} GiB")
-        return stream.read()
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with file_errors("read", url if name is None else name):
+        if max_bytes is None:
+            files, path = _locate(url)
+            return files.cat_file(path)
+        with open_regular(url) as stream:
+            if os.fstat(stream.fileno()).st_size > max_bytes:
+                raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 30} GiB")
+            return stream.read()
 
 
 def open_regular(file: Url) -> BinaryIO:

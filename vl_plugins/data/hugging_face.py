@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vl_plugins.data.files import read_regular
+from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.data.images import FileFolder
 from vl_plugins.data.out_of_core import KeyedRows, group_rows
 from vl_plugins.data.sources import Columns, Images, join_rows
@@ -41,7 +41,7 @@ class HuggingFaceFiles(FileFolder):
         path = Path(image["path"]).resolve()
         if not any(path.is_relative_to(folder) for folder in self.folders):
             raise UserError(f"the row names the file {path}, which is not of the data set")
-        return read_regular(path)  # of a folder of images
+        return read_bytes(path, name="the file", max_bytes=MAX_FILE_BYTES)  # of a folder of images
 
     def state(self, file: str) -> str:
         return self.splits[file.partition("/")[0]]._fingerprint  # of all rows, so that no image is read twice

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from vl_plugins.data.files import read_regular
+from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.errors import UserError
 
 __all__ = ["IMAGE_EXTENSIONS", "FileFolder", "inspect_image", "resize_image", "scaled_picture"]
@@ -29,7 +29,7 @@ class FileFolder:
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_regular(self.place(file))
+        return read_bytes(self.place(file), name="the file", max_bytes=MAX_FILE_BYTES)
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None of what cannot be read."""
