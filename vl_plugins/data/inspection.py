@@ -41,6 +41,7 @@ LINE_LENGTH = 40  # characters
 FAINT = "#6b7280"
 IMAGE_COLUMNS = ("start", "captions_per_image", "widths", "heights", "features", "feature_dims", "picture", "grp")
 CAPTION_COLUMNS = ("image", "words", "caption")
+GROUPED_AT_A_TIME = 200_000  # captions, for which DuckDB's memory suffices
 
 
 def split_of(shard: str) -> str:
@@ -118,7 +119,9 @@ def inspect_shards(
 
 def _inspect_shard(shard: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
     """Return facts about a shard, and the columns of its images and of their captions, int64."""
-    images, captions, unusable = [], [], 0
+    images: list[tuple[int, ...]] = []
+    captions: list[tuple[int, ...]] = []
+    unusable = 0
     for sample in read_samples(shard):
         try:
             record, data, sizes = read_sample(sample, decode=False)
@@ -132,8 +135,7 @@ def _inspect_shard(shard: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
     if exists(index_file(shard)):
         head = read_head(shard)
         facts |= {"rejected": len(head.rejected), "source": head.source}
-    arrays = (np.array(rows, np.int64).reshape(-1, width) for rows, width in ((images, 8), (captions, 3)))
-    return facts, *arrays
+    return facts, np.array(images, np.int64).reshape(-1, 8), np.array(captions, np.int64).reshape(-1, 3)
 
 
 def _summarize(database: Any, split: int, shards: Sequence[str]) -> dict[str, Any]:
@@ -141,41 +143,50 @@ def _summarize(database: Any, split: int, shards: Sequence[str]) -> dict[str, An
         where = f"FROM {table} WHERE split = {split} AND ({column} > 0 OR '{column}' = 'words')"
         return dict(database.execute(f"SELECT {column}, count(*) {where} GROUP BY 1 ORDER BY 1").fetchall())
 
-    words = counts("words", "captions")
-    groups = f"(SELECT DISTINCT grp FROM images WHERE split = {split} AND grp != 0)"
+    words, captions_per_image = counts("words", "captions"), counts("captions_per_image")
+    images, captions = sum(captions_per_image.values()), sum(words.values())
+    parts = 1 + captions // GROUPED_AT_A_TIME
+    groups = f"SELECT count(DISTINCT grp) FROM images WHERE split = {split} AND grp != 0 AND abs(grp % {parts}) = "
     return {
-        "images": sum(counts("captions_per_image").values()),
-        "captions": sum(words.values()),
-        "groups": database.execute(f"SELECT count(*) FROM {groups}").fetchone()[0],
-        **{name: counts(name) for name in ("captions_per_image", "feature_dims")},
+        "images": images,
+        "captions": captions,
+        "groups": sum(database.execute(f"{groups}{part}").fetchone()[0] for part in range(parts)),
+        "captions_per_image": captions_per_image,
+        "feature_dims": counts("feature_dims"),
         "words": _range(words),
         **{name: _range(counts(name)) for name in ("widths", "heights", "features")},
-        "repeated_pictures": _find_repeats(database, split, shards, "images", "picture"),
-        "repeated_captions": _find_repeats(database, split, shards, "captions", "caption"),
+        "repeated_pictures": _find_repeats(database, split, shards, "images", "picture", images, parts),
+        "repeated_captions": _find_repeats(database, split, shards, "captions", "caption", captions, parts),
     }
 
 
-def _find_repeats(database: Any, split: int, shards: Sequence[str], table: str, column: str) -> dict[str, Any]:
+def _find_repeats(
+    database: Any, split: int, shards: Sequence[str], table: str, column: str, total: int, parts: int
+) -> dict[str, Any]:
+    """Return the statistics of values that several images have, given their number in all."""
     image = "position" if table == "images" else "image"
-    database.execute(
-        f"CREATE OR REPLACE TEMP TABLE owners AS SELECT value, sum(number) AS number, count(*) AS images, "
-        f"min(first) AS first, min(image) AS image FROM (SELECT {column} AS value, {image} AS image, "
-        f"count(*) AS number, min(position) AS first FROM {table} WHERE split = {split} GROUP BY 1, 2) GROUP BY value"
-    )
-    total, number, different = database.execute(
-        "SELECT sum(number), sum(number) FILTER (images > 1), count(*) FILTER (images > 1) FROM owners"
-    ).fetchone()
-    found = {"number": int(number or 0), "share": 0.0, "different": different, "example": None, "example_images": 0}
+    database.execute("CREATE OR REPLACE TEMP TABLE repeats (value BIGINT, number BIGINT, images BIGINT, first BIGINT)")
+    for part in range(parts):
+        of_images = (
+            f"SELECT {column} AS value, count(*) AS number, min(position) AS first FROM {table} "
+            f"WHERE split = {split} AND abs({column} % {parts}) = {part} GROUP BY {column}, {image}"
+        )
+        database.execute(
+            "INSERT INTO repeats SELECT value, sum(number), count(*), min(first) "
+            f"FROM ({of_images}) GROUP BY value HAVING count(*) > 1"
+        )
+    number, different = database.execute("SELECT coalesce(sum(number), 0)::BIGINT, count(*) FROM repeats").fetchone()
+    found = {"number": number, "share": 0.0, "different": different, "example": None, "example_images": 0}
     if different:
-        # The most frequent one; of several the first.
-        best = "SELECT * FROM owners ORDER BY images DESC, first LIMIT 1"
-        value, _, owners, _, image = database.execute(best).fetchone()
-        where = f"SELECT shard, start FROM images WHERE position = {image}"
-        shard, start = database.execute(where).fetchone()
+        value, owners, shard, start = database.execute(
+            "SELECT value, best.images, images.shard, images.start "
+            "FROM (SELECT * FROM repeats ORDER BY images DESC, first LIMIT 1) AS best "
+            f"JOIN {table} AS rows ON rows.position = first JOIN images ON images.position = rows.{image}"
+        ).fetchone()
         sample = next(read_samples(shards[shard], start=start))
         texts = {caption_hash(text): text for text in parse_record(sample.key, sample.members).captions}
         example = sample.key if table == "images" else normalize_caption(texts[value])
-        found |= {"share": int(number) / int(total), "example": example, "example_images": owners}
+        found |= {"share": number / total, "example": example, "example_images": owners}
     return found
 
 

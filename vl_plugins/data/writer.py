@@ -138,7 +138,8 @@ def write_shards(
             progress.update(len(head.counts) + len(head.rejected))
         _remove_others(out, heads, overwrite)
         _write_sizes(out)
-    return Written(list(heads), *map(sum, zip(*heads.values(), strict=True)), examples)
+    images_written, captions, rejected = map(sum, zip(*heads.values(), strict=True))
+    return Written(list(heads), images_written, captions, rejected, examples)
 
 
 class _Shard(NamedTuple):
