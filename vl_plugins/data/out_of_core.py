@@ -133,6 +133,7 @@ def workspace() -> Iterator[tuple[Any, Any]]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
         limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
+            database.execute("SET enable_progress_bar = false")  # DuckDB 1.1 prints one
             yield database, stream
 
 
