@@ -91,6 +91,15 @@ class TestIndex:
             collection.captions  # noqa: B018
 
 
+    @pytest.mark.parametrize("index", [True, False])
+    def test_a_shard_that_is_lost_is_named(self, tmp_path, index):
+        (shard,) = write_numbered(tmp_path, [1, 2], index=index)
+        collection = read_collection(shard)
+        Path(shard).unlink()
+        with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
+            read_head(shard) if index else collection.records  # noqa: B018
+
+
 class TestCollection:
     def test_names_are_those_that_webdataset_reads(self, toy_shards):
         pattern = f"{toy_shards}/toy-test-{{000000..000002}}.tar"
