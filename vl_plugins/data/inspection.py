@@ -39,8 +39,8 @@ __all__ = ["draw_contact_sheet", "inspect_shards", "read_sample", "split_of"]
 
 LINE_LENGTH = 40  # characters
 FAINT = "#6b7280"
-IMAGE_COLUMNS = ("start", "captions_per_image", "widths", "heights", "features", "feature_dims", "picture", "grp")
-CAPTION_COLUMNS = ("image", "words", "caption")
+IMAGE_COLUMNS = "start captions_per_image widths heights features feature_dims picture_hash group_hash".split()
+CAPTION_COLUMNS = "image words caption_hash".split()
 GROUPED_AT_A_TIME = 200_000  # captions, for which DuckDB's memory suffices
 
 
@@ -55,7 +55,7 @@ def split_of(shard: str) -> str:
 
 def read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, tuple[int, int, int, int]]:
     """Return the names and captions of a sample, its picture or array file, and width, height, features and their
-    dimension, 0 where there is none.
+    dimension, -1 where there is none.
 
     Without ``decode`` a JPEG file is only looked at, see :func:`~vl_plugins.data.images.inspect_image`.
 
@@ -65,9 +65,9 @@ def read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, tuple[i
     record = parse_record(sample.key, sample.members)
     if FEATURES in sample.members and sample.members.keys().isdisjoint(INPUTS["images"]):
         data = sample.members[FEATURES]
-        return record, data, (0, 0, *decode_features(data).shape)
+        return record, data, (-1, -1, *decode_features(data).shape)
     data = input_of(sample.members)
-    return record, data, (*inspect_image(data, decode=decode)[1:], 0, 0)
+    return record, data, (*inspect_image(data, decode=decode)[1:], -1, -1)
 
 
 def inspect_shards(
@@ -140,13 +140,14 @@ def _inspect_shard(shard: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
 
 def _summarize(database: Any, split: int, shards: Sequence[str]) -> dict[str, Any]:
     def counts(column: str, table: str = "images") -> dict[int, int]:
-        where = f"FROM {table} WHERE split = {split} AND ({column} > 0 OR '{column}' = 'words')"
+        where = f"FROM {table} WHERE split = {split} AND {column} >= 0"
         return dict(database.execute(f"SELECT {column}, count(*) {where} GROUP BY 1 ORDER BY 1").fetchall())
 
     words, captions_per_image = counts("words", "captions"), counts("captions_per_image")
     images, captions = sum(captions_per_image.values()), sum(words.values())
     parts = 1 + captions // GROUPED_AT_A_TIME
-    groups = f"SELECT count(DISTINCT grp) FROM images WHERE split = {split} AND grp != 0 AND abs(grp % {parts}) = "
+    where = f"split = {split} AND group_hash != 0 AND abs(group_hash % {parts}) ="
+    groups = f"SELECT count(DISTINCT group_hash) FROM images WHERE {where} "
     return {
         "images": images,
         "captions": captions,
@@ -155,8 +156,8 @@ def _summarize(database: Any, split: int, shards: Sequence[str]) -> dict[str, An
         "feature_dims": counts("feature_dims"),
         "words": _range(words),
         **{name: _range(counts(name)) for name in ("widths", "heights", "features")},
-        "repeated_pictures": _find_repeats(database, split, shards, "images", "picture", images, parts),
-        "repeated_captions": _find_repeats(database, split, shards, "captions", "caption", captions, parts),
+        "repeated_pictures": _find_repeats(database, split, shards, "images", "picture_hash", images, parts),
+        "repeated_captions": _find_repeats(database, split, shards, "captions", "caption_hash", captions, parts),
     }
 
 
