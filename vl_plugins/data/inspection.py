@@ -39,8 +39,9 @@ __all__ = ["draw_contact_sheet", "inspect_shards", "read_sample", "split_of"]
 
 LINE_LENGTH = 40  # characters
 FAINT = "#6b7280"
-IMAGE_COLUMNS = "start captions_per_image widths heights features feature_dims picture_hash group_hash".split()
-CAPTION_COLUMNS = "image words caption_hash".split()
+SIZES = ("widths", "heights", "features", "feature_dims")
+IMAGE_COLUMNS = ("start", "captions_per_image", *SIZES, "picture_hash", "group_hash")
+CAPTION_COLUMNS = ("image", "words", "caption_hash")
 GROUPED_AT_A_TIME = 200_000  # captions, for which DuckDB's memory suffices
 
 
