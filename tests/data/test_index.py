@@ -90,7 +90,6 @@ class TestIndex:
         with pytest.raises(UserError, match=message):
             collection.captions  # noqa: B018
 
-
     @pytest.mark.parametrize("index", [True, False])
     def test_a_shard_that_is_lost_is_named(self, tmp_path, index):
         (shard,) = write_numbered(tmp_path, [1, 2], index=index)

@@ -11,7 +11,6 @@ from vl_plugins.tables import printable
 
 __all__ = ["register"]
 
-MOST_PROBLEMS = 100
 MOST_SAMPLES = 60
 WIDTH = 100  # characters
 REPEATS = """\
@@ -93,10 +92,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result._asdict(), indent=2))
     else:
-        for problem in result.problems[:MOST_PROBLEMS]:
+        for problem in result.problems:
             print(problem)
-        if len(result.problems) > MOST_PROBLEMS:
-            print(f"... and {len(result.problems) - MOST_PROBLEMS:,} more; --json lists all")
         counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
         print(f"{counts}: {f'{len(result.problems):,}' if result.problems else 'no'} problems")
     return 1 if result.problems else 0
@@ -122,8 +119,7 @@ def _info(arguments: argparse.Namespace) -> int:
         for name, split in statistics.items():
             print(printable(name))
             for label, value in _rows(split):
-                lines = textwrap.wrap(printable(value), WIDTH - 22, break_on_hyphens=False)
-                print(textwrap.indent("\n".join(lines), " " * 22).replace(" " * 22, f"  {label:<18}  ", 1))
+                print(f"  {label:<18}  {printable(value)}")
             print()
         print(textwrap.fill(REPEATS, WIDTH))
     if sheet is not None:
