@@ -96,7 +96,7 @@ class TestIndex:
         collection = read_collection(shard)
         Path(shard).unlink()
         with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
-            read_head(shard) if index else collection.records  # noqa: B018
+            read_head(shard) if index else collection.records
 
 
 class TestCollection:
