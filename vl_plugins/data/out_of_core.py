@@ -1,6 +1,7 @@
 """Rows grouped into images, and images shuffled, by DuckDB on disk: memory does not grow with their number."""
 
 import contextlib
+import functools
 import itertools
 import operator
 import re
@@ -56,19 +57,23 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
         UserError: a text is not valid Unicode.
     """
     integers, position = True, 0
-    decode = msgspec.json.Decoder(Row).decode
+    encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Row).decode
+    # Most tables have the rows of an image together.
+    hash_key = functools.lru_cache(1)(lambda key: hash64(key.encode()))
     with workspace() as (database, stream):
         database.execute("CREATE TEMP TABLE rows (position BIGINT, size BIGINT, image BIGINT, id BIGINT)")
         while part := list(itertools.islice(rows, ROWS_INSERTED)):
             found = []
             for key, row in part:
-                integers = integers and _is_integer(row.image_id)
-                image_id = 0 if row.image_id is None else hash64(str(row.image_id).encode(errors="replace"))
+                image_id = 0
+                if row.image_id is not None:
+                    integers = integers and _is_integer(row.image_id)
+                    image_id = hash64(str(row.image_id).encode(errors="replace"))
                 try:
-                    size = stream.write(msgspec.json.encode(row))
+                    size = stream.write(encode(row))
                 except UnicodeEncodeError as error:
                     raise UserError(f"{source}{row.place}: it is not UTF-8") from error
-                found.append((position, size, hash64(key.encode()), image_id))
+                found.append((position, size, hash_key(key), image_id))
                 position += size
             insert(database, "rows", np.array(found).T)
         stream.flush()

@@ -68,11 +68,11 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
         row.split = "val" if row.split == "validation" else row.split
         if row.problem is not None:
             raise UserError(row.problem)
-        for key in ("split", "image_id", "group"):
-            value, expected = getattr(row, key), getattr(first, key)
-            if value != expected:
-                reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
-                raise UserError(f"{reason}; rows of one image must agree")
+        if (row.split, row.image_id, row.group) != (first.split, first.image_id, first.group):
+            keys = ("split", "image_id", "group")
+            key = next(key for key in keys if getattr(row, key) != getattr(first, key))
+            reason = f"{key} {getattr(row, key)!r}, but {getattr(first, key)!r} in {_label(source, first)}"
+            raise UserError(f"{reason}; rows of one image must agree")
     for what, value in (("path", first.file), ("image id", first.image_id)):
         if isinstance(value, str) and not value.strip():
             raise UserError(f"its {what} is blank")
@@ -396,7 +396,7 @@ class Columns:
         """
         places: dict[str | None, int] = {name: position for position, name in enumerate(names)}
         captions_at = [places[name] for name in self.captions]
-        others_at = [places.get(name) for name in (self.image, self.split, self.id, self.group)]
+        image_at, split_at, id_at, group_at = map(places.get, (self.image, self.split, self.id, self.group))
 
         def pick(place: int | str, values: Sequence[Any]) -> Row:
             texts = [values[position] for position in captions_at]
@@ -404,9 +404,14 @@ class Columns:
                 texts = [text for text in texts if not isinstance(text, str) or text.strip()]
             if caption_lines or [text for text in texts if type(text) is not str]:
                 texts = [text for value in texts for text in _texts(value, caption_lines)]
-            image, own_split, image_id, group = (None if at is None else values[at] for at in others_at)
-            image_id = "" if image_id is None and self.id is not None else image_id
-            return Row(place, image, texts, split if self.split is None else own_split, image_id, group)
+            return Row(
+                place,
+                None if image_at is None else values[image_at],
+                texts,
+                split if split_at is None else values[split_at],
+                None if id_at is None else "" if values[id_at] is None else values[id_at],
+                None if group_at is None else values[group_at],
+            )
 
         return pick
 
