@@ -19,12 +19,12 @@ def test_verify(toy_shards, tmp_path, capsys):
     assert run("verify", f"{toy_shards}/") == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == ("14 shards, 112 samples, 560 captions: no problems\n", "")
-    for number in range(101):
+    for number in range(2):
         (tmp_path / f"{number:03}.tar").write_bytes(encode_archive([]))
     assert run("verify", tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}/000.tar: it has no samples"
-    assert lines[100:] == ["... and 1 more; --json lists all", "101 shards, 0 samples, 0 captions: 101 problems"]
+    assert lines[2:] == ["2 shards, 0 samples, 0 captions: 2 problems"]
     shards = (tmp_path / "{000..001}.tar", tmp_path / "000.tar", toy_shards)
     assert run("verify", *shards, "--split", "val", "shards", "--json") == 1
     problems = [f"{tmp_path}/{number}.tar: it has no samples" for number in ("000", "001")]
@@ -48,14 +48,13 @@ def test_info(tmp_path, capsys):
     for number, captions in enumerate((("A dog",), ("a  dog", "cat"), ("dog dog dog",))):
         ids = tuple(range(10 * number, 10 * number + len(captions)))
         images.append(CaptionedImage(number, f"{number}.jpg", captions, ids, "train", "a", f"{number}.jpg", "same"))
-    source = {"format": "table", "name": "b\n" + "c" * 70, "annotations": []}
+    source = {"format": "table", "name": "b\nc", "annotations": []}
     write_shards(images, tmp_path, tmp_path / "out", inputs="features", source=source)
-    assert run("info", tmp_path / "out", "--contact-sheet", tmp_path / "a.png") == 2
+    assert run("info", tmp_path / "out") == 0
     output = capsys.readouterr()
     lines = r"""a-train
   shards              1, 0.0 MB
-  source              format table, name
-                      b\nCCC
+  source              format table, name b\nc
   images              3
   captions            4
   groups              1
@@ -64,22 +63,20 @@ def test_info(tmp_path, capsys):
   values per feature  4: 3 (100.0%)
   words per caption   min 1, median 2, max 3
   features per image  min 1, median 2, max 2
-  repeated pictures   2 (66.67%), 1 different; most frequent: the picture of 'a-train-00000001', 2
-                      images
+  repeated pictures   2 (66.67%), 1 different; most frequent: the picture of 'a-train-00000001', 2 images
   repeated captions   2 (50.00%), 1 different; most frequent: the text 'a dog', 2 images
 
 A repeat in a batch is a false negative: """
-    assert output.out.startswith(lines.replace("CCC", "c" * 70))
-    assert output.err.endswith("error: no contact sheet: the shards hold no pictures\n")
+    assert output.out.startswith(lines)
 
 
 @pytest.mark.parametrize("action", ["info", "verify"])
-def test_two_processes_find_the_same(toy_shards, tmp_path, capsys, action):
+def test_any_number_of_workers_finds_the_same(toy_shards, tmp_path, capsys, action):
     for file in (*toy_shards.glob("toy-val-*.tar"), *toy_shards.glob("toy-test-*.tar")):
         (tmp_path / file.name).write_bytes(file.read_bytes() + bytes([0, action == "verify"]))
     status = run(action, tmp_path, "--json", "--workers", 1)
     alone = json.loads(capsys.readouterr().out)
-    assert run(action, tmp_path, "--json", "--workers", 2, "--engine", "processes") == status
+    assert run(action, tmp_path, "--json", "--workers", 3) == status
     assert json.loads(capsys.readouterr().out) == alone
     assert list(alone.get("splits", {})) == (["toy-test", "toy-val"] if action == "info" else [])
     assert len(alone.get("problems", ())) == (6 if action == "verify" else 0)

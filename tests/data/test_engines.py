@@ -1,27 +1,25 @@
-import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
-from vl_plugins.data.engines import executor, run_jobs, usable_cores
+from vl_plugins.data.engines import executor, run_jobs
 from vl_plugins.errors import UserError
 
-ENGINES = ("threads", "processes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dask", "ray")))
+CLUSTERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("dask", "ray")]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request):
-    """The name of an engine, and its executor with two workers."""
+@pytest.fixture(scope="module", params=["threads", "processes", *CLUSTERS])
+def pool(request):
+    """An executor with two workers."""
     if request.param in ("dask", "ray"):
         pytest.importorskip("distributed" if request.param == "dask" else "ray", reason="the engine is not installed")
-    with executor(request.param, 2) as pool:
-        yield request.param, pool
+    with ProcessPoolExecutor(2) if request.param == "processes" else executor(request.param, 2) as pool:
+        yield pool
 
 
 def double(value):
@@ -32,13 +30,9 @@ def double(value):
     return 2 * value
 
 
-def test_results_come_in_the_order_of_the_jobs(engine):
-    assert list(run_jobs(double, range(5), engine[1], 3)) == [0, 2, 4, 6, 8]
-
-
-def test_an_error_is_that_of_the_job(engine):
-    results = run_jobs(double, itertools.count(5), engine[1], 2)
-    assert [next(results), next(results)] == [10, 12]
+def test_results_and_errors_come_in_the_order_of_the_jobs(pool):
+    results = run_jobs(double, itertools.chain([0], itertools.count(3)), 1, pool)
+    assert list(itertools.islice(results, 5)) == [0, 6, 8, 10, 12]
     with pytest.raises(UserError) as raised:
         next(results)
     assert str(raised.value) == "seven is wrong"
@@ -52,14 +46,13 @@ def die_once(file):
     return file.name
 
 
-@pytest.mark.parametrize("engine", ENGINES[1:], indirect=True)
-def test_clusters_repeat_the_job_of_a_worker_that_was_killed(engine, tmp_path):
-    name, pool = engine
+@pytest.mark.parametrize("pool", ["processes", *CLUSTERS], indirect=True)
+def test_clusters_repeat_the_job_of_a_worker_that_was_killed(pool, tmp_path):
     files = [tmp_path / str(number) for number in range(4)]
     for file in files[1:]:
         file.touch()
-    results = run_jobs(die_once, files, pool, 2)
-    if name == "processes":
+    results = run_jobs(die_once, files, 1, pool)
+    if isinstance(pool, ProcessPoolExecutor):
         with pytest.raises(UserError, match="a worker process was killed, perhaps for lack of memory"):
             next(results)
     else:
@@ -67,7 +60,7 @@ def test_clusters_repeat_the_job_of_a_worker_that_was_killed(engine, tmp_path):
 
 
 class Recorder:
-    """An executor whose jobs end when they are asked for their result."""
+    """An executor whose jobs end at once, but for ``"pending"``."""
 
     def __init__(self):
         self.submitted, self.futures = [], []
@@ -80,12 +73,12 @@ class Recorder:
         return self.futures[-1]
 
 
-def test_so_many_jobs_are_submitted_at_a_time():
+def test_two_jobs_per_worker_are_submitted_at_a_time():
     recorder = Recorder()
-    results = run_jobs(str, itertools.count(), recorder, 3)
+    results = run_jobs(str, itertools.count(), 2, recorder)
     for number in range(4):
         assert next(results) == str(number)
-        assert recorder.submitted == list(range(number + 3))
+        assert recorder.submitted == list(range(number + 4))
 
 
 def test_after_an_error_of_the_source_no_job_begins():
@@ -95,51 +88,19 @@ def test_after_an_error_of_the_source_no_job_begins():
 
     recorder = Recorder()
     with pytest.raises(UserError, match="the source is damaged"):
-        list(run_jobs(str, jobs(), recorder, 5))
+        list(run_jobs(str, jobs(), 3, recorder))
     assert [future.cancelled() for future in recorder.futures] == [False, True, True]
 
 
-def test_arguments(monkeypatch):
-    assert 1 <= usable_cores() <= os.cpu_count()
-    with executor() as pool:
-        assert isinstance(pool, ThreadPoolExecutor)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    for engine, workers, message in (
+@pytest.mark.parametrize(
+    ("engine", "workers", "message"),
+    [
         ("thread", 1, "unknown engine 'thread'"),
         ("threads", 0, "at least 1, got 0"),
         ("ray", 1, r"pip install 'vl_plugins\[ray\]'"),
-    ):
-        with pytest.raises(UserError, match=message), executor(engine, workers):
-            pass
-
-
-PARENT = """
-import os, sys, time
-from vl_plugins.data.engines import executor, run_jobs
-
-def wait(value):
-    print(os.getpid(), flush=True)
-    time.sleep(3600)
-
-if __name__ == "__main__":
-    with executor("processes", 2) as pool:
-        list(run_jobs(wait, range(2), pool, 2))
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
-def test_processes_end_with_a_parent_that_is_killed(tmp_path):
-    (tmp_path / "parent.py").write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
-    with parent.stdout:
-        workers = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.kill()
-        parent.wait()
-    while any(map(is_alive, workers)):  # longer than a test may take if they outlive their parent
-        time.sleep(0.05)
-
-
-def is_alive(process):
-    with contextlib.suppress(FileNotFoundError), open(f"/proc/{process}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-    return False
+    ],
+)
+def test_wrong_arguments(monkeypatch, engine, workers, message):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=message), executor(engine, workers):
+        pass

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
 from tests.helpers.numbered_shards import write_captioned, write_numbered
 from vl_plugins.data import expand_shards, first_captions, read_collection
-from vl_plugins.data.index import index_file, read_head, read_records, scan_shard, write_index
+from vl_plugins.data.index import index_file, read_head, scan_shard, write_index
 from vl_plugins.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
@@ -44,15 +44,6 @@ class TestIndex:
                 (tmp_path / "x.tar").write_bytes(content[start : start + size])
                 found |= read_archive(tmp_path / "x.tar")
         assert found == {name: data for shard in shards for name, data in read_archive(shard).items()}
-
-    def test_it_is_what_a_scan_finds(self, toy_shards):
-        for shard in sorted(map(str, toy_shards.glob("*.tar"))):
-            head, scanned = read_head(shard), scan_shard(shard)
-            facts = {name: getattr(head, name) for name in ("sha256", "fingerprint", "source", "options", "rejected")}
-            for name, value in facts.items():
-                setattr(scanned.head, name, value)
-            assert (head, read_records(shard)) == scanned
-            assert Path(index_file(shard)).exists(), "otherwise a scan was compared with itself"
 
     def test_only_the_archive_of_its_size(self, shards, tmp_path):
         shard = write_tar(tmp_path / "x.tar", [("a.txt", "a")])
@@ -99,6 +90,14 @@ class TestIndex:
         with pytest.raises(UserError, match=message):
             collection.captions  # noqa: B018
 
+    @pytest.mark.parametrize("index", [True, False])
+    def test_a_shard_that_is_lost_is_named(self, tmp_path, index):
+        (shard,) = write_numbered(tmp_path, [1, 2], index=index)
+        collection = read_collection(shard)
+        Path(shard).unlink()
+        with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
+            read_head(shard) if index else collection.records
+
 
 class TestCollection:
     def test_names_are_those_that_webdataset_reads(self, toy_shards):
@@ -117,8 +116,6 @@ class TestCollection:
     def test_images_of_a_group_have_the_label_of_its_first(self, shards):
         collection = read_collection(shards)
         assert collection.labels.tolist() == [0, 1, 2, 3, 1, 0, 6, 7, 8, 9]
-        assert collection.has_groups
-        assert not read_collection(shards[2]).has_groups
 
     def test_groups_are_those_of_one_data_set(self, tmp_path):
         shards = []
@@ -193,14 +190,15 @@ class TestOtherShards:
     def test_values_of_other_types_are_no_ids(self, tmp_path):
         members = [
             ("a.json", {"image_id": 7, "captions": ["1", "2"], "caption_ids": ["x", 3], "dataset": "d", "split": "v"}),
+            ("a2.json", {"image_id": 1 << 64, "captions": ["0"], "caption_ids": [-(1 << 70)], "group": 1 << 99}),
             ("b.json", {"image_id": True, "captions": ["3"], "caption_ids": [None], "dataset": "d", "split": 3}),
             ("c.json", {"image_id": 1.5, "captions": ["4", "5"], "caption_ids": [1]}),
             ("d.json", [1]),
             ("d.txt", "\ufeffgrün"),
         ]
         collection = read_collection(write_tar(tmp_path / "x.tar", members))
-        assert collection.image_ids == [7, "b", "c", "d"]
-        assert collection.caption_ids == ["x", 3, "b#0", "c#0", "c#1", "d#0"]
+        assert collection.image_ids == [7, str(1 << 64), "b", "c", "d"]
+        assert collection.caption_ids == ["x", 3, str(-(1 << 70)), "b#0", "c#0", "c#1", "d#0"]
         assert collection.splits == ["d-v"]
 
     def test_names_as_webdataset_splits_them(self, tmp_path):
@@ -220,13 +218,13 @@ class TestOtherShards:
     @pytest.mark.parametrize(
         ("members", "message"),
         [
-            ([("b.json", b'{"captions": ["x"')], "b: its json is not valid"),
-            ([("b.json", b"[" * 100_000)], "b: its json is not valid"),
+            ([("b.json", b'{"captions": ["x"')], "b: its json or txt is not valid"),
+            ([("b.json", b"[" * 100_000)], "b: its json or txt is not valid"),
             ([("b.json", b'{"captions": []}')], "b: it has no captions"),
             ([("b.json", b'{"captions": ["x", 1]}')], "b: it has no captions"),
             ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: .*not valid Unicode"),
             ([("b.jpg", b"")], "b: it has no captions"),
-            ([("b.txt", b"\xff\xfe")], "b: .*not valid Unicode"),
+            ([("b.txt", b"\xff\xfe")], "b: its json or txt is not valid"),
             ([("b.txt", b"x"), ("b.txt", b"y")], r"b\.txt is in it twice"),
         ],
     )
@@ -236,7 +234,7 @@ class TestOtherShards:
             read_collection(shard)
 
     def test_no_images(self, tmp_path):
-        with pytest.raises(UserError, match=r"the shards hold no images: .*x\.tar$"):
+        with pytest.raises(UserError, match=r"the shards hold no images: .*x\.tar"):
             read_collection(write_tar(tmp_path / "x.tar", []))
 
 
@@ -289,7 +287,7 @@ class TestArchives:
     def test_a_compressed_one(self, tmp_path):
         shard = tmp_path / "x.tar"
         shard.write_bytes(gzip.compress(encode_archive([("a.txt", "a")])))
-        with pytest.raises(UserError, match=r"cannot read .*a compressed shard must be unpacked"):
+        with pytest.raises(UserError, match=r"cannot read .*it is damaged or compressed"):
             read_collection(str(shard))
 
     def test_pictures_are_not_read(self, monkeypatch):
@@ -321,7 +319,7 @@ class TestExpandShards:
     def test_errors(self, folder, monkeypatch):
         monkeypatch.chdir(folder)
         for pattern, message in (
-            ("x-{3..4}.tar::y.tar", r"2 of 3 shards do not exist: x-3\.tar; \. holds x-0\.tar \.\.\. y\.tar \(4 files"),
+            ("x-{3..4}.tar::y.tar", r"2 of 3 shards do not exist: x-3\.tar"),
             (["./y.tar", f"{folder}/y.tar"], r"y\.tar is listed more than once"),
             ("::", "names no shards"),
             ([], "names no shards"),

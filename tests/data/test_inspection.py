@@ -62,8 +62,7 @@ def test_statistics_are_those_of_plain_loops(shards):
     sizes = [Image.open(io.BytesIO(picture)).size for picture in pictures]
     keys = [samples[pictures.index(picture)]["__key__"] for picture in pictures]
     words = [len(caption.split()) for caption in itertools.chain(*captions)]
-    found, starts = inspect_shards(shards)
-    assert found == {
+    assert inspect_shards(shards) == {
         "set-train": {
             "shards": 5,
             "bytes": sum(Path(shard).stat().st_size for shard in shards),
@@ -83,25 +82,23 @@ def test_statistics_are_those_of_plain_loops(shards):
             "repeated_captions": find_repeats([list(map(normalize_caption, texts)) for texts in captions]),
         }
     }
-    assert json.loads(json.dumps(found))["set-train"]["captions_per_image"].keys() == {"1", "2", "3", "4"}
-    assert list(map(len, starts.values())) == [7, 7, 7, 7, 2]
 
 
 def inspect_members(tmp_path, *members_of_shards):
     for number, members in enumerate(members_of_shards):
         (tmp_path / f"a-{number}.tar").write_bytes(encode_archive(members))
-    return inspect_shards([str(tmp_path / f"a-{number}.tar") for number in range(len(members_of_shards))])[0]["a"]
+    return inspect_shards([str(tmp_path / f"a-{number}.tar") for number in range(len(members_of_shards))])["a"]
 
 
 def test_more_captions_than_are_in_memory_at_a_time(tmp_path):
-    texts = [f"caption {number}" for number in range(200_000)]
+    texts = [*(f"caption {number}" for number in range(199_999)), "b"]
     common = ["Common 0", "Common 0", *(f"common {number}" for number in range(500))]
     second = [("1.png", PICTURE + b"1"), ("1.json", {"captions": common})]
     second += [("2.png", PICTURE + b"2"), ("2.json", {"captions": common[3:]}), ("3.png", b"no"), ("3.txt", "a")]
     second += [("4.png", PICTURE + b"4"), ("4.txt", "COMMON 0"), ("5.png", PICTURE), ("5.txt", "b")]
     found = inspect_members(tmp_path, [("0.png", PICTURE), ("0.json", {"captions": texts})], second)
     # The first of those that two images have.
-    repeats = (1002, 1002 / 201_003, 500, "common 0", 2)
+    repeats = (1004, 1004 / 201_003, 501, "b", 2)
     assert found["repeated_captions"] == dict(zip(NO_REPEATS, repeats, strict=True))
     assert found["repeated_pictures"] == dict(zip(NO_REPEATS, (2, 2 / 5, 1, "0", 2), strict=True))
 
@@ -147,7 +144,7 @@ def test_shards_of_other_programs(tmp_path):
     shards = {"00000.tar": first, "00001.tar": second, "val_7.tar": first, "test.tar": []}
     for name, members in shards.items():
         (tmp_path / name).write_bytes(encode_archive(members))
-    found, _ = inspect_shards([str(tmp_path / name) for name in shards])
+    found = inspect_shards([str(tmp_path / name) for name in shards])
     counts = {name: (split["shards"], split["images"], split["unusable"]) for name, split in found.items()}
     assert counts == {"shards": (2, 3, 1), "val": (1, 2, 0), "test": (1, 0, 0)}
     every = found["shards"]
@@ -168,8 +165,7 @@ def draw(tmp_path, samples, number=12):
     """Draw samples, by their key, and return the sheet as an array."""
     members = [(f"{key}.{name}", data) for key, files in samples.items() for name, data in files.items()]
     (tmp_path / "a.tar").write_bytes(encode_archive(members))
-    _, starts = inspect_shards([str(tmp_path / "a.tar")])
-    draw_contact_sheet(starts, tmp_path / "new" / "sheet.png", number, "title")
+    draw_contact_sheet([str(tmp_path / "a.tar")], tmp_path / "new" / "sheet.png", number, "title")
     with Image.open(tmp_path / "new" / "sheet.png") as sheet:
         assert sheet.format == "PNG"
         return np.asarray(sheet.convert("RGB"))
@@ -193,7 +189,7 @@ def test_odd_samples_are_drawn(tmp_path, recwarn):
     captions = ("It costs $5, or $\\frac{1}{2}$ %", r"$\nosuchcommand$", "一只猫🐶", "b\x00c\x1b[31m", "W " * 9999, " ")
     samples = {f"$k$/{index}": {"png": PICTURE, "json": {"captions": [text]}} for index, text in enumerate(captions)}
     samples |= {"cut": {"jpg": PICTURE[:30], "txt": "a"}, "no picture": {"txt": "b"}}
-    samples["no caption"] = {"png": encode_picture((4000, 3))}
+    samples["wide"] = {"png": encode_picture((4000, 3)), "txt": "c"}
     height, width, _ = draw(tmp_path, samples).shape
     assert height == 1140
     assert 1019 <= width <= 1020  # 10.2 inches of 100 pixels, which matplotlib 3.7 rounds down

@@ -93,14 +93,15 @@ def with_field(document, part, **fields):
 @pytest.mark.parametrize(
     ("read", "content", "message"),
     [
-        (read_karpathy, "{", "{file} is not valid JSON: "),
-        (read_karpathy, "é", "{file} is not valid JSON: 'utf-8' codec can't decode"),
-        (read_karpathy, "[]", "{file}: Expected `object`, got `array`; expected Karpathy's format"),
-        (read_karpathy, official(), "`vl-plugins shards coco-captions` converts COCO's own"),
+        (read_karpathy, "{", "{file}: Input data was truncated"),
+        (read_karpathy, "é", "{file}: JSON is malformed: "),
+        (read_karpathy, karpathy("\ud800"), "{file}: JSON is malformed: "),
+        (read_karpathy, "[]", "{file}: Expected `object`, got `array`; is it Karpathy's (`shards coco`) or COCO's own"),
+        (read_karpathy, official(), "missing required field `filename` - at `$.images[0]`"),
         (read_karpathy, karpathy(splits=("val", "trian")), "Invalid enum value 'trian' - at `$.images[1].split`; "),
         (read_karpathy, with_field(karpathy(), "images", cocoid="3"), "got `str` - at `$.images[1].cocoid`"),
-        (read_coco_captions, {"images": []}, "missing required field `annotations`; expected a file like captions_"),
-        (read_coco_captions, karpathy() | {"annotations": []}, "`vl-plugins shards coco` converts Karpathy's"),
+        (read_coco_captions, {"images": []}, "missing required field `annotations`; is it "),
+        (read_coco_captions, karpathy() | {"annotations": []}, "missing required field `id` - at `$.images[0]`"),
         (read_coco_captions, with_field(official(), "annotations", id=True), "`bool` - at `$.annotations[1].id`"),
     ],
 )
@@ -120,7 +121,6 @@ WRONG_IMAGES = {
     "caption id of another type": ({"sentences": [{"raw": "a", "sentid": True}]}, "Expected `int | str`, got `bool`"),
     "no captions": ({"sentences": []}, "it has no captions; every image needs at least one"),
     "blank caption": ({"sentences": [{"raw": " \n", "sentid": 9}]}, r"caption ' \n' is blank"),
-    "half a character": ({"sentences": [{"raw": "\ud800", "sentid": 9}]}, r"'\ud800' is not valid Unicode"),
     "absolute name": ({"filename": "/etc/passwd"}, "'/etc/passwd' leads out of the image root"),
     "parent path": ({"filepath": "a/../.."}, "'a/../../2.jpg' leads out of the image root"),
     "drive": ({"filepath": "C:/"}, "leads out of the image root"),
@@ -145,11 +145,11 @@ def test_a_wrong_image_raises_or_is_rejected(write, problem):
 
 def test_the_ids_of_a_rejected_image_stay_free(write):
     document = karpathy()
-    document["images"][1]["filename"] = "../\ud800.jpg"
+    document["images"][1]["filename"] = "../\n.jpg"
     document["images"][2]["cocoid"] = 1001
     first, rejected, *rest = read_karpathy(write(document), "coco", on_error="skip")
     assert [image.image_id for image in (first, *rest)] == [1000, 1001, 1003]
-    assert rejected.image.endswith(r"image 1 (../\ud800.jpg)")  # UTF-8
+    assert rejected.image.endswith(r"image 1 (../\n.jpg)")
 
 
 def test_official_files_in_their_order(write):

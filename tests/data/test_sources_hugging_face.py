@@ -108,7 +108,7 @@ def test_columns_and_configurations_that_are_named(items, tmp_path):
             (item["cocoid"], item["caption"][:2], split, number % 2) for number, item in enumerate(items[:4])
         ]
     for wrong, message in (
-        (Columns("cocoid", ["words"]), "column 'cocoid' has no images; columns: image, cocoid, "),
+        (Columns("cocoid", ["words"]), "cannot load .*mirror: "),
         (Columns("image", id="text"), "which column has the captions\\? name it with --caption-column; columns: "),
     ):
         with pytest.raises(UserError, match=message):

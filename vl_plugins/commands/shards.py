@@ -13,8 +13,6 @@ from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
 
-DEFAULT_QUALITY = 95
-
 HUB = "hugging-face"
 # What each source is, and examples.
 SOURCES = {
@@ -63,9 +61,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         source_parser.set_defaults(run=run, images=None, features=None)
         _add_reading_options(source_parser.add_argument_group("what to read"), source)
         _add_writing_options(source_parser)
-    shards_info.register_verify(actions)
-    shards_info.register_info(actions)
-    shards_info.register_index(actions)
+    shards_info.register(actions)
 
 
 def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
@@ -119,13 +115,13 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     txt = "captions in .txt: the first, for open_clip, or all, one per line, for CLIP_benchmark (default: %(default)s)"
     add("--txt", choices=("first", "all"), default="first", help=txt)
     add("--resize", type=int, metavar="PIXELS", help="shrink larger images to this shorter side")
-    quality = f"JPEG and WebP quality of resized images, 1 to 100 (default: {DEFAULT_QUALITY})"
-    add("--quality", type=int, metavar="Q", help=quality)
+    quality = "JPEG and WebP quality of resized images, 1 to 100 (default: %(default)s)"
+    add("--quality", type=int, default=95, metavar="Q", help=quality)
     add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
     add = parser.add_argument_group("how to run").add_argument
     add("--workers", type=int, metavar="N", help="shards written at a time (default: one per core)")
-    engine = "threads or processes here, or a Ray or Dask cluster (default: %(default)s)"
-    add("--engine", choices=("threads", "processes", "ray", "dask"), default="threads", help=engine)
+    engine = "threads here, or a Ray or Dask cluster (default: %(default)s)"
+    add("--engine", choices=("threads", "ray", "dask"), default="threads", help=engine)
     skip = "stop at an unusable image, or skip it and list it in the index (default: %(default)s)"
     add("--on-error", choices=("raise", "skip"), default="raise", help=skip)
     add("--overwrite", action="store_true", help="replace existing shards that differ")
@@ -137,13 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import executor
     from vl_plugins.data.writer import write_shards
 
-    if arguments.quality is not None and arguments.resize is None:
-        raise UserError("--quality needs --resize; without it the image files stay as they are")
     images, files, source = _read_source(arguments)
-    names = ("samples_per_shard", "txt", "resize", "seed", "workers", "on_error", "overwrite")
+    names = ("samples_per_shard", "txt", "resize", "quality", "seed", "workers", "on_error", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
     options |= {"inputs": "images" if arguments.features is None else "features", "source": source}
-    options["quality"] = DEFAULT_QUALITY if arguments.quality is None else arguments.quality
     with executor(arguments.engine, arguments.workers) as pool:
         written = write_shards(images, files, arguments.out, executor=pool, **options)
     for _, shards in itertools.groupby(sorted(written.shards), lambda shard: shard.rpartition("-")[0]):
@@ -169,10 +162,12 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dic
     from vl_plugins.data.files import sha256
 
     options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
-    names: dict[str, tuple[str, ...]] = {"table": ("delimiter", "split_name", "val_fraction", "test_fraction")}
-    names[HUB] = ("config", "revision", "caption_lines")
-    common: dict[str, Any] = {name: options[name] for name in ("dataset_name", "on_error", *names.get(action, ()))}
-    if action in names:
+    own = {
+        "table": ("delimiter", "split_name", "val_fraction", "test_fraction"),
+        HUB: ("config", "revision", "caption_lines"),
+    }
+    common: dict[str, Any] = {name: options[name] for name in ("dataset_name", "on_error", *own.get(action, ()))}
+    if action in own:
         columns = {"image": "image", "captions": "caption", "split": "split", "id": "id"}
         columns = {name: options[f"{column}_column"] for name, column in columns.items()}
         common["columns"] = sources.Columns(**columns, group=arguments.group_key)

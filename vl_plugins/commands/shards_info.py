@@ -9,9 +9,8 @@ from typing import Any
 from vl_plugins.errors import UserError, require, unknown_name
 from vl_plugins.tables import printable
 
-__all__ = ["register_index", "register_info", "register_verify"]
+__all__ = ["register"]
 
-MOST_PROBLEMS = 100
 MOST_SAMPLES = 60
 WIDTH = 100  # characters
 REPEATS = """\
@@ -20,55 +19,29 @@ The sampler of vl-plugins keeps equal captions of different images apart. It doe
 ones out when you write the shards, or give them a common group (--group-key)."""
 
 
-def register_verify(actions: argparse._SubParsersAction) -> None:
-    """Add the ``verify`` subcommand."""
-    parser = actions.add_parser(
-        "verify",
-        help="check shards against their indexes",
-        examples=["vl-plugins shards verify shards --split coco-train coco-val"],
-        description="Check shards against their indexes, and decode every image. The exit status is 1 if anything is "
-        "wrong.",
-    )
-    _add_arguments(parser, _verify)
-
-
-def register_info(actions: argparse._SubParsersAction) -> None:
-    """Add the ``info`` subcommand."""
-    parser = actions.add_parser(
-        "info",
-        help="print statistics of shards, or draw a contact sheet",
-        examples=["vl-plugins shards info shards", "vl-plugins shards info shards --contact-sheet sheet.png"],
-        description="Print counts, lengths of captions, sizes of images, and repeated images and captions. Shards of "
-        "img2dataset and other programs work too.",
-    )
-    _add_arguments(parser, _info)
-    parser.add_argument("--contact-sheet", metavar="FILE", help="draw samples to this .png file")
+def register(actions: argparse._SubParsersAction) -> None:
+    """Add the subcommands ``verify``, ``info`` and ``index``."""
+    parsers = {}
+    for name, (run, what, description, *examples) in ACTIONS.items():
+        parsers[name] = parser = actions.add_parser(
+            name,
+            help=what,
+            examples=[f"vl-plugins shards {name} {example}" for example in examples],
+            description=description,
+        )
+        add = parser.add_argument
+        shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
+        add("shards", nargs="+", metavar="SHARDS", help=shards)
+        add("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
+        add("--workers", type=int, metavar="N", help="shards read at a time (default: one per core)")
+        engine = "threads here, or a Ray or Dask cluster (default: %(default)s)"
+        add("--engine", choices=("threads", "ray", "dask"), default="threads", help=engine)
+        add("--json", action="store_true", help="print JSON")
+        parser.set_defaults(run=run)
+    add = parsers["info"].add_argument
+    add("--contact-sheet", metavar="FILE", help="draw samples to this .png file")
     samples = f"samples on the sheet, up to {MOST_SAMPLES} (default: %(default)s)"
-    parser.add_argument("--samples", type=int, default=12, metavar="N", help=samples)
-
-
-def register_index(actions: argparse._SubParsersAction) -> None:
-    """Add the ``index`` subcommand."""
-    parser = actions.add_parser(
-        "index",
-        help="write the indexes of shards that other programs wrote",
-        examples=["vl-plugins shards index 'laion/{00000..00099}.tar'"],
-        description="Write an index beside each shard that has none, so that readers need not scan it. Shards of "
-        "`vl-plugins shards` have one already; those of version 0.2 and of other programs have none.",
-    )
-    _add_arguments(parser, _index)
-
-
-def _add_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
-    add, engines = parser.add_argument, ("threads", "processes", "ray", "dask")
-    shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or a URL such as s3://..."
-    add("shards", nargs="+", metavar="SHARDS", help=shards)
-    add("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
-    add("--workers", type=int, metavar="N", help="shards read at a time (default: one per core)")
-    engine = "threads or processes here, or a Ray or Dask cluster (default: %(default)s)"
-    add("--engine", choices=engines, default="threads", help=engine)
-    add("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    add("--samples", type=int, default=12, metavar="N", help=samples)
 
 
 def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -97,14 +70,13 @@ def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.engines import executor, run_jobs, usable_cores
+    from vl_plugins.data.engines import executor, run_jobs
     from vl_plugins.data.files import exists
     from vl_plugins.data.index import index_file, index_shard
 
     shards = [shard for shard in _find_shards(arguments)[0] if not exists(index_file(shard))]
-    workers = usable_cores() if arguments.workers is None else arguments.workers
-    with executor(arguments.engine, workers) as pool:
-        images = sum(run_jobs(index_shard, shards, pool, 2 * workers))
+    with executor(arguments.engine, arguments.workers) as pool:
+        images = sum(run_jobs(index_shard, shards, arguments.workers, pool))
     result = {"shards": len(shards), "images": images}
     print(json.dumps(result) if arguments.json else f"indexed {len(shards):,} shards, {images:,} images")
     return 0
@@ -118,12 +90,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     with executor(arguments.engine, arguments.workers) as pool:
         result = verify_shards(shards, folders=folders, workers=arguments.workers, executor=pool)
     if arguments.json:
-        print(json.dumps(vars(result), indent=2))
+        print(json.dumps(result._asdict(), indent=2))
     else:
-        for problem in result.problems[:MOST_PROBLEMS]:
+        for problem in result.problems:
             print(problem)
-        if len(result.problems) > MOST_PROBLEMS:
-            print(f"... and {len(result.problems) - MOST_PROBLEMS:,} more; --json lists all")
         counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
         print(f"{counts}: {f'{len(result.problems):,}' if result.problems else 'no'} problems")
     return 1 if result.problems else 0
@@ -131,7 +101,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _info(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import executor
-    from vl_plugins.data.inspection import draw_contact_sheet, inspect_shards, split_of
+    from vl_plugins.data.inspection import draw_contact_sheet, inspect_shards
 
     sheet = arguments.contact_sheet
     if sheet is not None:  # before the shards are read, which may take minutes
@@ -142,21 +112,18 @@ def _info(arguments: argparse.Namespace) -> int:
             )
     shards, _ = _find_shards(arguments)
     with executor(arguments.engine, arguments.workers) as pool:
-        statistics, starts = inspect_shards(shards, workers=arguments.workers, executor=pool)
+        statistics = inspect_shards(shards, workers=arguments.workers, executor=pool)
     if arguments.json:
         print(json.dumps({"splits": statistics}, indent=2))
     else:
         for name, split in statistics.items():
             print(printable(name))
             for label, value in _rows(split):
-                lines = textwrap.wrap(printable(value), WIDTH - 22, break_on_hyphens=False)
-                print(textwrap.indent("\n".join(lines), " " * 22).replace(" " * 22, f"  {label:<18}  ", 1))
+                print(f"  {label:<18}  {printable(value)}")
             print()
         print(textwrap.fill(REPEATS, WIDTH))
     if sheet is not None:
-        pictured = [name for name, split in statistics.items() if split["features"] is None]
-        starts = {shard: places for shard, places in starts.items() if split_of(shard) in pictured}
-        draw_contact_sheet(starts, sheet, arguments.samples, ", ".join(pictured))
+        draw_contact_sheet(shards, sheet, arguments.samples, ", ".join(statistics))
     return 0
 
 
@@ -183,3 +150,29 @@ def _rows(split: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         example = textwrap.shorten(str(repeats["example"]), 50, placeholder=" ...")
         most = f"most frequent: {what} {example!r}, {repeats['example_images']:,} images"
         yield f"repeated {unit}", f"{numbers}; {most}" if repeats["number"] else "none"
+
+
+# Function, help, description and examples of each subcommand.
+ACTIONS: dict[str, tuple[Any, ...]] = {
+    "verify": (
+        _verify,
+        "check shards against their indexes",
+        "Check shards against their indexes, and decode every image. The exit status is 1 if anything is wrong.",
+        "shards --split coco-train coco-val",
+    ),
+    "info": (
+        _info,
+        "print statistics of shards, or draw a contact sheet",
+        "Print counts, lengths of captions, sizes of images, and repeated images and captions. Shards of img2dataset "
+        "and other programs work too.",
+        "shards",
+        "shards --contact-sheet sheet.png",
+    ),
+    "index": (
+        _index,
+        "write the indexes of shards that other programs wrote",
+        "Write an index beside each shard that has none, so that readers need not scan it. Shards of `vl-plugins "
+        "shards` have one already; those of version 0.2 and of other programs have none.",
+        "'laion/{00000..00099}.tar'",
+    ),
+}

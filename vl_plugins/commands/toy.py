@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from vl_plugins.errors import require
+
 __all__ = ["register", "run"]
 
 
@@ -16,28 +18,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "in the format of Karpathy's COCO splits.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures and dataset_toy.json")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    parser.add_argument("--train", type=int, default=1600, help="number of training images (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=200, help="number of validation images (default: %(default)s)")
-    parser.add_argument("--test", type=int, default=200, help="number of test images (default: %(default)s)")
-    parser.add_argument(
-        "--image-size", type=int, default=64, help="width and height in pixels, at least 16 (default: %(default)s)"
-    )
+    numbers = {"seed": (0, "random seed"), "image-size": (64, "width and height in pixels")}
+    numbers |= {split: (1600 if split == "train" else 200, f"{split} images") for split in ("train", "val", "test")}
+    for name, (default, what) in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the scenes and say how to go on."""
+    """Draw the scenes and print the next command."""
+    require("PIL", extra="data")
     from vl_plugins.data.toy import write_toy_scenes
 
-    annotation_file = write_toy_scenes(
-        arguments.out,
-        seed=arguments.seed,
-        train=arguments.train,
-        val=arguments.val,
-        test=arguments.test,
-        image_size=arguments.image_size,
-    )
+    names = ("out", "seed", "train", "val", "test", "image_size")
+    annotation_file = write_toy_scenes(**{name: getattr(arguments, name) for name in names})
     print(f"wrote {arguments.train} train, {arguments.val} val and {arguments.test} test images: {annotation_file}")
     print(f"next: vl-plugins shards coco --annotations {annotation_file} --images {arguments.out} --out SHARDS")
     return 0

@@ -12,7 +12,7 @@ from vl_plugins.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "first_captions", "normalize_caption"]
+__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "first_captions", "hash64", "normalize_caption"]
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,17 @@ def normalize_caption(text: str) -> str:
 
 
 def caption_hash(text: str) -> int:
-    """Hash the normalized caption to a signed 64-bit integer, the same on every machine.
+    """Hash the normalized caption.
 
     >>> caption_hash(" A dog") == caption_hash("a DOG")
     True
     """
-    digest = hashlib.blake2b(normalize_caption(text).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return hash64(normalize_caption(text).encode())
+
+
+def hash64(data: bytes) -> int:
+    """Hash bytes to a signed 64-bit integer, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -12,7 +13,7 @@ import numpy as np
 from braceexpand import braceexpand
 from fsspec.asyn import reset_lock
 
-from vl_plugins.data.files import exists, file_errors, names
+from vl_plugins.data.files import exists, file_errors
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
 from vl_plugins.errors import UserError
@@ -53,17 +54,13 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
         raise UserError(f"the shard pattern {pattern!r} names no shards")
     paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
     if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise UserError(f"the shard {twice} is listed more than once, so its images would count more than once")
+        raise UserError(f"the shard {Counter(paths).most_common(1)[0][0]} is listed more than once")
     if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
         raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
     if missing:
-        folder = os.path.dirname(missing[0])
-        present = [] if folder.startswith("http") else names(folder or ".", "*.tar")
-        others = f"; {folder or '.'} holds {present[0]} ... {present[-1]} ({len(present)} files)" if present else ""
-        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}{others}")
+        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
     return shards
 
 
@@ -80,7 +77,7 @@ def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         collection = Collection(shards, pool.map(read_head, shards))
     if not len(collection):
-        raise UserError(f"the shards hold no images: {shards[0]}{f' and {len(shards) - 1} more' * (len(shards) > 1)}")
+        raise UserError(f"the shards hold no images: {shards[0]}, ...")
     return collection
 
 
@@ -100,7 +97,6 @@ class Collection:
         first_caption: (I + 1,) index of each image's first caption, and C.
         caption_hashes: (C,) int64, see :func:`~vl_plugins.data.captions.caption_hash`.
         labels: (I,) int64: the index of each image, or that of the first image of its group.
-        has_groups: whether any image is in a group.
         only_txt: number of images without a list of captions, whose only caption is ``txt``.
     """
 
@@ -123,7 +119,6 @@ class Collection:
         self.labels = np.arange(images[-1])
         all_groups = np.concatenate(groups)
         grouped = np.flatnonzero(all_groups)
-        self.has_groups = len(grouped) > 0
         _, first, group = np.unique(all_groups[grouped], return_index=True, return_inverse=True)
         self.labels[grouped] = grouped[first][group]
 

@@ -53,10 +53,10 @@ def read_bytes(url: Url, *, name: str | None = None, max_bytes: int | None = Non
         UserError: the file cannot be read.
     """
     with file_errors("read", url if name is None else name):
-        files, path = _locate(url)
         if max_bytes is None:
+            files, path = _locate(url)
             return files.cat_file(path)
-        with open_regular(path) as stream:
+        with open_regular(url) as stream:
             if os.fstat(stream.fileno()).st_size > max_bytes:
                 raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 30} GiB")
             return stream.read()
@@ -74,11 +74,9 @@ def exists(url: Url) -> bool:
     """Return whether there is a file; a folder does not count."""
     with file_errors("look for", url):
         files, path = _locate(url)
-        if isinstance(files, LocalFileSystem):
-            return files.isfile(path)
         try:
             return files.info(path)["type"] == "file"  # `isfile` would start to download an HTTP file
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(error.__cause__, OSError):  # no connection to an HTTP server
                 raise error.__cause__ from error
             return False
@@ -172,16 +170,13 @@ def lock(file: Url, what: str | None = None, *, wait: bool = False) -> Iterator[
         return
     with file_errors("lock", file):
         files.makedirs(posixpath.dirname(path), exist_ok=True)
-        held = filelock.FileLock(path)
         try:
-            held.acquire(timeout=-1 if wait else 0)
+            held = filelock.FileLock(path).acquire(timeout=-1 if wait else 0)
         except filelock.Timeout:
             busy = f"another process is writing {what or os.fspath(file)}: wait for it, or choose another folder"
             raise UserError(busy) from None
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 @contextlib.contextmanager

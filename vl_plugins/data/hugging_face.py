@@ -88,24 +88,21 @@ def read_hugging_face(
     some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
     path = str(Path(name).resolve()) if Path(name).is_dir() else name
     try:
-        splits = dict(datasets.load_dataset(path, config, revision=revision, **some))
+        splits = datasets.load_dataset(path, config, revision=revision, **some)
+        features = next(iter(splits.values())).features
+        columns = (columns or Columns()).find(name, list(features), _image_columns(datasets, features), ID_COLUMNS)
+        splits = splits.cast_column(columns.image, datasets.Image(decode=False))
+    except UserError:
+        raise
     except Exception as error:  # whatever the readers of the many formats raise
         raise UserError(f"cannot load {name}: {first_line(error)}") from error
-    features = next(iter(splits.values())).features
-    columns = (columns or Columns()).find(name, list(features), _image_columns(datasets, features), ID_COLUMNS)
-    try:
-        image_type = datasets.Image(decode=False)
-        splits = {split: rows.cast_column(columns.image, image_type) for split, rows in splits.items()}
-    except Exception as error:  # of many types
-        raise UserError(f"{name}: column {columns.image!r} has no images; columns: {', '.join(features)}") from error
     if dataset_name is None:
         dataset_name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(name).resolve().name)
     rows = _rows(splits, columns, caption_lines, join_restval)
     images = join_rows(group_rows(rows, f"{name}: "), dataset_name, f"{name}: ", on_error)
-    images_only = {split: rows.select_columns([columns.image]) for split, rows in splits.items()}
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     folders = [Path(name)] if Path(name).is_dir() else [Path(cache) for cache in caches]
-    return images, HuggingFaceFiles(name, images_only, folders)
+    return images, HuggingFaceFiles(name, splits.select_columns([columns.image]), folders)
 
 
 def _image_columns(datasets: Any, features: Mapping[str, Any]) -> list[str]:

@@ -4,19 +4,17 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from PIL import Image, UnidentifiedImageError
+
 from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import UserError
 
 __all__ = ["IMAGE_EXTENSIONS", "FileFolder", "inspect_image", "resize_image", "scaled_picture"]
 
 # PIL's name of a format -> extension. MPO is what cameras write: a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-
-# The mark of the end of a JPEG file.
-JPEG_END = b"\xff\xd9"
 
 # PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
 # values up to 255 and makes all others white.
@@ -27,23 +25,23 @@ class FileFolder:
     """The image or array files of a data set, here those in a folder. It is pickled for worker processes."""
 
     def __init__(self, root: str | os.PathLike):
-        self.root = Path(root)
+        self.root = os.fspath(root)
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_bytes(self.root / file, name="the file", max_bytes=MAX_FILE_BYTES)
+        return read_bytes(self.place(file), name="the file", max_bytes=MAX_FILE_BYTES)
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None of what cannot be read."""
         try:
-            status = (self.root / file).stat()
+            status = os.stat(self.place(file))
         except (OSError, ValueError):
             return None
         return status.st_size, status.st_mtime_ns
 
     def place(self, file: str) -> str:
         """Return the file's name for messages."""
-        return str(self.root / file)
+        return os.path.join(self.root, file)
 
 
 def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
@@ -60,7 +58,7 @@ def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
     """
     with _opened(data) as image:
         extension = IMAGE_EXTENSIONS[image.format]
-        if decode or extension != "jpg" or not data.endswith(JPEG_END):
+        if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
             image.load()
         return extension, *image.size
 
@@ -88,20 +86,19 @@ def resize_image(data: bytes, shorter_side: int, *, quality: int = 95) -> bytes:
     return stream.getvalue()
 
 
-def scaled_picture(data: bytes, longest_side: int | None = None) -> Any:
-    """Return a picture to be looked at, an RGB ``PIL.Image``, with white behind what is transparent.
+def scaled_picture(data: bytes, longest_side: int | None = None) -> Image.Image:
+    """Return an RGB picture of at most ``longest_side`` pixels, with white behind what is transparent.
 
-    A larger one is reduced to ``longest_side`` pixels. Errors are those of :func:`inspect_image`.
+    Errors are those of :func:`inspect_image`.
     """
-    pillow = require("PIL.Image", extra="data")
     with _opened(data) as image:
         if longest_side is not None:
             # Decodes a large JPEG at a fraction of its size, if it is one.
             image.draft("RGB", (2 * longest_side, 2 * longest_side))
         picture = image.convert("RGBA")
     if longest_side is not None:
-        picture.thumbnail((longest_side, longest_side), pillow.Resampling.LANCZOS)
-    opaque = pillow.new("RGBA", picture.size, "white")
+        picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
+    opaque = Image.new("RGBA", picture.size, "white")
     opaque.alpha_composite(picture)
     return opaque.convert("RGB")
 
@@ -109,13 +106,12 @@ def scaled_picture(data: bytes, longest_side: int | None = None) -> Any:
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
     """Open an image that readers of shards can use, and turn what PIL raises until the end of the block into ours."""
-    pillow = require("PIL.Image", extra="data")
     if not data:
         raise UserError("the file is empty")
     try:
-        with pillow.open(io.BytesIO(data)) as image:
-            if image.width * image.height > pillow.MAX_IMAGE_PIXELS:  # pillow only warns up to twice as many
-                raise pillow.DecompressionBombError
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > Image.MAX_IMAGE_PIXELS:  # pillow only warns up to twice as many
+                raise Image.DecompressionBombError
             if image.format not in IMAGE_EXTENSIONS:
                 raise UserError(f"the format {image.format} is not supported; supported are JPEG, PNG and WebP")
             if image.mode not in READABLE_MODES:
@@ -125,9 +121,9 @@ def _opened(data: bytes) -> Iterator[Any]:
             yield image
     except UserError:
         raise
-    except pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise UserError("the file is not an image") from None
-    except pillow.DecompressionBombError:
-        raise UserError(f"the image has more than {pillow.MAX_IMAGE_PIXELS:,} pixels") from None
+    except Image.DecompressionBombError:
+        raise UserError(f"the image has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error

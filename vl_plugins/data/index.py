@@ -6,7 +6,6 @@ Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has 
 have none, unless ``vl-plugins shards index`` wrote one: they are scanned, headers first.
 """
 
-import hashlib
 import posixpath
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,15 +14,16 @@ import fsspec
 import msgspec
 import numpy as np
 
-from vl_plugins.data.captions import RejectedImage, caption_hash
+from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import file_errors, join, sha256, write_complete
-from vl_plugins.data.samples import Record, parse_record, scan
+from vl_plugins.data.samples import TEXTS, Record, parse_record, read_samples
 from vl_plugins.errors import UserError
 
 __all__ = [
     "INDEX_FOLDER",
     "IndexHead",
     "ShardIndex",
+    "group_hash",
     "index_file",
     "index_shard",
     "make_index",
@@ -92,7 +92,7 @@ def index_file(shard: str) -> str:
 def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> ShardIndex:
     """Return the index of images at these places; ``facts`` are other fields of :class:`IndexHead`."""
     captions = (caption_hash(caption) for record in records for caption in record.captions)
-    groups = np.fromiter(map(_group_hash, records), HASHES)
+    groups = np.fromiter(map(group_hash, records), HASHES)
     head = IndexHead(
         starts=starts,
         sizes=sizes,
@@ -104,11 +104,9 @@ def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], *
     return ShardIndex(head, list(records))
 
 
-def _group_hash(record: Record) -> int:
-    if record.group is None:
-        return 0
-    digest = hashlib.blake2b(msgspec.json.encode([record.dataset, record.group]), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1
+def group_hash(record: Record) -> int:
+    """Hash the data set and group of an image; 0 is none."""
+    return 0 if record.group is None else hash64(msgspec.json.encode([record.dataset, record.group])) or 1
 
 
 def write_index(shard: str, index: ShardIndex) -> None:
@@ -125,14 +123,15 @@ def read_head(shard: str) -> IndexHead:
         UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
     """
     file = index_file(shard)
-    try:
-        files, path = fsspec.core.url_to_fs(file)
-        with files.open(path, block_size=BLOCK_BYTES) as stream:
-            head = msgspec.json.decode(stream.readline(), type=IndexHead)
-    except NO_INDEX:
-        return scan_shard(shard).head
-    except msgspec.DecodeError as error:
-        raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
+    with file_errors("read", file):
+        try:
+            files, path = fsspec.core.url_to_fs(file)
+            with files.open(path, block_size=BLOCK_BYTES) as stream:
+                head = msgspec.json.decode(stream.readline(), type=IndexHead)
+        except NO_INDEX:
+            return scan_shard(shard).head
+        except msgspec.DecodeError as error:
+            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
     number, groups = len(head.starts), len(head.groups) / HASHES.itemsize
     is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
     if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
@@ -145,33 +144,29 @@ def read_head(shard: str) -> IndexHead:
 def read_records(shard: str) -> list[Record]:
     """Return the names and captions in a shard; errors are those of :func:`read_head`."""
     file = index_file(shard)
-    try:
-        with fsspec.open(file, "rb") as stream:
-            stream.readline()
-            return msgspec.json.Decoder(Record).decode_lines(stream.read())
-    except NO_INDEX:
-        return scan_shard(shard).records
-    except msgspec.DecodeError as error:
-        raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
+    with file_errors("read", file):
+        try:
+            with fsspec.open(file, "rb") as stream:
+                stream.readline()
+                return msgspec.json.Decoder(Record).decode_lines(stream.read())
+        except NO_INDEX:
+            return scan_shard(shard).records
+        except msgspec.DecodeError as error:
+            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
 
 
 def scan_shard(shard: str) -> ShardIndex:
     """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
+    for sample in read_samples(shard, TEXTS):
         try:
-            for sample in scan(stream):
-                try:
-                    records.append(parse_record(sample.key, sample.members))
-                except UserError as error:
-                    raise UserError(f"{sample.key}: {error}") from error
-                only_txt += b'"captions"' not in sample.members.get("json", b"")
-                starts.append(sample.start)
-                sizes.append(sample.end - sample.start)
+            records.append(parse_record(sample.key, sample.members))
         except UserError as error:
-            raise UserError(f"cannot read {shard}: {error}") from error
-        size = stream.seek(0, 2)
-    return make_index(records, starts, sizes, size=size, only_txt=only_txt)
+            raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
+        only_txt += b'"captions"' not in sample.members.get("json", b"")
+        starts.append(sample.start)
+        sizes.append(sample.end - sample.start)
+    return make_index(records, starts, sizes, size=_size(shard), only_txt=only_txt)
 
 
 def index_shard(shard: str) -> int:
@@ -183,5 +178,6 @@ def index_shard(shard: str) -> int:
 
 
 def _size(url: str) -> int:
-    files, path = fsspec.core.url_to_fs(url)
-    return files.size(path)
+    with file_errors("read", url):
+        files, path = fsspec.core.url_to_fs(url)
+        return files.size(path)

@@ -1,21 +1,21 @@
 """Rows grouped into images, and images shuffled, by DuckDB on disk: memory does not grow with their number."""
 
 import contextlib
-import hashlib
+import functools
 import itertools
 import operator
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from vl_plugins.data.captions import CaptionedImage, RejectedImage
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, hash64
 from vl_plugins.errors import UserError, require
 
-__all__ = ["KeyedRows", "Row", "group_rows", "shuffled"]
+__all__ = ["KeyedRows", "Row", "group_rows", "insert", "shuffled", "workspace"]
 
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
@@ -51,45 +51,42 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
         source: begins the message about a row.
 
     Yields:
-        The rows of each image in their order, images by their first rows; and whether another image has the same id.
+        The rows of each image in their order, images by their first rows; and whether another image may have its id.
 
     Raises:
         UserError: a text is not valid Unicode.
     """
-    integers = True
+    integers, position = True, 0
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Row).decode
-    with _workspace() as (database, stream):
-        database.execute("CREATE TEMP TABLE rows (position BIGINT, size BIGINT, image VARCHAR, id VARCHAR)")
-
-        def places() -> Iterator[tuple]:
-            nonlocal integers
-            position = 0
-            for key, row in rows:
-                image_id = ""  # DuckDB 1.1 cannot read a part that is None throughout
+    # Most tables have the rows of an image together.
+    hash_key = functools.lru_cache(1)(lambda key: hash64(key.encode()))
+    with workspace() as (database, stream):
+        database.execute("CREATE TEMP TABLE rows (position BIGINT, size BIGINT, image BIGINT, id BIGINT)")
+        while part := list(itertools.islice(rows, ROWS_INSERTED)):
+            found = []
+            for key, row in part:
+                image_id = 0
                 if row.image_id is not None:
-                    image_id, integers = str(row.image_id), integers and _is_integer(row.image_id)
+                    integers = integers and _is_integer(row.image_id)
+                    image_id = hash64(str(row.image_id).encode(errors="replace"))
                 try:
                     size = stream.write(encode(row))
                 except UnicodeEncodeError as error:
                     raise UserError(f"{source}{row.place}: it is not UTF-8") from error
-                yield position, size, key, image_id
+                found.append((position, size, hash_key(key), image_id))
                 position += size
-
-        rest = places()
-        while part := list(itertools.islice(rest, ROWS_INSERTED)):
-            _insert(database, "rows", part)
+            insert(database, "rows", np.array(found).T)
         stream.flush()
         # Rows of one image that have different ids raise an error later, so any of them will do.
         database.execute(
-            "CREATE TEMP TABLE images AS SELECT image, min(position) AS first, any_value(nullif(id, '')) AS image_id "
+            "CREATE TEMP TABLE images AS SELECT image, min(position) AS first, any_value(nullif(id, 0)) AS id "
             "FROM rows GROUP BY image"
         )
         ordered = database.execute(
-            "SELECT position, size, first, "
-            "image_id IN (SELECT image_id FROM images GROUP BY image_id HAVING count(*) > 1) "
+            "SELECT position, size, first, images.id IN (SELECT id FROM images GROUP BY id HAVING count(*) > 1) "
             "FROM rows JOIN images USING (image) ORDER BY first, position"
         )
-        for _, members in itertools.groupby(_fetch(ordered, stream), lambda place: place[0][2]):
+        for _, members in itertools.groupby(_fetch(ordered, stream), lambda row: row[0][2]):
             group = list(members)
             joined = [decode(text) for _, text in group]
             for row in joined:
@@ -103,23 +100,20 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
     All others come first and keep their order.
     """
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(CaptionedImage).decode
-    with _workspace() as (database, stream):
+    with workspace() as (database, stream):
         database.execute("CREATE TEMP TABLE images (rank BIGINT, position BIGINT, size BIGINT)")
-        places: list[tuple[int, int, int]] = []
-        total = 0
+        found, position = [], 0
         for image in images:
             if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
                 yield image
                 continue
-            digest = hashlib.blake2b(f"{seed}/{image.split}/{image.image_id}".encode(), digest_size=8).digest()
             size = stream.write(encode(image))
-            places.append((int.from_bytes(digest, "little", signed=True), total, size))
-            total += size
-            if len(places) == ROWS_INSERTED:
-                _insert(database, "images", places)
-                places.clear()
-        if places:
-            _insert(database, "images", places)
+            found.append((hash64(f"{seed}/{image.split}/{image.image_id}".encode()), position, size))
+            position += size
+            if len(found) == ROWS_INSERTED:
+                insert(database, "images", np.array(found).T)
+                found.clear()
+        insert(database, "images", np.array(found, np.int64).reshape(-1, 3).T)
         stream.flush()
         ordered = database.execute("SELECT position, size FROM images ORDER BY rank, position")
         for _, text in _fetch(ordered, stream):
@@ -138,20 +132,19 @@ def _as_id(image_id: Any, integers: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _workspace() -> Iterator[tuple[Any, Any]]:
-    """Open a database and a file. Rows go to the file: DuckDB runs out of memory if it sorts long texts."""
+def workspace() -> Iterator[tuple[Any, Any]]:
+    """Open a database for fixed-size rows, and a file for the texts that DuckDB would have to sort in memory."""
     duckdb = require("duckdb", extra="data")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
-        limits = {"memory_limit": "100MB", "temp_directory": folder, "threads": 1}
+        limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
+            database.execute("SET enable_progress_bar = false")  # DuckDB 1.1 prints one
             yield database, stream
 
 
-def _insert(database: Any, table: str, rows: Sequence[tuple]) -> None:
-    columns = zip(*rows, strict=True)
-    types = (np.int64 if isinstance(value, int) else object for value in rows[0])
-    arrays = [np.array(column, dtype=dtype) for column, dtype in zip(columns, types, strict=True)]
-    database.register("part", {f"c{index}": array for index, array in enumerate(arrays)})
+def insert(database: Any, table: str, columns: Iterable[np.ndarray]) -> None:
+    """Append columns of equal lengths to a table."""
+    database.register("part", {f"c{index}": np.ascontiguousarray(column) for index, column in enumerate(columns)})
     database.execute(f"INSERT INTO {table} SELECT * FROM part")
 
 

@@ -8,17 +8,17 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import fsspec
 import msgspec
 import numpy as np
 from PIL import Image
 
-from vl_plugins.data.files import MAX_FILE_BYTES
+from vl_plugins.data.files import MAX_FILE_BYTES, file_errors
 from vl_plugins.errors import UserError, one_of
 
 __all__ = [
     "FEATURES",
     "INPUTS",
-    "TEXTS",
     "Record",
     "Sample",
     "decode",
@@ -26,6 +26,7 @@ __all__ = [
     "input_of",
     "parse_record",
     "parse_sample",
+    "read_samples",
     "scan",
 ]
 
@@ -33,6 +34,7 @@ TEXTS = ("json", "txt")
 FEATURES = "npy"
 # What a model takes of an image -> extensions of its file. Where a sample has several, the first counts.
 INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
+MEMBERS = {*TEXTS, *sum(INPUTS.values(), ())}
 
 # As webdataset splits names: folders and name up to the first dot, and what follows it.
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -62,13 +64,7 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; t
 
 @dataclass(slots=True)
 class Sample:
-    """Consecutive files of one key in an archive.
-
-    Args:
-        key: name of the files without extensions.
-        start, end: the sample's bytes in the archive, with headers.
-        members: content of the files that were asked for, by extension in lower case; empty for others.
-    """
+    """Files of one key in an archive, from byte ``start`` to ``end`` with headers; ``members`` by extension."""
 
     key: str
     start: int
@@ -76,7 +72,17 @@ class Sample:
     members: dict[str, bytes]
 
 
-def scan(stream: BinaryIO, extensions: Collection[str] = TEXTS) -> Iterator[Sample]:
+def read_samples(shard: str, extensions: Collection[str] = MEMBERS, start: int = 0) -> Iterator[Sample]:
+    """Yield the samples of a shard as :func:`scan` does, from a byte on; errors begin with the shard."""
+    with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
+        stream.seek(start)
+        try:
+            yield from scan(stream, extensions)
+        except UserError as error:
+            raise UserError(f"cannot read {shard}: {error}") from error
+
+
+def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
     """Yield the samples of an archive; of files with other extensions only the headers are read.
 
     Files that belong to no sample are passed over.
@@ -87,12 +93,11 @@ def scan(stream: BinaryIO, extensions: Collection[str] = TEXTS) -> Iterator[Samp
     """
     try:
         yield from _scan(stream, extensions)
+    except UserError:
+        raise
     # What tarfile raises for headers that lie about sizes and names.
     except (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        hint = "; a compressed shard must be unpacked" if "header" in str(error) else ""
-        raise UserError(f"it is damaged: {error or type(error).__name__}{hint}") from error
+        raise UserError(f"it is damaged or compressed: {error or type(error).__name__}") from error
 
 
 def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
@@ -113,14 +118,13 @@ def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
                 sample = Sample(key, member.offset, 0, {})
             if extension in sample.members:
                 raise UserError(f"{member.name} is in it twice")
-            sample.members[extension] = b""
-            if extension in extensions:
-                data = archive.extractfile(member).read()  # type: ignore[union-attr]
-                sample.members[extension] = data
+            wanted = extension in extensions
+            sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
             sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        # tarfile takes a cut between two members, or garbage, for the end.
+        # tarfile takes a cut between two members, garbage, or the end of the first of two joined archives for the end.
         stream.seek(archive.offset)
-        if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        rest = stream.read(tarfile.RECORDSIZE)
+        if len(rest) < tarfile.BLOCKSIZE or any(rest):
             raise UserError("it is cut off or damaged: an archive ends with zeros")
     if sample is not None:
         yield sample
@@ -132,7 +136,7 @@ def parse_sample(data: bytes) -> Sample:
     Raises:
         UserError: the bytes are not those of one sample.
     """
-    samples = list(scan(io.BytesIO(data + bytes(tarfile.BLOCKSIZE)), {*TEXTS, *sum(INPUTS.values(), ())}))
+    samples = list(scan(io.BytesIO(data + bytes(tarfile.BLOCKSIZE))))
     if len(samples) != 1:
         raise UserError(f"expected the files of one image, found those of {len(samples)}")
     return samples[0]
@@ -144,30 +148,24 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     Raises:
         UserError: there are no captions, or something else in their place.
     """
-    found = {}
-    if "json" in members:
-        try:
-            found = json.loads(members["json"].decode("utf-8-sig"))
-        # Also for numbers of thousands of digits, and for brackets nested thousands of times.
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"its json is not valid: {error}") from error
+    try:
+        found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
         found = found if isinstance(found, dict) else {}
-    captions = found.get("captions")
-    if captions is None and "txt" in members:
-        try:
+        captions = found.get("captions")
+        if captions is None and "txt" in members:
             captions = [members["txt"].decode()]
-        except UnicodeDecodeError as error:
-            raise UserError(f"its txt is not valid Unicode: {error}") from error
+    # Also for numbers of thousands of digits, and for brackets nested thousands of times.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"its json or txt is not valid: {error}") from error
     if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
         raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
-    image_id = found["image_id"] if _is_id(found.get("image_id")) else key
-    caption_ids = found.get("caption_ids")
-    if not isinstance(caption_ids, list) or len(caption_ids) != len(captions) or not all(map(_is_id, caption_ids)):
+    image_id = _id(found.get("image_id"), key)
+    ids = found.get("caption_ids")
+    caption_ids = [_id(value) for value in ids] if isinstance(ids, list) else []
+    if len(caption_ids) != len(captions) or None in caption_ids:
         caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
     dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
-    group = found.get("group")
-    group = group if _is_id(group) else None
-    record = Record(key, tuple(captions), image_id, tuple(caption_ids), dataset, split, group)
+    record = Record(key, tuple(captions), image_id, tuple(caption_ids), dataset, split, _id(found.get("group")))
     try:
         msgspec.json.encode(record)
     except UnicodeEncodeError as error:  # half a character, as JSON can have it
@@ -175,8 +173,11 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     return record
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, str)) and not isinstance(value, bool)
+def _id(value: Any, otherwise: Any = None) -> Any:
+    """Return an id, as text if it is an integer that msgspec cannot write; ``otherwise`` for anything else."""
+    if type(value) is int:
+        return value if -(1 << 63) <= value < 1 << 64 else str(value)
+    return value if isinstance(value, str) else otherwise
 
 
 def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:

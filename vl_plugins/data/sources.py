@@ -5,14 +5,13 @@ import csv
 import hashlib
 import io
 import itertools
-import json
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +19,7 @@ from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_label, no
 from vl_plugins.data.files import open_regular, read_bytes
 from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
 from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
+from vl_plugins.tables import printable
 
 __all__ = ["Columns", "join_rows", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"]
 
@@ -52,12 +52,11 @@ def join_rows(groups: Iterable[tuple[list[Row], bool]], dataset: Any, source: st
             yield image
         except ValueError as error:
             wrong, reason = rows[0], error
-            for row in rows:
+            for row in reversed(rows):
                 try:
                     _join([rows[0], row], index, total, dataset, source)
                 except ValueError as row_error:
                     wrong, reason = row, row_error
-                    break
             yield _reject(_label(source, wrong), rows[0].split, reason, on_error)
         total += sum([len(row.captions) for row in rows])
 
@@ -66,21 +65,18 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
     """Return the image of some rows; ``index`` and ``total`` are the ids of an image and a caption without ids."""
     first = rows[0]
     for row in rows:
-        if row.split == "validation":
-            row.split = "val"
+        row.split = "val" if row.split == "validation" else row.split
         if row.problem is not None:
             raise UserError(row.problem)
-    for row in rows[1:]:
-        for key in ("split", "image_id", "group"):
-            value, expected = getattr(row, key), getattr(first, key)
-            if value != expected:
-                reason = f"{key} {value!r}, but {expected!r} in {_label(source, first)}"
-                raise UserError(f"{reason}; rows of one image must agree")
-    if isinstance(first.file, str) and not first.file.strip():
-        raise UserError("its path is blank")
-    if isinstance(first.image_id, str) and not first.image_id.strip():
-        raise UserError("its image id is blank")
-    captions = first.captions if len(rows) == 1 else [caption for row in rows for caption in row.captions]
+        if (row.split, row.image_id, row.group) != (first.split, first.image_id, first.group):
+            keys = ("split", "image_id", "group")
+            key = next(key for key in keys if getattr(row, key) != getattr(first, key))
+            reason = f"{key} {getattr(row, key)!r}, but {getattr(first, key)!r} in {_label(source, first)}"
+            raise UserError(f"{reason}; rows of one image must agree")
+    for what, value in (("path", first.file), ("image id", first.image_id)):
+        if isinstance(value, str) and not value.strip():
+            raise UserError(f"its {what} is blank")
+    captions = [caption for row in rows for caption in row.captions]
     caption_ids: Sequence[Any] = range(total, total + len(captions))
     if first.caption_ids is not None:
         caption_ids = [caption_id for row in rows for caption_id in row.caption_ids or ()]
@@ -99,17 +95,18 @@ def _join(rows: Sequence[Row], index: int, total: int, dataset: Any, source: str
 
 def _claim(ids: Sequence[tuple[str, Any]], used: set[tuple[str, Any]]) -> None:
     """Add ids of a kind to those that are used, all of them or none."""
-    for (kind, value), count in Counter(ids).items() if ids else ():
-        if count > 1 or (kind, value) in used:
+    new: set[tuple[str, Any]] = set()
+    for kind, value in ids:
+        if (kind, value) in used or (kind, value) in new:
             raise UserError(f"{kind} id {value} occurs more than once; ids must be unique")
-    used.update(ids)
+        new.add((kind, value))
+    used |= new
 
 
 def _label(source: str, row: Row) -> str:
     """Return ``source place (file name)`` as one line of UTF-8."""
     name = row.file if row.filename is None else row.filename
-    shown = f" ({name if name.isprintable() else repr(name)[1:-1]})" if isinstance(name, str) else ""
-    return f"{source}{row.place}{shown}"
+    return f"{source}{row.place}{f' ({printable(name)})' if isinstance(name, str) else ''}"
 
 
 def _reject(label: str, split: Any, error: ValueError, on_error: str) -> RejectedImage:
@@ -118,24 +115,15 @@ def _reject(label: str, split: Any, error: ValueError, on_error: str) -> Rejecte
     raise UserError(f"{label}: {error}") from error
 
 
-def _read_json(file: str | Path, kind: Any, hint: str) -> tuple[Any, Any]:
-    """Return a JSON document as it is, and as a type; ``hint`` follows the error about another format."""
-    data = read_bytes(file)
-    try:
-        document = json.loads(data.decode("utf-8-sig"))
-        return document, msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{file}: {error}; {hint}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-
-
 def _group(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
     """Yield the rows of each image of a file that is in memory: those with the same path."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.file or row.place, []).append(row)
     return ((group, True) for group in groups.values())
+
+
+Image = TypeVar("Image")
 
 
 class _Sentence(msgspec.Struct):
@@ -152,15 +140,42 @@ class _KarpathyImage(msgspec.Struct):
     imgid: int | None = None
 
 
-class _Karpathy(msgspec.Struct):
-    images: list[_KarpathyImage]
+class _Karpathy(msgspec.Struct, Generic[Image]):
+    images: list[Image]
     dataset: Any = None
 
 
-KARPATHY_HINT = (
-    "expected Karpathy's format, with the splits train, restval, val and test; "
-    "`vl-plugins shards coco-captions` converts COCO's own caption files"
-)
+class _Image(msgspec.Struct):
+    id: int
+    file_name: str
+
+
+class _Annotation(msgspec.Struct):
+    id: int
+    image_id: int
+    caption: str
+
+
+class _Annotations(msgspec.Struct):
+    annotations: list[_Annotation]
+
+
+class _Captions(_Annotations, Generic[Image]):
+    images: list[Image]
+
+
+def _read_json(file: str | Path, kind: Any, image: Any = None, group_key: str | None = None) -> Any:
+    """Return a JSON document; its images are of the type ``image``, with ``group_key`` as their ``group``."""
+    data = read_bytes(file).removeprefix(codecs.BOM_UTF8)
+    with user_errors(str(file)):
+        if image is not None:
+            key = group_key or "no group"
+            kind = kind[msgspec.defstruct("Image", [("group", Any, None)], bases=(image,), rename={"group": key})]
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            hint = "is it Karpathy's (`shards coco`) or COCO's own (`shards coco-captions`)?"
+            raise UserError(f"{file}: {error}; {hint}") from error
 
 
 def read_karpathy(
@@ -188,10 +203,9 @@ def read_karpathy(
     Raises:
         UserError: the file is missing or not in this format; an image cannot be used.
     """
-    one_of("dataset", dataset, ("coco", "flickr30k"))
-    document, parsed = _read_json(annotation_file, _Karpathy, KARPATHY_HINT)
+    is_coco = one_of("dataset", dataset, ("coco", "flickr30k")) == "coco"
+    parsed = _read_json(annotation_file, _Karpathy, _KarpathyImage, group_key)
     has_ids = all(sentence.sentid is not None for item in parsed.images for sentence in item.sentences)
-    is_coco = dataset == "coco"
     rows = (
         Row(
             place=position,
@@ -199,7 +213,7 @@ def read_karpathy(
             captions=[sentence.raw for sentence in item.sentences],
             split="train" if item.split == "restval" and join_restval else item.split,
             image_id=item.cocoid if is_coco and item.cocoid is not None else item.imgid,
-            group=document["images"][position].get(group_key),
+            group=item.group,
             filename=item.filename,
             caption_ids=[sentence.sentid for sentence in item.sentences] if has_ids else None,
         )
@@ -207,28 +221,6 @@ def read_karpathy(
     )
     name = dataset_name if dataset_name is not None else parsed.dataset or dataset
     yield from join_rows(_group(rows), name, f"{annotation_file}: image ", on_error)
-
-
-class _Image(msgspec.Struct):
-    id: int
-    file_name: str
-
-
-class _Annotation(msgspec.Struct):
-    id: int
-    image_id: int
-    caption: str
-
-
-class _Annotations(msgspec.Struct):
-    annotations: list[_Annotation]
-
-
-class _Captions(_Annotations):
-    images: list[_Image]
-
-
-COCO_HINT = "expected a file like captions_val2017.json; `vl-plugins shards coco` converts Karpathy's"
 
 
 def read_coco_captions(
@@ -259,7 +251,7 @@ def read_coco_captions(
 
     def rows() -> Iterator[Row]:
         for split, file in files.items():
-            document, parsed = _read_json(file, _Captions, COCO_HINT)
+            parsed = _read_json(file, _Captions, _Image, group_key)
             annotations = _by_image(parsed.annotations)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
             for position, item in enumerate(parsed.images):
@@ -270,7 +262,7 @@ def read_coco_captions(
                     captions=[annotation.caption for annotation in found],
                     split=split,
                     image_id=item.id,
-                    group=document["images"][position].get(group_key),
+                    group=item.group,
                     filename=item.file_name,
                     caption_ids=[annotation.id for annotation in found],
                 )
@@ -297,7 +289,7 @@ def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path], 
         UserError: an official file is missing or not in this format; an image or a caption of it is not in the files.
     """
     files = ", ".join(map(str, annotation_files))
-    parsed = [_read_json(file, _Annotations, COCO_HINT)[1] for file in annotation_files]
+    parsed = (_read_json(file, _Annotations) for file in annotation_files)
     official = _by_image(annotation for document in parsed for annotation in document.annotations)
     used: set[tuple[str, Any]] = set()
     for image in images:
@@ -307,8 +299,8 @@ def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path], 
                 _claim([("caption", caption_id) for caption_id in caption_ids], used)
                 image = replace(image, caption_ids=caption_ids)
             except UserError as error:
-                row = Row(f"{files}: image id {image.image_id}", image.filename, [], image.split)
-                image = _reject(_label("", row), image.split, error, on_error)
+                label = f"{files}: image id {image.image_id} ({printable(image.filename)})"
+                image = _reject(label, image.split, error, on_error)
         yield image
 
 
@@ -402,9 +394,9 @@ class Columns:
 
         ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
         """
-        position_of: dict[str | None, int] = {name: position for position, name in enumerate(names)}
-        captions_at = [position_of[name] for name in self.captions]
-        image_at, split_at, id_at, group_at = map(position_of.get, (self.image, self.split, self.id, self.group))
+        places: dict[str | None, int] = {name: position for position, name in enumerate(names)}
+        captions_at = [places[name] for name in self.captions]
+        image_at, split_at, id_at, group_at = map(places.get, (self.image, self.split, self.id, self.group))
 
         def pick(place: int | str, values: Sequence[Any]) -> Row:
             texts = [values[position] for position in captions_at]
@@ -478,12 +470,10 @@ def read_table(
 
         def rows() -> KeyedRows:
             for line, values in itertools.chain([first], table):
-                problem = None
-                if len(values) != len(names):
-                    problem = f"{len(values)} fields, but {len(names)} column names"
-                    values = [*values, *[None] * len(names)][: len(names)]
-                row = pick(line, values)
-                row.problem = problem
+                number = len(values)
+                row = pick(line, values if number == len(names) else [*values, *names][: len(names)])
+                if number != len(names):
+                    row.problem = f"{number} fields, but {len(names)} column names"
                 key = f"{line}/"  # no path ends so
                 if isinstance(row.file, str) and row.file.strip():
                     key = _clean(row.file, roots)

@@ -6,7 +6,9 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vl_plugins.errors import UserError, require
+from PIL import Image, ImageDraw
+
+from vl_plugins.errors import UserError
 
 __all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
 
@@ -58,37 +60,31 @@ def write_toy_scenes(
         out: folder for ``train/``, ``val/``, ``test/`` and ``dataset_toy.json``; made when missing.
         seed: the same one gives the same files.
         train, val, test: number of images of each split.
-        image_size: height and width in pixels, at least 16.
+        image_size: height and width in pixels.
 
     Returns:
         The annotation file, to be read with ``read_karpathy(file, "coco")`` and ``out`` as the image root.
 
     Raises:
-        UserError: a number is out of range, or the folder cannot be written.
+        UserError: a split has no images, or there are more than different scenes.
     """
     counts = {"train": train, "val": val, "test": test}
     if min(counts.values()) < 1 or sum(counts.values()) > MAX_SCENES:
         raise UserError(f"toy splits need at least 1 image each and {MAX_SCENES:,} in all, got {counts}")
-    if image_size < 16:
-        raise UserError(f"image_size must be at least 16, got {image_size}")
-    require("PIL.Image", extra="data")  # before a folder is made
     rng = random.Random(seed)
     scenes: set[Scene] = set()
     items: list[dict[str, Any]] = []
     annotation_file = Path(out) / TOY_ANNOTATIONS
-    try:
-        for split, count in counts.items():
-            (Path(out) / split).mkdir(parents=True, exist_ok=True)
-            for _ in range(count):
-                while (scene := _draw(rng)) in scenes:
-                    pass
-                scenes.add(scene)
-                item = _annotate(len(items), split, _describe(scene, rng))
-                _paint(scene, image_size, rng).save(Path(out, split, item["filename"]), format="PNG")
-                items.append(item)
-        annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the toy data set to {out}: {error.strerror}") from error
+    for split, count in counts.items():
+        (Path(out) / split).mkdir(parents=True, exist_ok=True)
+        for _ in range(count):
+            while (scene := _draw(rng)) in scenes:
+                pass
+            scenes.add(scene)
+            item = _annotate(len(items), split, _describe(scene, rng))
+            _paint(scene, image_size, rng).save(Path(out, split, item["filename"]), format="PNG")
+            items.append(item)
+    annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
     return annotation_file
 
 
@@ -131,12 +127,11 @@ def _annotate(index: int, split: str, captions: list[str]) -> dict[str, Any]:
     }
 
 
-def _paint(scene: Scene, image_size: int, rng: random.Random) -> Any:
-    """Return the picture of a scene, a ``PIL.Image``, with positions at random."""
-    image_module, draw_module = (require(f"PIL.{name}", extra="data") for name in ("Image", "ImageDraw"))
+def _paint(scene: Scene, image_size: int, rng: random.Random) -> Image.Image:
+    """Return the picture of a scene, with positions at random."""
     side = image_size * PAINT_SCALE
-    image = image_module.new("RGB", (side, side), BACKGROUNDS[scene.background])
-    draw = draw_module.Draw(image)
+    image = Image.new("RGB", (side, side), BACKGROUNDS[scene.background])
+    draw = ImageDraw.Draw(image)
     cell = 1 / len(scene.shapes)
     margin = SIZES["large"] + OFFSET
     line = rng.uniform(margin, 1 - margin)

@@ -4,19 +4,19 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
 import msgspec
 from tqdm import tqdm
 
-from vl_plugins.data import engines
-from vl_plugins.data.captions import CaptionedImage, RejectedImage
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, hash64
+from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, remove_partial, sha256, write_complete
 from vl_plugins.data.images import FileFolder, inspect_image, resize_image
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, index_file, make_index, read_head, write_index
@@ -24,13 +24,13 @@ from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features
 from vl_plugins.errors import UserError, one_of, user_errors
 
-__all__ = ["TXT", "Written", "write_shards"]
-
-# What the `.txt` of a sample has: a caption, or a line for each.
-TXT = ("first", "all")
+__all__ = ["Written", "write_shards"]
 
 # Tar headers have room for 100 characters, and "-00000000.webp" follows.
 LONGEST_NAME = 86
+# These fields make the bytes reproducible: time 0, no owner, mode 644.
+HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+HEADER_END = HEADER[156:]  # after name, mode, owner, size, time and checksum
 
 SIZES_FILE = "sizes.json"
 MOST_EXAMPLES = 20
@@ -112,42 +112,34 @@ def write_shards(
             split; a file cannot be written. No partial shard is left behind.
     """
     one_of("inputs", inputs, INPUTS)
-    one_of("txt", txt, TXT)
+    one_of("txt", txt, ("first", "all"))
     one_of("on_error", on_error, ("raise", "skip"))
-    workers = engines.usable_cores() if workers is None else workers
-    numbers = {"samples_per_shard": samples_per_shard, "workers": workers, "resize": resize, "quality": quality}
-    for name, value in numbers.items():
+    for name, value in {"samples_per_shard": samples_per_shard, "resize": resize, "quality": quality}.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    if quality > 100:
-        raise UserError(f"quality must be at most 100, got {quality}")
-    if inputs == "features" and resize is not None:
-        raise UserError("resize is for pictures; array files of features are written as they are")
-    files = FileFolder(files) if isinstance(files, str | os.PathLike) else files
+    out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
     options: dict[str, Any] = {"inputs": inputs, "txt": txt, "on_error": on_error}
     options |= {} if resize is None else {"resize": resize, "quality": quality}
     facts = {"source": dict(source or {}), "options": {"samples_per_shard": samples_per_shard, "seed": seed, **options}}
     writer = _ShardWriter(files, options, facts, overwrite)
-    splits = _Splits(os.fspath(out), samples_per_shard)
-    done: list[tuple[str, int, int, int]] = []
+    heads: dict[str, tuple[int, int, int]] = {}
     examples: list[RejectedImage] = []
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
     with (
-        splits.locks,
-        nullcontext(executor) if executor is not None else engines.executor("threads", workers) as pool,
-        closing(engines.run_jobs(writer.write, splits.jobs(images), pool, 2 * workers)) as written,
+        ExitStack() as locks,
+        closing(run_jobs(writer.write, _jobs(images, out, samples_per_shard, locks), workers, executor)) as written,
         tqdm(unit="image", disable=None) as progress,
     ):
         for shard, head in written:
-            done.append((shard, len(head.counts), sum(head.counts), len(head.rejected)))
+            heads[shard] = len(head.counts), sum(head.counts), len(head.rejected)
             examples += head.rejected[: MOST_EXAMPLES - len(examples)]
             progress.update(len(head.counts) + len(head.rejected))
-        shards, kept, captions, rejected = zip(*done, strict=True)
-        splits.finish(shards, overwrite)
-        _write_sizes(splits.out)
-    return Written(list(shards), sum(kept), sum(captions), sum(rejected), examples)
+        _remove_others(out, heads, overwrite)
+        _write_sizes(out)
+    images_written, captions, rejected = map(sum, zip(*heads.values(), strict=True))
+    return Written(list(heads), images_written, captions, rejected, examples)
 
 
 class _Shard(NamedTuple):
@@ -160,63 +152,47 @@ class _Shard(NamedTuple):
     rejected: list[RejectedImage]
 
 
-@dataclass
-class _Splits:
-    """Assigns the images of a stream to the shards of their splits, and holds the locks of these."""
+def _jobs(images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
+    """Yield the shards of a stream of images, and lock the split of each."""
+    last: dict[str, _Shard] = {}
+    rejected: dict[str, list[RejectedImage]] = defaultdict(list)
+    for image in images:
+        if isinstance(image, RejectedImage):
+            rejected[image.split].append(image)
+            continue
+        name = f"{image.dataset}-{image.split}"
+        if name not in last:
+            if len(name) > LONGEST_NAME:
+                raise UserError(f"{name} is longer than {LONGEST_NAME} characters, too long for names in tar files")
+            locks.enter_context(lock(join(out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {out}"))
+            last[name] = _Shard(join(out, f"{name}-000000.tar"), name, 0, [], [])
+        # Not as soon as it is full, because images that are rejected may follow.
+        elif len(last[name].images) == samples_per_shard:
+            yield last[name]._replace(rejected=rejected.pop(image.split, []))
+            start = last[name].start + samples_per_shard
+            last[name] = _Shard(join(out, f"{name}-{start // samples_per_shard:06d}.tar"), name, start, [], [])
+        last[name].images.append(image)
+    for shard in last.values():
+        yield shard._replace(rejected=rejected.pop(shard.images[0].split, []))
+    for split, (first, *_) in rejected.items():
+        raise UserError(f"none of the images of {split} can be used; {first.image}: {first.reason}")
+    if not last:
+        raise UserError("there are no images to write")
 
-    out: str
-    samples_per_shard: int
-    locks: ExitStack = field(default_factory=ExitStack)
-    last: dict[str, _Shard] = field(default_factory=dict)  # the shard of each split that is being filled
 
-    def jobs(self, images: Images) -> Iterator[_Shard]:
-        rejected: dict[str, list[RejectedImage]] = {}
-        for image in images:
-            if isinstance(image, RejectedImage):
-                rejected.setdefault(image.split, []).append(image)
-                continue
-            name = f"{image.dataset}-{image.split}"
-            if name not in self.last:
-                self._open(name)
-            # Not as soon as it is full, because images that are rejected may follow.
-            elif len(self.last[name].images) == self.samples_per_shard:
-                yield self.last[name]._replace(rejected=rejected.pop(image.split, []))
-                self._begin(name, self.last[name].start + self.samples_per_shard)
-            self.last[name].images.append(image)
-        for shard in self.last.values():
-            yield shard._replace(rejected=rejected.pop(shard.images[0].split, []))
-        for split, (first, *_) in rejected.items():
-            raise UserError(f"none of the images of {split} can be used; {first.image}: {first.reason}")
-        if not self.last:
-            raise UserError("there are no images to write")
-
-    def _open(self, name: str) -> None:
-        if len(name) > LONGEST_NAME:
-            raise UserError(f"{name} is longer than {LONGEST_NAME} characters, too long for names in tar files")
-        self.locks.enter_context(lock(join(self.out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {self.out}"))
-        self._begin(name, 0)
-
-    def _begin(self, name: str, start: int) -> None:
-        file = join(self.out, f"{name}-{start // self.samples_per_shard:06d}.tar")
-        self.last[name] = _Shard(file, name, start, [], [])
-
-    def finish(self, shards: Iterable[str], overwrite: bool) -> None:
-        """Remove shards of a run with more images, or raise an error for them, and what killed processes left."""
-        found, indexes = names(self.out, "*.tar"), join(self.out, INDEX_FOLDER)
-        written = [os.path.basename(shard) for shard in shards]
-        if lost := sorted({*written} - {*found}):
-            raise UserError(f"{lost[0]} is not in {self.out}: its worker wrote it to a disk or memory of its own")
-        ours = re.compile(rf"({'|'.join(self.last)})-\d{{6,}}\.tar(\.jsonl)?")
-        for name in sorted({*found} - {*written}):
-            if ours.fullmatch(name):
-                if not overwrite:
-                    raise _conflict(join(self.out, name))
-                remove(join(self.out, name))
-        for name in {*names(indexes)} - {f"{name}.jsonl" for name in written}:
-            if ours.fullmatch(name):
-                remove(join(indexes, name))
-        for folder in (self.out, indexes):
-            remove_partial(folder, ours.pattern)
+def _remove_others(out: str, shards: Iterable[str], overwrite: bool) -> None:
+    """Remove shards of a run with more images, or raise an error for them, and what killed processes left."""
+    written = {os.path.basename(shard) for shard in shards}
+    if lost := sorted(written - {*names(out, "*.tar")}):
+        raise UserError(f"{lost[0]} is not in {out}: its worker wrote it to a disk or memory of its own")
+    ours = rf"({'|'.join({name.rpartition('-')[0] for name in written})})-\d{{6,}}\.tar(\.jsonl)?"
+    for folder in (out, join(out, INDEX_FOLDER)):
+        for name in names(folder):
+            if re.fullmatch(ours, name) and name.removesuffix(".jsonl") not in written:
+                if folder == out and not overwrite:
+                    raise _conflict(join(out, name))
+                remove(join(folder, name))
+        remove_partial(folder, ours)
 
 
 @dataclass(frozen=True)
@@ -233,7 +209,12 @@ class _ShardWriter:
         states = [self.files.state(image.file) for image in shard.images]
         content = msgspec.json.encode([shard[1:], states, self.options])
         fingerprint = hashlib.sha256(content).hexdigest()
-        return shard.file, _read_complete(shard.file, fingerprint) or self._write(shard, fingerprint)
+        if exists(index_file(shard.file)):
+            with suppress(UserError, OSError):  # it is damaged, or the shard is missing or of another size
+                head = read_head(shard.file)
+                if head.fingerprint == fingerprint:
+                    return shard.file, head
+        return shard.file, self._write(shard, fingerprint)
 
     def _write(self, shard: _Shard, fingerprint: str) -> IndexHead:
         records: list[Record] = []
@@ -295,24 +276,13 @@ class _ShardWriter:
 
 
 def _archive(members: Mapping[str, bytes]) -> bytes:
-    """Return the part of a tar file with these members; `tarfile.addfile` would copy them in small pieces."""
+    """Return the part of a tar file with these members, whose headers differ in name, size and checksum only."""
     blocks = []
     for name, data in sorted(members.items()):
-        # The defaults make the bytes reproducible: time 0, no owner, mode 644.
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        blocks += [member.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)]
+        front = name.encode().ljust(100, b"\0") + HEADER[100:124] + b"%011o" % len(data) + HEADER[135:148]
+        checksum = b"%06o\0 " % (sum(front) + sum(b" " * 8) + sum(HEADER_END))
+        blocks += [front, checksum, HEADER_END, data, bytes(-len(data) % tarfile.BLOCKSIZE)]
     return b"".join(blocks)
-
-
-def _read_complete(shard: str, fingerprint: str) -> IndexHead | None:
-    """Return the index of a shard if it is complete and was made of the same; otherwise None."""
-    if not exists(index_file(shard)):
-        return None
-    with suppress(UserError, OSError):  # damaged, of another size, or missing
-        head = read_head(shard)
-        return head if head.fingerprint == fingerprint else None
-    return None
 
 
 def _write_sizes(out: str) -> None:
@@ -323,7 +293,7 @@ def _write_sizes(out: str) -> None:
         before, sizes = read_bytes(file) if exists(file) else b"{}", {}
         with user_errors(file):
             old = msgspec.json.decode(before, type=dict[str, int])
-        indexed = set(names(join(out, INDEX_FOLDER), "*.jsonl"))
+        indexed = {*names(join(out, INDEX_FOLDER), "*.jsonl")}
         for name in names(out, "*.tar"):
             if f"{name}.jsonl" in indexed:
                 # Another process may just be replacing it; that one comes here too.
@@ -337,35 +307,22 @@ def _write_sizes(out: str) -> None:
 
 
 def _with_array_files(images: Images, files: FileFolder) -> Iterator[CaptionedImage | RejectedImage]:
-    """Yield the images with the array file of each as their ``file``, see :func:`write_shards`.
-
-    An image without any gets the second name, which is then missing.
+    """Yield the images with the array file of each as their ``file``: all by id if the first has one, or all by name.
 
     Raises:
-        UserError: the folder has files of both names for an image, or one file for two images.
+        UserError: two images have one file.
     """
-    with closing(sqlite3.connect("")) as owners:  # in memory as long as it is small, then in a temporary file
-        owners.execute("CREATE TABLE owners (file TEXT PRIMARY KEY, image TEXT) WITHOUT ROWID")
-        for image in images:
-            if isinstance(image, RejectedImage):
-                yield image
-                continue
-            stems = dict.fromkeys((str(image.image_id), PureWindowsPath(image.filename).stem))
-            # Names that lead elsewhere are not in the folder.
-            candidates = [f"{stem}.{FEATURES}" for stem in stems if PureWindowsPath(stem).name == stem]
-            found = [name for name in candidates if files.state(name) is not None]
-            if len(found) > 1:
-                both = " and ".join(map(files.place, found))
-                raise UserError(f"there are both {both} for {image.filename}; name all files one way")
-            for file in found:
-                owner = f"{image.filename} (image id {image.image_id})"
-                try:
-                    owners.execute("INSERT INTO owners VALUES (?, ?)", (file, owner))
-                except sqlite3.IntegrityError:
-                    ((other,),) = owners.execute("SELECT image FROM owners WHERE file = ?", (file,))
-                    reason = f"is one file for {other} and {owner}; name the array files by image id"
-                    raise UserError(f"{files.place(file)} {reason}") from None
-            yield replace(image, file=(found or candidates)[-1])
+    by_id, used = None, set()
+    for image in images:
+        if isinstance(image, CaptionedImage):
+            name = f"{image.image_id}.{FEATURES}"
+            by_id = files.state(name) is not None if by_id is None else by_id
+            name = name if by_id else f"{PureWindowsPath(image.filename).stem}.{FEATURES}"
+            image = replace(image, file=name)
+            if not by_id and (key := hash64(name.encode())) in used:
+                raise UserError(f"{files.place(name)} is one file for two images; name the array files by image id")
+            used |= set() if by_id else {key}
+        yield image
 
 
 def _to_json(value: Any, **options: Any) -> bytes:
