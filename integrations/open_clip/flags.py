@@ -85,11 +85,11 @@ class _Parser(Parser):
             return super().parse_args(argv)
         file = find_config(given.config, "open_clip")
         words = self._words(file, given)
-        of_file, _ = self.parse_known_args(words)
-        check_registered(of_file.loss)
+        from_file, _ = self.parse_known_args(words)
+        check_registered(from_file.loss)
         found = super().parse_args([*words, *argv])
         for option in ("train_data", "val_data"):
-            if getattr(of_file, option) and getattr(of_file, option) == getattr(found, option):
+            if getattr(from_file, option) and getattr(from_file, option) == getattr(found, option):
                 _check_shards(f"{file}: {option}", getattr(found, option), found)
         return found
 

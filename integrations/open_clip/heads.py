@@ -127,7 +127,7 @@ class _WithHeads(nn.Module):
         if isinstance(head, SetHead):
             features = (image_features if tower == "image" else text_features)(self, inputs)
         else:
-            features = _of_pooled(getattr(super(), f"encode_{tower}")(inputs))
+            features = _pooled_only(getattr(super(), f"encode_{tower}")(inputs))
         output = head(features)
         if normalize:
             output["features"] = functional.normalize(output["features"].float(), dim=-1)
@@ -143,7 +143,7 @@ def _make_head(head: str, features: TowerFeatures, options: Mapping[str, Any]) -
         return SetHead(SetPrediction(width, features.local.shape[-1], **options))
 
 
-def _of_pooled(embeddings: Tensor) -> TowerFeatures:
+def _pooled_only(embeddings: Tensor) -> TowerFeatures:
     return TowerFeatures(embeddings[:, None], embeddings, None, None, has_positions=True)
 
 
@@ -160,6 +160,6 @@ def _example_features(model: CLIP | CustomTextCLIP, head: str) -> tuple[TowerFea
     if head == "set":
         features = image_features(model, images), text_features(model, texts)
     else:
-        features = _of_pooled(model.encode_image(images)), _of_pooled(model.encode_text(texts))
+        features = _pooled_only(model.encode_image(images)), _pooled_only(model.encode_text(texts))
     model.train(training)
     return features

@@ -19,6 +19,6 @@ def _main(argv: Sequence[str]) -> int:
     if args.loss is not None and args.loss.islower() and ":" not in args.loss:
         one_of("loss", args.loss, list_losses())
     # After the check of the name, because it imports torch, which takes seconds.
-    from vl_plugins.integrations.open_clip.training import train
+    from vl_plugins.integrations.open_clip.train import train
 
     return train(args)

@@ -22,7 +22,7 @@ from tests.helpers.open_clip_training import (
     small_shard_flags,
 )
 from tests.helpers.processes import in_processes, kill_with_children, start_process
-from vl_plugins.integrations.open_clip import training
+from vl_plugins.integrations.open_clip import train as launched
 from vl_plugins.integrations.open_clip.launcher import main
 
 
@@ -171,7 +171,7 @@ def test_killed_while_it_saves(folder, shards, monkeypatch, more):
 def save_half(rank, folder, flags):
     """Train, and exit in the middle of the second checkpoint."""
     os.chdir(folder)
-    saved, numbers = training.save, itertools.count(1)
+    saved, numbers = launched.save, itertools.count(1)
 
     def save(content, file):
         saved(content, file)
@@ -180,7 +180,7 @@ def save_half(rank, folder, flags):
                 stream.truncate(100_000)
             os._exit(9)
 
-    training.save = save
+    launched.save = save
     main(flags)
 
 
