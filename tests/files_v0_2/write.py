@@ -7,7 +7,7 @@ files. Everything runs in a temporary folder with relative paths, so the files d
 - ``shards/pictures``, ``shards/features``: 16 training and 12 test images of ``vl-plugins toy``, and region features
 - ``logs/``: checkpoints of the launcher for open_clip; ``runs/``: of the trainer for pytorch-metric-learning
 - ``features/``: files of ``vl-plugins evaluate --save-features``
-- ``trained/``: weights of the two runs that a test resumes, at the end of the training
+- ``trained/``: weights of the launcher's run that a test resumes, at the end of the training
 - ``expected.json``: what ``vl-plugins evaluate --json`` prints, ranks, and the content of the shards
 """
 
@@ -227,17 +227,8 @@ def last(name):
 
 
 def train_towers(name, config):
-    """Train to the end, and once more until it is interrupted after the first epoch of the second stage."""
+    """Train until the training is interrupted after the first epoch of the second stage."""
     Path("trained", f"{name}.yaml").write_text(config)
-    train = f"-m vl_plugins.integrations.pytorch_metric_learning --config trained/{name}.yaml --device cpu"
-    run(f"{train} --out whole")
-    weights = {
-        f"{part}.{weight}": tensor
-        for part, state in read("whole/latest.pt")["models"].items()
-        for weight, tensor in state.items()
-    }
-    save_file(weights, f"trained/{name}.safetensors")
-    shutil.rmtree("whole")
     interrupted = INTERRUPTED.format(out=f"runs/{name}", config=f"trained/{name}.yaml")
     subprocess.run([sys.executable, "-c", interrupted], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     Path("trained", f"{name}.yaml").unlink()
