@@ -264,7 +264,7 @@ DATA = {
     f"{LOSS} --train-data words.tar": "cannot read words.tar: it is damaged",
     f"{LOSS} --train-data none.tar": "the shards hold no images: none.tar",
     f"{LOSS} --train-data captionless.tar": "it has no captions; expected a list of strings",
-    f"{LOSS} --train-data json.tar": "its json is not valid",
+    f"{LOSS} --train-data json.tar": "its json or txt is not valid",
     f"{LOSS} --train-data pictureless.tar": "it has no images, expected jpg",
     f"{LOSS} --train-data equal.tar": "no 4 images have different captions",
     f"{LOSS} --train-data pipe:cat --dataset-type webdataset": "pipe:cat",
