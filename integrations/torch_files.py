@@ -1,4 +1,4 @@
-"""Devices and files of ``torch.save`` that the user names; the files may be damaged or malicious."""
+"""Files of ``torch.save`` that the user names; they may be damaged or malicious."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import torch
 
 from vl_plugins.errors import UserError, first_line
 
-__all__ = ["UnreadableFileError", "check_device", "read_torch_file"]
+__all__ = ["UnreadableFileError", "read_torch_file"]
 
 
 class UnreadableFileError(UserError):
@@ -43,15 +43,6 @@ def read_torch_file(file: str | os.PathLike, *, mmap: bool = False) -> Any:
             raise UnreadableFileError("it holds more than tensors and text, and such files can run code") from error
         reason = type(error).__name__ if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise UnreadableFileError(f"it is cut off or damaged ({reason})") from error
-
-
-def check_device(flag: str, device: str) -> str:
-    """Return ``device``, or raise ``UserError`` unless torch can put a tensor there."""
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"{flag} {device}: {first_line(error)}") from error
-    return device
 
 
 def _begins_as_torch_writes(file: str | os.PathLike) -> bool:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vl_plugins.data.randomness import derived_seed, random_states, seed_everything, seeded, set_random_states
+from vl_plugins.data.randomness import derived_seed, seed_everything, seeded
 
 
 def draw():
@@ -36,16 +36,6 @@ def test_generators_go_on_as_if_nothing_had_been_drawn(fails):
     except KeyError:
         pass
     assert [*found, draw()] == expected
-
-
-def test_states_are_put_back(tmp_path):
-    seed_everything(5)
-    draw()
-    torch.save(random_states(), tmp_path / "states.pt")
-    expected = [draw(), draw()]
-    seed_everything(6)
-    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
-    assert [draw(), draw()] == expected
 
 
 def test_derived_seeds_are_different_and_fit_numpy():

@@ -3,13 +3,12 @@
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-__all__ = ["derived_seed", "random_states", "seed_everything", "seeded", "set_random_states"]
+__all__ = ["derived_seed", "seed_everything", "seeded"]
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -39,23 +38,3 @@ def seeded(*parts: int | str) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         torch.set_rng_state(torch_state)
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of all generators of random numbers, as tensors and tuples that are safe to load."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return {
-        "python": random.getstate(),
-        "numpy": (name, tuple(keys.tolist()), *rest),  # type: ignore[attr-defined]
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with the random numbers where :func:`random_states` was."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
