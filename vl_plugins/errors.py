@@ -18,6 +18,7 @@ __all__ = [
     "exit_status",
     "first_line",
     "message",
+    "missing_extra",
     "number",
     "one_of",
     "require",
@@ -147,8 +148,12 @@ def require(module: str, extra: str) -> ModuleType:
         # A module that is installed but broken is not missing.
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        hint = f"pip install 'vl_plugins[{extra}]'"
-        raise MissingExtraError(f"{module} is not installed; install it with: {hint}") from error
+        raise missing_extra(module, extra) from error
+
+
+def missing_extra(module: str, extra: str) -> MissingExtraError:
+    """Return the error that says which extra brings a module."""
+    return MissingExtraError(f"{module} is not installed; install it with: pip install 'vl_plugins[{extra}]'")
 
 
 def _nearest(name: Any, known: Iterable[str], count: int, cutoff: float) -> list[str]:

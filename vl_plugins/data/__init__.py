@@ -6,7 +6,7 @@ Names are imported when they are first used: what writes and checks shards needs
 import importlib
 from typing import Any
 
-from vl_plugins.errors import MissingExtraError
+from vl_plugins.errors import missing_extra
 
 _MODULES = {
     "captions": ("CaptionedImage", "RejectedImage", "first_captions", "normalize_caption"),
@@ -29,5 +29,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     except ModuleNotFoundError as error:
-        hint = "pip install 'vl_plugins[data]'"
-        raise MissingExtraError(f"{error.name} is not installed; install it with: {hint}") from error
+        raise missing_extra(str(error.name), "data") from error
