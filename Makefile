@@ -5,7 +5,7 @@ EXTRAS := dev,sentence-transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-lowest test-slow coverage lint links docs pictures format clean
+.PHONY: demo test test-lowest test-slow coverage lint docs pictures format clean
 
 demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
@@ -26,17 +26,12 @@ test-slow: $(INSTALLED)
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=xml --cov-report=term:skip-covered
 
-lint: $(INSTALLED) links
+lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml
+	$(BIN)/mypy
 
-# The package as it is installed, with the folders beside it, for mypy and for the reference of the documentation.
-links:
-	rm -rf build/types && mkdir -p build/types/vl_plugins
-	ln -s $(CURDIR)/vl_plugins/* $(CURDIR)/configs $(CURDIR)/integrations build/types/vl_plugins
-
-docs: $(INSTALLED) links
+docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

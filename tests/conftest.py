@@ -97,14 +97,30 @@ def stamps() -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
-    """Folder with a built wheel, unpacked as pip does, without what it depends on.
-
-    It is built from a copy of the sources: setuptools writes beside them, and several test processes would meet there.
-    """
-    sources, site = tmp_path_factory.mktemp("sources") / "vl_plugins", tmp_path_factory.mktemp("site")
+def sources(tmp_path_factory) -> Path:
+    """A copy of the checkout: setuptools writes beside the sources, and several test processes would meet there."""
+    folder = tmp_path_factory.mktemp("sources") / "vl_plugins"
     unwanted = shutil.ignore_patterns(".*", "build", "demo", "logs", "__pycache__", "*.egg-info")
-    shutil.copytree(Path(__file__).parents[1], sources, ignore=unwanted)
+    shutil.copytree(Path(__file__).parents[1], folder, symlinks=True, ignore=unwanted)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(sources, tmp_path_factory) -> Path:
+    """Folder with a built wheel, unpacked as pip does, without what it depends on."""
+    return _install(sources, tmp_path_factory.mktemp("site"))
+
+
+def _install(sources: Path, site: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(site), "."], cwd=sources, check=True)
+    subprocess.run([*pip, "--target", str(site), str(sources)], check=True)
     return site
+
+
+@pytest.fixture(scope="session")
+def sdist_wheel(sources, wheel, tmp_path_factory) -> Path:
+    """The same of a wheel that is built from the sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, capture_output=True)
+    return _install(next(folder.glob("*.tar.gz")), tmp_path_factory.mktemp("site"))

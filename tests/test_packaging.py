@@ -15,8 +15,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"vl_plugins": ROOT / "vl_plugins", "vl_plugins.integrations": ROOT / "integrations"}
-PACKAGES |= {"vl_plugins.configs": ROOT / "configs"}
+
+SUFFIXES = {".py", ".jinja", ".json", ".yaml", ".typed"}
 
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
@@ -26,28 +26,28 @@ EXTRAS += ("sentence_transformers",)
 
 
 def modules():
-    found = set()
-    for package, folder in PACKAGES.items():
-        for file in folder.rglob("*.py"):
-            if "__pycache__" not in file.parts:
-                parts = file.relative_to(folder).with_suffix("").parts
-                found.add(".".join([package, *parts]).removesuffix(".__init__"))
-    return found
+    files = [file for part in ("vl_plugins", "integrations", "configs") for file in (ROOT / part).rglob("*.py")]
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
+    return {name if name.startswith("vl_plugins") else f"vl_plugins.{name}" for name in names}
 
 
-def test_the_wheel_holds_every_module_and_configuration(wheel):
-    expected = modules()
-    assert len(expected) > 30
-    assert not (wheel / "benchmarks").exists()
-    for name in expected:
-        path = wheel.joinpath(*name.split("."))
-        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
-    for pattern in ("*.jinja", "*.json"):
-        for file in (ROOT / "vl_plugins").rglob(pattern):
-            assert (wheel / file.relative_to(ROOT)).is_file(), file
-    for file in (ROOT / "configs").rglob("*"):
-        if file.suffix in (".json", ".yaml"):
-            assert (wheel / "vl_plugins" / "configs" / file.relative_to(ROOT / "configs")).is_file(), file
+def test_wheels_of_the_checkout_and_of_the_sdist_have_the_same_files(wheel, sdist_wheel):
+    files, same = (
+        {
+            path.relative_to(site).as_posix()
+            for path in site.rglob("*")
+            if path.is_file() and ".dist-info" not in str(path)
+        }
+        for site in (wheel, sdist_wheel)
+    )
+    files, same = ({name for name in names if not name.endswith(".pyc")} for names in (files, same))
+    assert files == same
+    expected = {file.relative_to(ROOT) for file in (ROOT / "vl_plugins").rglob("*") if file.suffix in SUFFIXES}
+    for folder in ("integrations", "configs"):
+        found = (ROOT / folder).rglob("*")
+        expected |= {"vl_plugins" / file.relative_to(ROOT) for file in found if file.suffix in SUFFIXES}
+    assert len(expected) > 100
+    assert {file.as_posix() for file in expected} == {name for name in files if name.endswith(tuple(SUFFIXES))}
 
 
 IMPORTS = f"""
