@@ -29,6 +29,7 @@ coverage: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 docs: $(INSTALLED)

@@ -146,3 +146,10 @@ def test_the_lowest_versions_that_are_declared_are_tested():
     del pinned["torchvision"]  # has to be that of torch, and is no dependency by itself
     assert len(declared) > 5
     assert pinned == declared
+
+
+def test_shards_are_written_and_checked_without_torch():
+    """It takes half a gigabyte, in each worker process too."""
+    code = "import sys; from vl_plugins.data import expand_shards, read_table, verify_shards, write_shards; "
+    code += "import vl_plugins.data.inspection; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
