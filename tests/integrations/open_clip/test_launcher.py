@@ -209,5 +209,5 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path, data):
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait() == 130
     output = (tmp_path / "output").read_text()
-    assert output.count("vl_plugins: interrupted\n") == 1
+    assert output.count("vl_plugins: interrupted; use --resume to continue\n") == 1
     assert "Traceback" not in output
