@@ -68,7 +68,7 @@ def make_loss(name, rank=0, world_size=1, local_loss=False, image_ids=None):
         return ClipLoss(local_loss, gather_with_grad=True, rank=rank, world_size=world_size)
     steps = Steps()
     if image_ids is not None:
-        steps.batches.append((torch.tensor(image_ids), []))
+        steps.batches.append((torch.tensor(image_ids, dtype=torch.long), []))
     return build_loss(Namespace(**vars(CASES[name]) | {"local_loss": local_loss}), steps)
 
 
