@@ -5,9 +5,9 @@ from argparse import Namespace
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
+from vl_plugins.distributed import DistributedLoss, all_gather_rows
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import (
     check_compares_sets,
@@ -18,18 +18,11 @@ from vl_plugins.integrations.cross_modal import (
     without_regularization,
 )
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager, full_precision
 from vl_plugins.registry import create, create_loss
 
-__all__ = ["NonFiniteLossError", "TwoTowerLoss", "build_loss"]
-
-MOST_KEYS = 16  # in an error
-
-
-class NonFiniteLossError(UserError):
-    """The loss is NaN or infinite."""
+__all__ = ["TwoTowerLoss", "build_loss"]
 
 
 class TwoTowerLoss(nn.Module):
@@ -47,9 +40,11 @@ class TwoTowerLoss(nn.Module):
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
         learned_scale: pass the model's logit scale to the loss as ``scale``.
-        local_loss: compare only this process's images and texts with those of all processes, if
-            :attr:`compares_own_rows`.
+        local_loss: compare only this process's images and texts with those of all processes, if the loss allows it.
         steps: the step, by which ``warmup_steps`` count, and the image ids; without ids all images are different.
+
+    Attributes:
+        compares_own_rows: True if ``local_loss`` is set and the loss allows it.
     """
 
     def __init__(
@@ -63,15 +58,10 @@ class TwoTowerLoss(nn.Module):
     ):
         super().__init__()
         self.name, self.loss, self.miner = name, loss, miner
-        self.pair_loss = without_regularization(loss)
-        self.own_rows_loss = DistributedLoss(self.pair_loss)
-        self.learned_scale, self.local_loss, self.steps = learned_scale, local_loss, steps or Steps()
-
-    @property
-    def compares_own_rows(self) -> bool:
-        """Whether ``local_loss`` is set and the loss allows it; otherwise each process compares the joined batch."""
-        has_rows = isinstance(self.pair_loss, PairLoss) and self.pair_loss.has_independent_pairs
-        return self.local_loss and has_rows and self.miner is None
+        pair_loss = without_regularization(loss)
+        self.compares_own_rows = local_loss and miner is None and getattr(pair_loss, "has_independent_pairs", False)
+        self.pair_loss = DistributedLoss(pair_loss if self.compares_own_rows else _BothDirections(pair_loss, miner))
+        self.learned_scale, self.steps = learned_scale, steps or Steps()
 
     def forward(
         self,
@@ -95,7 +85,7 @@ class TwoTowerLoss(nn.Module):
 
         Raises:
             ValueError: texts or image ids that do not fit the images.
-            NonFiniteLossError: the loss is NaN or infinite.
+            UserError: the loss is NaN or infinite.
         """
         sides = image_features, text_features, image_slots, text_slots
         terms = eager()(self._terms, *sides, {"scale": logit_scale} if self.learned_scale else {})
@@ -106,50 +96,31 @@ class TwoTowerLoss(nn.Module):
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
     def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
-        labels = self._labels(images, texts)
         for module in self.loss.modules():
             if isinstance(module, HardestNegativeLoss):
                 module.step = self.steps.number
-        terms, own = {}, images
+        ids = self.steps.image_ids
+        labels = None if ids is None else ids.to(images.device)
         with torch.autocast(images.device.type, enabled=False):
-            if self.compares_own_rows:
-                terms[f"{self.name}_loss"] = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
-            if not terms or self.pair_loss is not self.loss:
-                joined = all_gather_rows(images, texts, *labels, image_slots, text_slots)
-                images, texts = full_precision(*joined[:2])  # the scale multiplies rounding errors
-                if not terms:
-                    sides = images, joined[2], texts, joined[3]
-                    terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
-                terms |= regularization(self.loss, images, texts, *joined[4:])
-        self._check_finite(terms, own)
+            terms = {f"{self.name}_loss": self.pair_loss(images, labels, texts, **options)}
+            if without_regularization(self.loss) is not self.loss:
+                images, texts, *slots = all_gather_rows(images, texts, image_slots, text_slots)
+                terms |= regularization(self.loss, *full_precision(images, texts), *slots)
+        if not torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():  # waits for the GPU
+            values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
+            raise UserError(f"step {self.steps.number}: the loss is not finite ({values})")
         return terms
 
-    def _labels(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of this process's images and texts, equal for the same image in any process."""
-        number = len(images)
-        if len(texts) % number if number else len(texts):
-            raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
-        labels = self.steps.image_ids
-        if labels is None:  # all different
-            labels = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
-        if len(labels) != number:
-            raise ValueError(f"image ids must be one for each of {number} images, got {len(labels)}")
-        labels = labels.to(images.device)
-        return labels, labels.repeat_interleave(len(texts) // max(1, number))
 
-    def _check_finite(self, terms: dict[str, Tensor], images: Tensor) -> None:
-        """Raise ``NonFiniteLossError`` with the keys of the images; this waits for the GPU once."""
-        if torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():
-            return
-        values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
-        keys = self.steps.keys
-        rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
-        named = [keys[row] for row in rows if row < len(keys)] or keys
-        more = f" and {len(named) - MOST_KEYS} more" if len(named) > MOST_KEYS else ""
-        raise NonFiniteLossError(
-            f"step {self.steps.number}: the loss is not finite ({values}); {len(rows)} of {len(images)} image features "
-            f"are not finite; keys of {'these' if rows else 'the batch'}: {', '.join(named[:MOST_KEYS])}{more}"
-        )
+class _BothDirections(nn.Module):
+    """:func:`~vl_plugins.integrations.cross_modal.cross_modal_loss` with the arguments of a loss."""
+
+    def __init__(self, loss: nn.Module, miner: nn.Module | None):
+        super().__init__()
+        self.loss, self.miner = loss, miner
+
+    def forward(self, images, labels, indices_tuple, texts, text_labels, **options) -> Tensor:
+        return cross_modal_loss(self.loss, images, labels, texts, text_labels, self.miner, **options)
 
 
 def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
