@@ -2,26 +2,17 @@
 
 import inspect
 from argparse import Namespace
+from typing import Any
 
 import torch
-from pytorch_metric_learning.losses import BaseMetricLossFunction
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
+from vl_plugins.distributed import DistributedLoss, all_gather_rows
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.cross_modal import (
-    check_compares_sets,
-    check_takes_references,
-    compares_sets,
-    cross_modal_loss,
-    regularization,
-    without_regularization,
-)
+from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner, loss_of_pairs
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.losses import PairLoss
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, create_loss
 
 __all__ = ["NonFiniteLossError", "TwoTowerLoss", "build_loss"]
 
@@ -62,16 +53,14 @@ class TwoTowerLoss(nn.Module):
         steps: Steps | None = None,
     ):
         super().__init__()
-        self.name, self.loss, self.miner = name, loss, miner
-        self.pair_loss = without_regularization(loss)
-        self.own_rows_loss = DistributedLoss(self.pair_loss)
-        self.learned_scale, self.local_loss, self.steps = learned_scale, local_loss, steps or Steps()
+        self.name, self.learned_scale, self.steps = name, learned_scale, steps or Steps()
+        self.loss: Any = loss
+        self.pair_loss: Any = DistributedLoss(CrossModalLoss(loss_of_pairs(loss), miner, own_rows=local_loss))
 
     @property
     def compares_own_rows(self) -> bool:
         """Whether ``local_loss`` is set and the loss allows it; otherwise each process compares the joined batch."""
-        has_rows = isinstance(self.pair_loss, PairLoss) and self.pair_loss.has_independent_pairs
-        return self.local_loss and has_rows and self.miner is None
+        return self.pair_loss.loss.has_independent_pairs
 
     def forward(
         self,
@@ -106,36 +95,18 @@ class TwoTowerLoss(nn.Module):
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
     def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
-        labels = self._labels(images, texts)
         for module in self.loss.modules():
             if isinstance(module, HardestNegativeLoss):
                 module.step = self.steps.number
-        terms, own = {}, images
-        with torch.autocast(images.device.type, enabled=False):
-            if self.compares_own_rows:
-                terms[f"{self.name}_loss"] = self.own_rows_loss(images, labels[0], texts, labels[1], **options)
-            if not terms or self.pair_loss is not self.loss:
-                joined = all_gather_rows(images, texts, *labels, image_slots, text_slots)
-                images, texts = full_precision(*joined[:2])  # the scale multiplies rounding errors
-                if not terms:
-                    sides = images, joined[2], texts, joined[3]
-                    terms[f"{self.name}_loss"] = cross_modal_loss(self.pair_loss, *sides, self.miner, **options)
-                terms |= regularization(self.loss, images, texts, *joined[4:])
-        self._check_finite(terms, own)
+        ids = self.steps.image_ids
+        ids = None if ids is None else ids.to(images.device)
+        images, texts = full_precision(images, texts)  # the scale multiplies rounding errors
+        terms = {f"{self.name}_loss": self.pair_loss(images, ids, texts, **options)}
+        if self.loss is not loss_of_pairs(self.loss):
+            with torch.autocast(images.device.type, enabled=False):
+                terms |= self.loss.regularization(*all_gather_rows(images, texts, image_slots, text_slots))
+        self._check_finite(terms, images)
         return terms
-
-    def _labels(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of this process's images and texts, equal for the same image in any process."""
-        number = len(images)
-        if len(texts) % number if number else len(texts):
-            raise ValueError(f"each image must have the same number of texts, got {len(texts)} for {number} images")
-        labels = self.steps.image_ids
-        if labels is None:  # all different
-            labels = torch.arange(number) + (distributed.get_rank() << 32 if world_size() > 1 else 0)
-        if len(labels) != number:
-            raise ValueError(f"image ids must be one for each of {number} images, got {len(labels)}")
-        labels = labels.to(images.device)
-        return labels, labels.repeat_interleave(len(texts) // max(1, number))
 
     def _check_finite(self, terms: dict[str, Tensor], images: Tensor) -> None:
         """Raise ``NonFiniteLossError`` with the keys of the images; this waits for the GPU once."""
@@ -165,33 +136,19 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
         UserError: an unknown name or option, or a loss with trainable parameters.
         ValueError: a hyper-parameter out of its range.
     """
-    options = dict(args.loss_kwargs)
+    options, makes_sets = {"name": args.loss, **args.loss_kwargs}, args.head == "set"
     learned_scale = options.get("scale") == "learned"
     if learned_scale:
         del options["scale"]
-    for kind in ("reducer", "distance"):
-        name = getattr(args, kind)
-        if name is not None:
-            if kind in options:
-                raise UserError(f"--{kind} and {kind}= in --loss-kwargs both name a {kind}: give one of them")
-            options[kind] = create(kind, name, **getattr(args, f"{kind}_kwargs"))
-    makes_sets = args.head == "set"
-    loss: BaseMetricLossFunction = create_loss(args.loss, **options)
-    check_takes_references(loss)
+    chosen = {kind: getattr(args, kind) for kind in ("miner", "reducer", "distance")}
+    chosen = {kind: name and {"name": name, **getattr(args, f"{kind}_kwargs")} for kind, name in chosen.items()}
+    loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
     if learned_scale:
-        pair_loss = without_regularization(loss)
+        pair_loss = loss_of_pairs(loss)
         if "scale" not in inspect.signature(pair_loss.forward).parameters or not hasattr(pair_loss, "scale"):
             raise UserError(f"--loss-kwargs scale=learned: loss {args.loss!r} has no scale in its call")
-    if makes_sets:
-        if "distance" not in options and not compares_sets(loss):
-            loss = create_loss(args.loss, **options, distance="smooth_chamfer")
-        check_compares_sets(loss)
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")
-    miner = None
-    if args.miner is not None:
-        mined_by = {"distance": loss.distance} if makes_sets else {}
-        miner = create("miner", args.miner, **{**mined_by, **args.miner_kwargs})
     name = args.loss.rpartition(":")[2]
     return TwoTowerLoss(name, loss, miner, learned_scale, args.local_loss, steps)

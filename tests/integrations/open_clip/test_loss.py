@@ -127,8 +127,8 @@ def test_warm_up_counts_training_steps(fields):
 @pytest.mark.parametrize(
     ("texts", "image_ids", "message"),
     [
-        (B + 1, range(B), f"each image must have the same number of texts, got {B + 1} for {B} images"),
-        (B, range(B - 1), f"image ids must be one for each of {B} images, got {B - 1}"),
+        (B + 1, range(B), f"ref_emb must have k rows for each of the {B} embeddings, got {B + 1}"),
+        (B, range(B - 1), f"labels must have the length {B}, got {B - 1}"),
     ],
 )
 def test_counts_that_do_not_fit(texts, image_ids, message):
@@ -165,7 +165,7 @@ def test_sets_are_compared_by_smooth_chamfer_unless_another_similarity_is_named(
     options = loss_options("vlc", head="set", miner="BatchHardMiner", **fields)
     loss = build_loss(options)
     assert type(loss.loss.distance) is expected
-    assert loss.miner.distance is loss.loss.distance
+    assert loss.pair_loss.loss.miner.distance is loss.loss.distance
 
 
 def test_terms_of_a_loss_with_regularization_are_logged_apart():
