@@ -11,8 +11,8 @@ from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
-from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import build_loss
 
 B, D, K = 6, 16, 4
@@ -147,7 +147,7 @@ def test_sets_are_compared_by_smooth_chamfer_unless_another_similarity_is_named(
     options = loss_options("vlc", head="set", miner="BatchHardMiner", **fields)
     loss = build_loss(options)
     assert type(loss.loss.distance) is expected
-    assert loss.miner.distance is loss.loss.distance
+    assert loss.pair_loss.loss.miner.distance is loss.loss.distance
 
 
 def test_terms_of_a_loss_with_regularization_are_logged_apart():
