@@ -99,23 +99,6 @@ def test_equal_captions_of_a_table_do_not_meet(args, tmp_path):
         assert any(len(texts.unique(dim=0)) < 8 for _, texts in batches) is meet
 
 
-def test_flags_for_training_leave_validation_alone(args):
-    assert [*read_splits(args(*LOSS, "--train-data", "", "--train-num-samples", "8"))] == ["val_data"]
-
-
-def test_the_limit_of_pixels_is_that_of_open_clip(args):
-    """A flag of 4.x; toy scenes have 64 x 64 pixels. All of a validation split counts."""
-    arguments = args(*LOSS)
-    arguments.max_image_pixels = 64 * 64 - 1
-    data = read(arguments)
-    with pytest.raises(UserError, match="64 x 64 pixels are more than 4095"):
-        list(data["train"].dataloader)
-    assert sum(len(images) for images, *_ in data["val"].dataloader) == 24
-    for limit in (64 * 64, 0):
-        arguments.max_image_pixels = limit
-        assert len(list(read(arguments)["train"].dataloader)) == 8
-
-
 def test_batches_as_the_trainer_needs_them(args):
     """Epochs differ, processes share them out, and every image and step is noted."""
     steps, shared = Steps(batches_per_step=3), []
@@ -142,15 +125,6 @@ def test_batches_as_the_trainer_needs_them(args):
         assert (train.num_batches, train.num_samples) == (4, 64)
         shared += [number for _ in train for number in steps.image_ids.tolist()]
     assert sorted(shared) == [*range(64)]
-
-
-def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
-    data, draws = read(args(*LOSS)), {}
-    for epoch in (0, 1, 1, 0):
-        data["train"].set_epoch(epoch)
-        drawn = torch.rand(3)
-        assert torch.equal(draws.setdefault(epoch, drawn), drawn)
-    assert not torch.equal(draws[0], draws[1])
 
 
 def test_unreadable_pictures_are_skipped_or_raise(args, toy_shards, tmp_path):
