@@ -127,6 +127,7 @@ class PairLoss(BaseMetricLossFunction):
         """True if the loss of a batch is the mean of its pairs' losses, each of its row and column alone."""
         return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
+    @eager
     def forward(
         self,
         embeddings: Tensor,
@@ -151,7 +152,39 @@ class PairLoss(BaseMetricLossFunction):
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
                 all similarities are needed.
         """
-        return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
+        self.reset_stats()
+        one_set = ref_emb is None or ref_emb is embeddings
+        if one_set:
+            if ref_labels is not None and ref_labels is not labels and not torch.equal(ref_labels, labels):
+                raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+            ref_emb, ref_labels = embeddings, labels
+        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
+            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
+        for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
+            shape, expected = getattr(side_labels, "shape", None), (len(side),)
+            if shape != expected and not (side_labels is None and indices_tuple is not None):
+                raise ValueError(f"{name} must be a tensor of the shape {expected}, got {shape}")
+        in_blocks = indices_tuple is None and self.negatives in ("max", "logsumexp") and self._is_plain()
+        if self.tiled and not in_blocks:
+            raise ValueError(
+                "tiled=True needs labels, a plain CosineSimilarity or DotProductSimilarity, and a loss of the (soft) "
+                f"maximum of the negatives; got {self.distance} and negatives {self.negatives!r}"
+            )
+        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
+        scale = self._scale(scale)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            x, y = full_precision(embeddings, ref_emb)
+            labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
+            if indices_tuple is not None:
+                info = self._losses_of_indices(x, y, indices_tuple, scale, both)
+            else:
+                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both, in_blocks)
+            loss_dict = {"loss": info}
+            if self.embedding_regularizer is not None:
+                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
+                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
+                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
+            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
 
     def from_similarities(
         self,
@@ -182,61 +215,19 @@ class PairLoss(BaseMetricLossFunction):
             losses = self._matrix_losses(similarities, negative_mask, pairs, both)
             return self._reduce({"loss": _info(losses, (rows, columns))}, None, [similarities], scale)
 
-    def _forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: IndicesTuple | None,
-        ref_emb: Tensor | None,
-        ref_labels: Tensor | None,
-        scale: float | Tensor | None,
-        symmetric: bool | None,
-    ) -> Any:
-        self.reset_stats()
-        one_set = ref_emb is None or ref_emb is embeddings
-        if one_set:
-            if ref_labels is not None and ref_labels is not labels and not _equal(ref_labels, labels):
-                raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-            ref_emb, ref_labels = embeddings, labels
-        assert ref_emb is not None
-        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
-            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
-        for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-            if side_labels is not None or indices_tuple is None:
-                _check_labels(name, side_labels, len(side))
-        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
-        scale = self._scale(scale)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            x, y = full_precision(embeddings, ref_emb)
-            labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
-            if indices_tuple is not None:
-                info = self._losses_of_indices(x, y, indices_tuple, scale, both)
-            else:
-                assert labels is not None
-                assert ref_labels is not None
-                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both)
-            loss_dict = {"loss": info}
-            if self.embedding_regularizer is not None:
-                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
-                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
-                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
-            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
-
     def _losses_of_labels(
         self,
         x: Tensor,
-        labels: Tensor,
+        labels: Any,
         y: Tensor,
-        ref_labels: Tensor,
+        ref_labels: Any,
         scale: float | Tensor,
         one_set: bool,
         both: bool,
+        in_blocks: bool,
     ) -> dict[str, Any]:
         rows, columns = label_pairs(labels, ref_labels)
-        problem = self._tiling_problem()
-        if self.tiled and problem:
-            raise ValueError(f"tiled=True cannot be used, because {problem}")
-        if problem or len(rows) == 0:
+        if not in_blocks or len(rows) == 0:
             if one_set:
                 rows, columns = rows[rows != columns], columns[rows != columns]
             pairs = Pairs(rows, columns, (len(x), len(y)), scale)
@@ -258,8 +249,6 @@ class PairLoss(BaseMetricLossFunction):
     def _losses_of_indices(
         self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
     ) -> dict[str, Any]:
-        if self.tiled:
-            raise ValueError("tiled=True cannot be used, because pairs are given as an indices_tuple")
         similarities, (anchors, positives, *negatives) = self._similarities(x, y), indices_tuple
         if len(negatives) == 1 and self.takes_triplets and len(anchors) > 0:
             losses = self.triplet_losses(similarities, anchors, positives, negatives[0], scale)
@@ -284,10 +273,7 @@ class PairLoss(BaseMetricLossFunction):
         if self.negatives == "matrix":
             losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
             if losses.shape != anchors.shape:
-                raise ValueError(
-                    f"{type(self).__name__}.matrix_losses must return a value for each of the {len(anchors)} positive "
-                    f"pairs, got shape {_shape(losses)}"
-                )
+                raise ValueError(f"matrix_losses must return shape {_shape(anchors)}, got {_shape(losses)}")
             return losses
         positive = similarities[anchors, positives]
         if self.negatives == "all":
@@ -337,27 +323,8 @@ class PairLoss(BaseMetricLossFunction):
         is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
         return is_plain and distance.p == 2 and distance.power == 1
 
-    def _tiling_problem(self) -> str | None:
-        """Return why the loss needs the matrix of all similarities; None if it does not."""
-        if self.negatives not in ("max", "logsumexp"):
-            return f"{type(self).__name__} needs all similarities here (negatives are {self.negatives!r})"
-        return None if self._is_plain() else f"{self.distance} is not a plain CosineSimilarity or DotProductSimilarity"
-
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
-
-
-def _check_labels(name: str, labels: Any, size: int) -> None:
-    if labels is None:
-        raise ValueError(f"{name} must be given without an indices_tuple, got None")
-    if not isinstance(labels, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(labels).__name__}: torch.as_tensor makes one of it")
-    if labels.shape != (size,):
-        raise ValueError(f"{name} must have the shape {(size,)}, got {_shape(labels)}")
-
-
-def _equal(labels: Any, others: Any) -> bool:
-    return isinstance(labels, Tensor) and isinstance(others, Tensor) and torch.equal(labels.to(others.device), others)
 
 
 def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:
