@@ -40,7 +40,7 @@ from torch.nn.functional import normalize, softplus
 from benchmarks.measurement import check, clock, extra_bytes, print_table, time_rounds
 from tests.sets.references import EXP_AND_POOL
 from vl_plugins import create_loss
-from vl_plugins.distances import smooth_chamfer_similarity
+from vl_plugins.distances import SmoothChamferSimilarity
 
 # The defaults of the losses, which the peers get too.
 SCALE, MARGIN, ALPHA = 50.0, 0.2, 16.0
@@ -162,7 +162,7 @@ def smooth_chamfer_formula(images: Tensor, texts: Tensor) -> Tensor:
 
 
 SMOOTH_CHAMFER = {
-    f"smooth-Chamfer ({backend})": partial(smooth_chamfer_similarity, alpha=ALPHA, **BACKENDS[backend])
+    f"smooth-Chamfer ({backend})": SmoothChamferSimilarity(ALPHA, **BACKENDS[backend])
     for backend in ("dense", "tiled")
 }
 
