@@ -162,8 +162,7 @@ def smooth_chamfer_formula(images: Tensor, texts: Tensor) -> Tensor:
 
 
 SMOOTH_CHAMFER = {
-    f"smooth-Chamfer ({backend})": SmoothChamferSimilarity(ALPHA, **BACKENDS[backend])
-    for backend in ("dense", "tiled")
+    f"smooth-Chamfer ({backend})": SmoothChamferSimilarity(ALPHA, **BACKENDS[backend]) for backend in ("dense", "tiled")
 }
 
 

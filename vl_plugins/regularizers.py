@@ -91,7 +91,7 @@ def circular_variance(sets: Tensor) -> Tensor:
 
 
 class SetRegularizer(BaseRegularizer):
-    """A regularizer of sets (B, K, D), or packed, (B, K * D) with ``set_size`` = K; by default (B, D) are sets of one."""
+    """A regularizer of sets (B, K, D), or packed, (B, K * D) with ``set_size`` = K; by default vectors are sets of one."""
 
     def __init__(self, set_size: int = 1, collect_stats: bool | None = None):
         super().__init__(collect_stats=collect_stats)

@@ -22,16 +22,8 @@ class Pairs(NamedTuple):
 
     rows: Tensor
     columns: Tensor
-    shape: tuple[int, ...]
+    shape: torch.Size
     scale: float | Tensor = 1.0
-
-    def values(self, name: str, tensor: float | Tensor) -> float | Tensor:
-        """Return a number as it is, and of a tensor (A,) of the rows or (A, C) the elements of the pairs, (M,)."""
-        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-            return tensor
-        if tensor.shape not in (self.shape[:1], self.shape):
-            raise ValueError(f"{name} must have the shape {self.shape[:1]} or {self.shape}, got {tuple(tensor.shape)}")
-        return tensor[(self.rows, self.columns)[: tensor.ndim]]
 
 
 class PairLoss(BaseMetricLossFunction):
@@ -119,7 +111,7 @@ class PairLoss(BaseMetricLossFunction):
         self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
     ) -> Tensor:
         """Return the losses of T given triplets of a row and two columns, (T,)."""
-        pairs = Pairs(anchors, positives, _shape(similarities), scale)
+        pairs = Pairs(anchors, positives, similarities.shape, scale)
         return self.pair_loss(similarities[anchors, positives], similarities[anchors, negatives], pairs)
 
     @property
@@ -175,10 +167,14 @@ class PairLoss(BaseMetricLossFunction):
         with torch.autocast(embeddings.device.type, enabled=False):
             x, y = full_precision(embeddings, ref_emb)
             labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
-            if indices_tuple is not None:
-                info = self._losses_of_indices(x, y, indices_tuple, scale, both)
+            if in_blocks:
+                info = self._losses_in_blocks(x, labels, y, ref_labels, scale, one_set, both)
+            elif indices_tuple is None:
+                same = labels[:, None] == ref_labels
+                positive_mask = same.clone().fill_diagonal_(False) if one_set else same
+                info = self._losses_of_masks(self._similarities(x, y), positive_mask, ~same, scale, both)
             else:
-                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both, in_blocks)
+                info = self._losses_of_indices(self._similarities(x, y), indices_tuple, scale, both)
             loss_dict = {"loss": info}
             if self.embedding_regularizer is not None:
                 takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
@@ -206,33 +202,19 @@ class PairLoss(BaseMetricLossFunction):
         """
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool {_shape(similarities)}, got {mask.dtype} {_shape(mask)}")
+                raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
         scale, both = self._scale(scale), self.symmetric if symmetric is None else symmetric
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
-            rows, columns = positive_mask.nonzero().unbind(dim=1)
-            pairs = Pairs(rows, columns, _shape(similarities), scale)
-            losses = self._matrix_losses(similarities, negative_mask, pairs, both)
-            return self._reduce({"loss": _info(losses, (rows, columns))}, None, [similarities], scale)
+            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, both)
+            return self._reduce({"loss": info}, None, [similarities], scale)
 
-    def _losses_of_labels(
-        self,
-        x: Tensor,
-        labels: Any,
-        y: Tensor,
-        ref_labels: Any,
-        scale: float | Tensor,
-        one_set: bool,
-        both: bool,
-        in_blocks: bool,
+    def _losses_in_blocks(
+        self, x: Tensor, labels: Any, y: Tensor, ref_labels: Any, scale: float | Tensor, one_set: bool, both: bool
     ) -> dict[str, Any]:
         rows, columns = label_pairs(labels, ref_labels)
-        if not in_blocks or len(rows) == 0:
-            if one_set:
-                rows, columns = rows[rows != columns], columns[rows != columns]
-            pairs = Pairs(rows, columns, (len(x), len(y)), scale)
-            losses = self._matrix_losses(self._similarities(x, y), labels[:, None] != ref_labels, pairs, both)
-            return _info(losses, (rows, columns))
+        if len(rows) == 0:  # torch has no maximum of nothing
+            return _info(x.new_zeros(0), (rows, columns))
         normalize = self.distance.normalize_embeddings
         if self.negatives == "max":
             positive, *maxima = maximum(x, y, rows, columns, normalize=normalize)
@@ -243,29 +225,36 @@ class PairLoss(BaseMetricLossFunction):
             (different,) = (rows != columns).nonzero().unbind(dim=1)
             rows, columns, positive = rows[different], columns[different], positive[different]
         negative = torch.stack([maxima[0][rows], maxima[1][columns]]) if both else maxima[0][rows][None]  # (1 or 2, M)
-        losses = self._guarded(positive, negative, Pairs(rows, columns, (len(x), len(y)), scale))
+        losses = self._guarded(positive, negative, Pairs(rows, columns, torch.Size((len(x), len(y))), scale))
         return _info(losses.sum(dim=0), (rows, columns))
 
     def _losses_of_indices(
-        self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
+        self, similarities: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
     ) -> dict[str, Any]:
-        similarities, (anchors, positives, *negatives) = self._similarities(x, y), indices_tuple
+        anchors, positives, *negatives = indices_tuple
         if len(negatives) == 1 and self.takes_triplets and len(anchors) > 0:
             losses = self.triplet_losses(similarities, anchors, positives, negatives[0], scale)
             return _info(losses, indices_tuple)
-        rows, columns = _mask(similarities, anchors, positives).nonzero().unbind(dim=1)
         negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
-        pairs = Pairs(rows, columns, _shape(similarities), scale)
-        return _info(self._matrix_losses(similarities, negative_mask, pairs, both), (rows, columns))
+        return self._losses_of_masks(similarities, _mask(similarities, anchors, positives), negative_mask, scale, both)
 
-    def _matrix_losses(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
-        """Return the losses of all pairs, (M,), of rows as anchors, plus those of columns with ``both``."""
-        if len(pairs.rows) == 0:  # torch has no maximum of nothing
-            return similarities.new_zeros(0)
-        losses = self._direction(similarities, negative_mask, pairs.rows, pairs.columns, pairs)
+    def _losses_of_masks(
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        scale: float | Tensor,
+        both: bool,
+    ) -> dict[str, Any]:
+        """Return the losses of all positive pairs, (M,), with rows as anchors, plus those with columns if ``both``."""
+        rows, columns = positive_mask.nonzero().unbind(dim=1)
+        pairs = Pairs(rows, columns, similarities.shape, scale)
+        if len(rows) == 0:
+            return _info(similarities.new_zeros(0), (rows, columns))
+        losses = self._direction(similarities, negative_mask, rows, columns, pairs)
         if both:
-            losses = losses + self._direction(similarities.T, negative_mask.T, pairs.columns, pairs.rows, pairs)
-        return losses
+            losses = losses + self._direction(similarities.T, negative_mask.T, columns, rows, pairs)
+        return _info(losses, (rows, columns))
 
     def _direction(
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
@@ -273,7 +262,7 @@ class PairLoss(BaseMetricLossFunction):
         if self.negatives == "matrix":
             losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
             if losses.shape != anchors.shape:
-                raise ValueError(f"matrix_losses must return shape {_shape(anchors)}, got {_shape(losses)}")
+                raise ValueError(f"matrix_losses must return shape {anchors.shape}, got {losses.shape}")
             return losses
         positive = similarities[anchors, positives]
         if self.negatives == "all":
@@ -315,7 +304,7 @@ class PairLoss(BaseMetricLossFunction):
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
         if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ValueError(f"scale must have one element, got shape {_shape(scale)}")
+            raise ValueError(f"scale must have one element, got shape {scale.shape}")
         return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
 
     def _is_plain(self) -> bool:
@@ -336,7 +325,3 @@ def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     mask = torch.zeros_like(similarities, dtype=torch.bool)
     mask[rows, columns] = True
     return mask
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

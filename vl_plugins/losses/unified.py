@@ -77,7 +77,12 @@ class UnifiedLoss(PairLoss):
         self.add_to_recordable_attributes(list_of_names=["margin", "scale"], is_stat=False)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        exponent = pairs.scale * (pairs.values("margin", self.margin) + negative - positive)
+        margin = self.margin
+        if isinstance(margin, Tensor) and margin.ndim > 0:
+            if margin.shape not in (pairs.shape[:1], pairs.shape):
+                raise ValueError(f"margin must have the shape {pairs.shape[:1]} or {pairs.shape}, got {margin.shape}")
+            margin = margin[(pairs.rows, pairs.columns)[: margin.ndim]]
+        exponent = pairs.scale * (margin + negative - positive)
         return softplus(exponent, threshold=60) / pairs.scale  # exact in float64 beyond 60
 
     @property
