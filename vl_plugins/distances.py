@@ -36,7 +36,6 @@ class SetDistance(BaseDistance):
         tiled: compute each block of similarities again for the gradients instead of keeping it. By default beyond 1 GiB
             of cosines.
         normalize_embeddings: L2-normalize each element first.
-        collect_stats: see pytorch-metric-learning.
 
     Raises:
         ValueError: a hyper-parameter out of its range; in a call, shapes that do not fit.
@@ -47,12 +46,10 @@ class SetDistance(BaseDistance):
         set_size: int = 1,
         tiled: bool | None = None,
         normalize_embeddings: bool = True,
-        collect_stats: bool | None = None,
     ):
-        super().__init__(normalize_embeddings, is_inverted=True, collect_stats=collect_stats)
+        super().__init__(normalize_embeddings, is_inverted=True)
         self.set_size = number("set_size", set_size, least=1, kind=int)
         self.tiled = tiled
-        self.add_to_recordable_attributes(name="set_size", is_stat=False)
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         """Return the similarities of a sets to C sets, (a, C).
@@ -189,7 +186,6 @@ class SmoothChamferSimilarity(ChamferSimilarity):
     def __init__(self, alpha: float = 16.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.alpha = number("alpha", alpha, above=0)
-        self.add_to_recordable_attributes(name="alpha", is_stat=False)
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         return super().formula(self.alpha * cosines, weights, ref_weights) / self.alpha

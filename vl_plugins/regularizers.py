@@ -91,10 +91,10 @@ def circular_variance(sets: Tensor) -> Tensor:
 
 
 class SetRegularizer(BaseRegularizer):
-    """A regularizer of sets (B, K, D), or packed, (B, K * D) with ``set_size`` = K; by default vectors are sets of one."""
+    """A regularizer of sets (B, K, D), or (B, K * D) with ``set_size`` = K; by default vectors are sets of one."""
 
-    def __init__(self, set_size: int = 1, collect_stats: bool | None = None):
-        super().__init__(collect_stats=collect_stats)
+    def __init__(self, set_size: int = 1):
+        super().__init__()
         self.sets = SetDistance(set_size)
 
     def join(self, embeddings: Tensor, *others: Tensor) -> JoinedSets:
@@ -113,7 +113,7 @@ class DiversityRegularizer(SetRegularizer):
 
     Args:
         scale: 2 in the formula, > 0.
-        kwargs: ``set_size``, see :class:`SetRegularizer`, and ``collect_stats`` of pytorch-metric-learning.
+        kwargs: ``set_size``, see :class:`SetRegularizer`.
 
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, section 3.4.

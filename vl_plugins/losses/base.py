@@ -144,17 +144,16 @@ class PairLoss(BaseMetricLossFunction):
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
                 all similarities are needed.
         """
-        self.reset_stats()
         one_set = ref_emb is None or ref_emb is embeddings
-        if one_set:
-            if ref_labels is not None and ref_labels is not labels and not torch.equal(ref_labels, labels):
-                raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-            ref_emb, ref_labels = embeddings, labels
+        sides: Any = embeddings, embeddings if one_set else ref_emb
+        ids: Any = labels, labels if one_set and ref_labels is None else ref_labels
+        if one_set and ids[0] is not ids[1] and not torch.equal(*ids):
+            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
         if indices_tuple is not None and len(indices_tuple) not in (3, 4):
             raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
-        for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-            shape, expected = getattr(side_labels, "shape", None), (len(side),)
-            if shape != expected and not (side_labels is None and indices_tuple is not None):
+        for name, side, of_side in zip(("labels", "ref_labels"), sides, ids, strict=True):
+            shape, expected = getattr(of_side, "shape", None), side.shape[:1]
+            if shape != expected and not (of_side is None and indices_tuple is not None):
                 raise ValueError(f"{name} must be a tensor of the shape {expected}, got {shape}")
         in_blocks = indices_tuple is None and self.negatives in ("max", "logsumexp") and self._is_plain()
         if self.tiled and not in_blocks:
@@ -165,12 +164,12 @@ class PairLoss(BaseMetricLossFunction):
         both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
         scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
-            x, y = full_precision(embeddings, ref_emb)
-            labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
+            x, y = full_precision(*sides)
+            ids = [None if of_side is None else of_side.to(x.device) for of_side in ids]
             if in_blocks:
-                info = self._losses_in_blocks(x, labels, y, ref_labels, scale, one_set, both)
+                info = self._losses_in_blocks(x, y, ids[0], ids[1], scale, one_set, both)
             elif indices_tuple is None:
-                same = labels[:, None] == ref_labels
+                same = ids[0][:, None] == ids[1]
                 positive_mask = same.clone().fill_diagonal_(False) if one_set else same
                 info = self._losses_of_masks(self._similarities(x, y), positive_mask, ~same, scale, both)
             else:
@@ -180,7 +179,7 @@ class PairLoss(BaseMetricLossFunction):
                 takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
                 term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
                 loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
-            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
+            return self._reduce(loss_dict, ids[0], [x] if one_set else [x, y], scale)
 
     def from_similarities(
         self,
@@ -210,7 +209,14 @@ class PairLoss(BaseMetricLossFunction):
             return self._reduce({"loss": info}, None, [similarities], scale)
 
     def _losses_in_blocks(
-        self, x: Tensor, labels: Any, y: Tensor, ref_labels: Any, scale: float | Tensor, one_set: bool, both: bool
+        self,
+        x: Tensor,
+        y: Tensor,
+        labels: Tensor,
+        ref_labels: Tensor,
+        scale: float | Tensor,
+        one_set: bool,
+        both: bool,
     ) -> dict[str, Any]:
         rows, columns = label_pairs(labels, ref_labels)
         if len(rows) == 0:  # torch has no maximum of nothing

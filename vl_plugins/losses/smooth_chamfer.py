@@ -82,7 +82,6 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.base = base
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
-        self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"], is_stat=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
@@ -108,7 +107,6 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        self.reset_stats()
         ref_emb = None if ref_emb is embeddings else ref_emb
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))

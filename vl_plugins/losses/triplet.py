@@ -88,7 +88,6 @@ class TripletHNLoss(HardestNegativeLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
-        self.add_to_recordable_attributes(name="margin", is_stat=False)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         return (self.margin + negative - positive).relu()
@@ -113,6 +112,5 @@ class TripletSHLoss(PairLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
-        self.add_to_recordable_attributes(name="margin", is_stat=False)
 
     pair_loss = TripletHNLoss.pair_loss

@@ -1,7 +1,5 @@
 """Pooling of an item's local features."""
 
-from types import MappingProxyType
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -113,5 +111,5 @@ def _past(sizes: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=sizes.device) >= sizes[:, None]
 
 
-POOLINGS = MappingProxyType({"avg": average_pooling, "gpo": GeneralizedPooling, "max": max_pooling})
+POOLINGS = {"avg": average_pooling, "gpo": GeneralizedPooling, "max": max_pooling}
 """By name: functions of features and padding mask, and classes of modules that are called likewise."""
