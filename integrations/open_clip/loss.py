@@ -78,13 +78,14 @@ class TwoTowerLoss(nn.Module):
             UserError: the loss is NaN or infinite.
         """
         sides = image_features, text_features, image_slots, text_slots
-        terms = eager()(self._terms, *sides, {"scale": logit_scale} if self.learned_scale else {})
+        terms = self._terms(*sides, {"scale": logit_scale} if self.learned_scale else {})
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
                 terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
         return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
 
+    @eager
     def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
         for module in self.loss.modules():
             if isinstance(module, HardestNegativeLoss):

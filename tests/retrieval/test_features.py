@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from vl_plugins.distances import match_probability, smooth_chamfer_similarity
+from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval.features import Features, load_features, save_features
 
@@ -210,11 +210,11 @@ def test_similarities_of_vectors_and_sets():
     torch.testing.assert_close(vectors.similarities().of_images(rows), vectors.images @ vectors.captions.T)
     smooth = {"similarity": "SmoothChamferSimilarity", "similarity_kwargs": {"alpha": 3.0, "backend": None}}  # of 0.2
     sets = features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description=smooth)
-    expected = smooth_chamfer_similarity(sets.images, sets.captions, 3.0)
+    expected = SmoothChamferSimilarity(3.0)(sets.images, sets.captions)
     torch.testing.assert_close(sets.similarities().of_images(rows), expected)
     learned = {"similarity": "MatchProbability", "similarity_kwargs": {"scale": 3.0, "shift": -0.5}}
     found = dataclasses.replace(sets, description=learned).similarities().of_images(rows)
-    torch.testing.assert_close(found, match_probability(sets.images, sets.captions, 3.0, -0.5))
+    torch.testing.assert_close(found, MatchProbability(3.0, -0.5)(sets.images, sets.captions))
     for name, message in ((None, "the similarity of sets in the description"), ("os.system", "unknown distance")):
         with pytest.raises(UserError, match=message):
             dataclasses.replace(sets, description={"similarity": name}).similarities()

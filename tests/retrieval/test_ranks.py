@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.memory import LargestTensor
 from tests.reference import retrieval as reference
-from vl_plugins.distances import mil_similarity, smooth_chamfer_similarity
+from vl_plugins.distances import MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.retrieval import (
     DirectionRanks,
     MatrixSimilarities,
@@ -111,7 +111,7 @@ def test_embeddings_equal_plain_loops_in_chunks_of_any_size(monkeypatch, caption
         assert_direction_equals(direction, rows, by_query, 9)
 
 
-SETS = [((4, 512), similarity) for similarity in (mil_similarity, smooth_chamfer_similarity)]
+SETS = [((4, 512), similarity) for similarity in (MILSimilarity(), SmoothChamferSimilarity())]
 
 
 @pytest.mark.parametrize(("shape", "similarity"), [*[((width,), None) for width in (3, 17, 512, 513)], *SETS])

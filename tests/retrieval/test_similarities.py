@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import extra_bytes
-from vl_plugins.distances import mil_similarity
+from vl_plugins.distances import MILSimilarity
 from vl_plugins.retrieval import EmbeddingSimilarities, MatrixSimilarities, MeanSimilarities, similarities
 
 
@@ -25,7 +25,7 @@ def make(kind):
     if kind == "embeddings":
         return EmbeddingSimilarities(IMAGES, CAPTIONS), PRODUCTS
     if kind == "sets":
-        return EmbeddingSimilarities(*SETS, lambda i, c: mil_similarity(i, c, normalize=False)), closest(*SETS)
+        return EmbeddingSimilarities(*SETS, MILSimilarity(normalize_embeddings=False)), closest(*SETS)
     if kind == "expanded":  # the similarity returns one element of memory for all
         one = torch.ones(1, 1)
         return EmbeddingSimilarities(IMAGES, CAPTIONS, lambda i, c: one.expand(len(i), len(c))), one.expand(67, 131)

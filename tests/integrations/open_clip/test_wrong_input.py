@@ -121,7 +121,7 @@ FLAGS = {
     "--loss unified --distance match_probability": "has trainable parameters",
     "--loss ArcFaceLoss": "loss 'ArcFaceLoss': ",
     f"{LOSS} --loss-kwargs margin": "--loss-kwargs: expected key=value, got 'margin'",
-    f"{LOSS} --loss-kwargs margin=a": "margin of loss 'unified' must be a number, got 'a'",
+    f"{LOSS} --loss-kwargs margin=a": "margin must be a finite number >= 0, got 'a'",
     f"{LOSS} --loss-kwargs margn=1": "unknown option 'margn' (did you mean 'margin'?)",
     f"{LOSS} --loss-kwargs scale=0": "--loss unified: scale must be ",
     "--loss triplet_hn --loss-kwargs scale=learned": "--loss triplet_hn: TripletHNLoss has no scale",
