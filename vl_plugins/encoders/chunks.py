@@ -53,11 +53,13 @@ def _join(chunks: list[Any]) -> Any:
 @contextmanager
 def _fixed_statistics(encoder: nn.Module) -> Iterator[None]:
     """Leave running statistics of batch norm alone, which still normalizes by those of the chunk."""
-    momenta = {norm: norm.momentum for norm in encoder.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)}
-    for norm in momenta:
+    norms: list[Any] = [norm for norm in encoder.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    saved = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, _, count in saved:
         norm.momentum = 0.0
+        norm.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:
-        for norm, momentum in momenta.items():
-            norm.momentum = momentum
+        for norm, momentum, count in saved:
+            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -1,7 +1,7 @@
 """Text encoders of Hugging Face's transformers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any
@@ -22,18 +22,22 @@ class HuggingFaceTrunk(nn.Module):
 
     Args:
         model: name at the hub, such as ``"google-bert/bert-base-uncased"``, or a local folder.
-        pretrained: whether to load its weights, in float32; otherwise they are random, and a folder needs nothing but a
-            ``config.json``.
+        pretrained: whether to load its weights, in float32; otherwise they are random.
+        config: the model to build without pretrained weights, ``{"model_type": "bert"}`` and options of that type;
+            then ``model`` is not looked up, which needs no network.
 
     Raises:
         UserError: it is anything but a text encoder, or it has no padding token; transformers raises other errors.
     """
 
-    def __init__(self, model: str, pretrained: bool = True):
+    def __init__(self, model: str, pretrained: bool = True, config: Mapping[str, Any] | None = None):
         super().__init__()
         transformers = require("transformers", extra="transformers")
         self.name = str(model)
-        settings = self._load(transformers.AutoConfig)
+        if config is None or pretrained:
+            settings = self._load(transformers.AutoConfig)
+        else:
+            settings = transformers.AutoConfig.for_model(**config)
         kind, auto_class = type(settings), transformers.AutoModel
         # Not by the settings: the encoder of a T5 that was saved alone says that it has no decoder.
         if kind().is_encoder_decoder and kind in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
