@@ -24,7 +24,7 @@ from vl_plugins.errors import UserError
 from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
-from vl_plugins.integrations.pytorch_metric_learning.training import LATEST
+from vl_plugins.integrations.pytorch_metric_learning.run import LATEST
 
 
 @pytest.fixture(autouse=True)
