@@ -15,6 +15,7 @@ html_theme, html_title = "furo", f"vl_plugins {release}"
 html_static_path, html_css_files = ["style.css"], ["style.css"]
 html_math_renderer = "mathml"
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 4
+autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings, autodoc_member_order = False, "bysource"
 napoleon_use_ivar = True
 add_module_names = False
@@ -28,9 +29,10 @@ def formula(translator, node):
 
 def add_options_of_bases(app, what, name, obj, options, signature, return_annotation):
     """Show the options that a loss passes on as ``**kwargs``, such as ``reducer`` and ``distance``."""
-    if what == "class" and issubclass(obj, PairLoss):
-        own = [f"{option}={default!r}" for option, default in options_of(obj).items()]
-        return f"({', '.join(own)})", return_annotation
+    if what != "class" or not issubclass(obj, PairLoss):
+        return None
+    every = [f"{option}={default!r}" for option, default in options_of(obj).items()]
+    return f"({', '.join(every)})", return_annotation
 
 
 def skip_fields_of_tuples(app, what, name, obj, skip, options):
