@@ -7,13 +7,13 @@ import vl_plugins
 from vl_plugins.losses import PairLoss
 from vl_plugins.registry import options_of
 
-project, author = "vl_plugins", "vl_plugins contributors"
+project = "vl_plugins"
 release = vl_plugins.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "index"
 html_theme, html_title = "furo", f"vl_plugins {release}"
 html_static_path, html_css_files = ["style.css"], ["style.css"]
-html_math_renderer = "mathml"
+html_math_renderer, html_show_copyright = "mathml", False
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 4
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings, autodoc_member_order = False, "bysource"
@@ -23,6 +23,7 @@ python_maximum_signature_line_length = 88
 
 
 def formula(translator, node):
+    """Write a formula as MathML, which browsers render without a script."""
     translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
     raise nodes.SkipNode
 
