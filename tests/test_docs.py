@@ -43,11 +43,10 @@ def commands(page):
 
 @pytest.fixture
 def folder(tmp_path, toy_scenes, toy_shards, monkeypatch):
-    """The current folder, with what the pages use: toy data, features, and a checkpoint with a set head."""
+    """The current folder, with what the pages use: toy data and a checkpoint with a set head."""
     files = Path(__file__).parent / "files_v0_2"
     (tmp_path / "toy").symlink_to(toy_scenes)
     (tmp_path / "toy-shards").symlink_to(toy_shards)
-    shutil.copy(files / "features" / "set.safetensors", tmp_path / "vit.safetensors")
     shutil.copytree(files / "logs" / "set", tmp_path / "logs" / "sets")
     shutil.copytree(files / "model", tmp_path / "model")
     open_clip.add_model_config(tmp_path / "model" / "tiny.json")
