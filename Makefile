@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LOWEST ?= .venv-lowest
-EXTRAS := dev,sentence-transformers
+EXTRAS := dev,docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
@@ -33,8 +33,7 @@ lint: $(BIN)/ruff
 	$(BIN)/lint-imports --no-cache
 
 docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs build/site
 
 pictures: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/pictures/draw.sh
@@ -56,7 +55,7 @@ $(INSTALLED) $(LOWEST)/installed: pyproject.toml
 
 $(LOWEST)/installed: tests/lowest.txt
 $(LOWEST)/installed: CONSTRAINTS = --constraint tests/lowest.txt
-$(LOWEST)/installed: EXTRAS := dev # sentence-transformers needs transformers 5
+$(LOWEST)/installed: EXTRAS := dev # docs has sentence-transformers, which needs transformers 5
 
 # Seconds, where the whole environment takes minutes.
 $(BIN)/ruff:

@@ -54,8 +54,8 @@ class SetPrediction(nn.Module):
 
     .. math::
         M &= \frac{(\mathrm{LN}(x) W_k) (\mathrm{LN}(E) W_q)^\top}{\sqrt{D_h}}, \quad
-        A_{nk} = \frac{e^{M_{nk}}}{\sum_i e^{M_{ni}}}, \quad \hat A_{nk} = \frac{A_{nk}}{\sum_i A_{ik}} \\
-        \bar E &= \hat A^\top (\mathrm{LN}(x) W_v) W_o + E, \quad E \leftarrow \mathrm{MLP}(\bar E) + \bar E
+        A_{nk} = \frac{e^{M_{nk}}}{\sum_i e^{M_{ni}}}, \quad B_{nk} = \frac{A_{nk}}{\sum_i A_{ik}} \\
+        E' &= B^\top (\mathrm{LN}(x) W_v) W_o + E, \quad E \leftarrow \mathrm{MLP}(E') + E'
 
     Then the global feature is added to each slot (Eq. 5): S = LN(E) + LN(global).
 
