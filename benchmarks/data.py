@@ -41,7 +41,7 @@ from tests.helpers.servers import http_server, s3_server
 from vl_plugins.data import CaptionSampler, Collection, ShardDataset, read_collection, training_loader
 from vl_plugins.data.index import make_index, write_index
 from vl_plugins.data.samples import Record
-from vl_plugins.data.sources import read_table
+from vl_plugins.data.table import read_table
 from vl_plugins.data.writer import write_shards
 
 BATCH_SIZE = 64

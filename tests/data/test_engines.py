@@ -7,7 +7,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
-from vl_plugins.data.engines import executor, run_jobs
+from vl_plugins.data.engines import open_executor as executor, run_jobs
 from vl_plugins.errors import UserError
 
 CLUSTERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("dask", "ray")]

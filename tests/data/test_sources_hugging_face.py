@@ -12,8 +12,8 @@ import webdataset
 from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
-from vl_plugins.data.hugging_face import HuggingFaceFiles, read_hugging_face
-from vl_plugins.data.sources import Columns, read_karpathy
+from vl_plugins.data.hub import HubFiles, read_hugging_face
+from vl_plugins.data import Columns, read_karpathy
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 
@@ -82,8 +82,8 @@ def test_coco_with_a_row_per_caption_is_read_once(items, toy_scenes, tmp_path, m
     assert len(images) == 112
     for name in ("image_id", "filename", "captions", "split"):
         assert [getattr(image, name) for image in images] == [getattr(image, name) for image in expected]
-    read, reads = HuggingFaceFiles.read, []
-    monkeypatch.setattr(HuggingFaceFiles, "read", lambda self, file: reads.append(file) or read(self, file))
+    read, reads = HubFiles.read, []
+    monkeypatch.setattr(HubFiles, "read", lambda self, file: reads.append(file) or read(self, file))
     write_shards(images, files, tmp_path / "out", workers=1)
     assert sorted(reads) == sorted(image.file for image in images)
 

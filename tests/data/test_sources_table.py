@@ -14,7 +14,7 @@ from open_clip_train.data import CsvDataset
 from tests.helpers.rejected_images import check_rejected
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.out_of_core import shuffled
-from vl_plugins.data.sources import Columns, read_table
+from vl_plugins.data import Columns, read_table
 from vl_plugins.errors import UserError
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.archives import encode_archive, encode_picture
 from vl_plugins.data import CaptionedImage
 from vl_plugins.data.index import index_file
-from vl_plugins.data.verification import verify_shards
+from vl_plugins.data.inspection import verify_shards
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 

@@ -13,22 +13,11 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vl_plugins.data.files import MAX_FILE_BYTES, file_errors
+from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError, one_of
 
-__all__ = [
-    "FEATURES",
-    "INPUTS",
-    "Record",
-    "Sample",
-    "decode",
-    "decode_features",
-    "input_of",
-    "parse_record",
-    "parse_sample",
-    "read_samples",
-    "scan",
-]
+# Far above any image, array of features or text; more would fill the memory of a process that reads it.
+MAX_FILE_BYTES = 1 << 30
 
 TEXTS = ("json", "txt")
 FEATURES = "npy"
@@ -72,10 +61,9 @@ class Sample:
     members: dict[str, bytes]
 
 
-def read_samples(shard: str, extensions: Collection[str] = MEMBERS, start: int = 0) -> Iterator[Sample]:
-    """Yield the samples of a shard as :func:`scan` does, from a byte on; errors begin with the shard."""
+def read_samples(shard: str, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
+    """Yield the samples of a shard as :func:`scan` does; errors begin with the shard."""
     with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
-        stream.seek(start)
         try:
             yield from scan(stream, extensions)
         except UserError as error:
@@ -146,7 +134,7 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     """Return the names and captions of a sample: the captions of ``json``, or else ``txt`` as the only one.
 
     Raises:
-        UserError: there are no captions, or something else in their place.
+        UserError: there are no captions, or something else in place of these or other fields.
     """
     try:
         found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
@@ -154,30 +142,21 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         captions = found.get("captions")
         if captions is None and "txt" in members:
             captions = [members["txt"].decode()]
+        if not captions:
+            raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
+        image_id, ids = found.get("image_id", key), found.get("caption_ids")
+        if not isinstance(ids, list) or len(ids) != len(captions):
+            ids = [f"{image_id}#{number}" for number in range(len(captions))]
+        fields = {"key": key, "captions": captions, "image_id": image_id, "caption_ids": ids}
+        fields |= {name: found.get(name) for name in ("dataset", "split", "group")}
+        record = msgspec.convert(fields, Record)
+        msgspec.json.encode(record)  # which finds half a character, as JSON can have it
+        return record
+    except UserError:
+        raise
     # Also for numbers of thousands of digits, and for brackets nested thousands of times.
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"its json or txt is not valid: {error}") from error
-    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
-        raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
-    image_id = _id(found.get("image_id"), key)
-    ids = found.get("caption_ids")
-    caption_ids = [_id(value) for value in ids] if isinstance(ids, list) else []
-    if len(caption_ids) != len(captions) or None in caption_ids:
-        caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
-    dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
-    record = Record(key, tuple(captions), image_id, tuple(caption_ids), dataset, split, _id(found.get("group")))
-    try:
-        msgspec.json.encode(record)
-    except UnicodeEncodeError as error:  # half a character, as JSON can have it
-        raise UserError(f"its texts are not valid Unicode: {error}") from error
-    return record
-
-
-def _id(value: Any, otherwise: Any = None) -> Any:
-    """Return an id, as text if it is an integer that msgspec cannot write; ``otherwise`` for anything else."""
-    if type(value) is int:
-        return value if -(1 << 63) <= value < 1 << 64 else str(value)
-    return value if isinstance(value, str) else otherwise
 
 
 def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vl_plugins.data.files import file_errors, open_regular
+from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_word_vectors", "split_words"]
@@ -95,7 +95,7 @@ def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: 
     indices = {word.encode(): index for index, word in enumerate(vocabulary.words, FIRST_WORD)}
     found: dict[int, Tensor] = {}
     dim = 0
-    with file_errors("read", path), open_regular(path) as stream:
+    with file_errors("read", path), open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             word, *texts = line.rstrip().split(b" ")
             if number == 1 and len(texts) == 1:
