@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vl_plugins.data.files import read_bytes
 from vl_plugins.errors import UserError
@@ -113,5 +113,7 @@ def _opened(data: bytes) -> Iterator[Any]:
             yield image
     except UserError:
         raise
+    except UnidentifiedImageError:  # whose text has an address in memory
+        raise UserError("the file is not an image") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error

@@ -5,7 +5,6 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,8 +41,8 @@ def split_of(shard: str) -> str:
     return re.sub(r"[-_.]?[0-9]*\.tar$", "", posixpath.basename(shard)) or "shards"
 
 
-def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, dict[str, int]]:
-    """Return the names and captions of a sample, its picture or array file, and sizes by their names.
+def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes]:
+    """Return the names and captions of a sample, and its picture or array file.
 
     Without ``decode`` a JPEG file is only looked at, see :func:`~vl_plugins.data.images.inspect_image`.
 
@@ -53,26 +52,25 @@ def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, dict[s
     record = parse_record(sample.key, sample.members)
     if FEATURES in sample.members and sample.members.keys().isdisjoint(INPUTS["images"]):
         data = sample.members[FEATURES]
-        return record, data, dict(zip(("features", "feature_dim"), decode_features(data).shape, strict=True))
-    data = input_of(sample.members)
-    return record, data, dict(zip(("width", "height"), inspect_image(data, decode=decode)[1:], strict=True))
+        decode_features(data)
+    else:
+        data = input_of(sample.members)
+        inspect_image(data, decode=decode)
+    return record, data
 
 
-@dataclass
 class _Contents:
-    """What is in some shards: totals, frequencies of numbers by their name, and hashes of pictures and captions."""
+    """What is in some shards: totals, numbers of images and captions by length, hashes of pictures and captions."""
 
-    totals: Counter[str] = field(default_factory=Counter)
-    numbers: dict[str, Counter[int]] = field(default_factory=dict)
-    pictures: array = field(default_factory=lambda: array("q"))
-    captions: array = field(default_factory=lambda: array("q"))
+    def __init__(self) -> None:
+        self.totals = Counter(dict.fromkeys(TOTALS, 0))
+        self.captions_per_image, self.words = Counter[int](), Counter[int]()
+        self.pictures, self.captions = array("q"), array("q")
 
     def add(self, other: "_Contents") -> None:
-        self.totals.update(other.totals)
-        for name, counts in other.numbers.items():
-            self.numbers.setdefault(name, Counter()).update(counts)
-        self.pictures.extend(other.pictures)
-        self.captions.extend(other.captions)
+        for name, values in vars(other).items():
+            own = getattr(self, name)
+            (own.extend if isinstance(own, array) else own.update)(values)
 
 
 def inspect_shards(
@@ -82,11 +80,11 @@ def inspect_shards(
 
     A split is what :func:`split_of` returns. Its statistics are numbers of ``shards``, ``bytes``, ``images`` that
     readers can use, their ``captions``, ``unusable`` samples, and images that the conversion ``rejected``; numbers of
-    images by ``captions_per_image``; the range of ``words`` per caption, of ``width`` and ``height`` in pixels, or of
-    ``features`` and ``feature_dim``; and ``repeated_pictures`` and ``repeated_captions``, which several images have:
-    their ``number`` and ``share``, [0, 1], how many ``different`` ones, and how many images have the ``most_frequent``.
-    Captions are compared by :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are
-    compared by their files; JPEG files are not decoded.
+    images by ``captions_per_image``; the range of ``words`` per caption; and ``repeated_pictures`` and
+    ``repeated_captions``, which several images have: their ``number`` and ``share``, [0, 1], how many ``different``
+    ones, and how many images have the ``most_frequent``. Captions are compared by
+    :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are compared by their files;
+    JPEG files are not decoded.
 
     Args:
         shards: paths or URLs.
@@ -101,9 +99,9 @@ def inspect_shards(
         splits.setdefault(split_of(shard), _Contents()).add(part)
     return {
         name: {
-            **{total: found.totals[total] for total in TOTALS},
-            "captions_per_image": dict(sorted(found.numbers.pop("captions_per_image", {}).items())),
-            **{name: _range(counts) for name, counts in found.numbers.items()},
+            **found.totals,
+            "captions_per_image": dict(sorted(found.captions_per_image.items())),
+            "words": _range(found.words),
             "repeated_pictures": _find_repeats(found.pictures),
             "repeated_captions": _find_repeats(found.captions),
         }
@@ -113,18 +111,17 @@ def inspect_shards(
 
 def _inspect_shard(shard: str) -> _Contents:
     files, path = locate(shard)
-    found = _Contents(Counter(shards=1, bytes=files.size(path)))
+    found = _Contents()
+    found.totals.update(shards=1, bytes=files.size(path))
     for sample in read_samples(shard):
         try:
-            record, data, numbers = _read_sample(sample, decode=False)
+            record, data = _read_sample(sample, decode=False)
         except UserError:
             found.totals["unusable"] += 1
             continue
-        numbers["captions_per_image"] = len(record.captions)
-        for name, number in numbers.items():
-            found.numbers.setdefault(name, Counter())[number] += 1
-        found.numbers.setdefault("words", Counter()).update(len(text.split()) for text in record.captions)
         found.totals.update(images=1, captions=len(record.captions))
+        found.captions_per_image[len(record.captions)] += 1
+        found.words.update(len(text.split()) for text in record.captions)
         found.pictures.append(hash64(data))
         found.captions.extend({caption_hash(text) for text in record.captions})
     if exists(index_file(shard)):
@@ -146,7 +143,10 @@ def _find_repeats(hashes: array) -> dict[str, Any]:
     return {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
 
 
-def _range(counts: Counter[int]) -> dict[str, float]:
+def _range(counts: Counter[int]) -> dict[str, float] | None:
+    """Return the range of values given their frequencies, or None without any."""
+    if not counts:
+        return None
     values = sorted(counts)
     ends = np.cumsum([counts[value] for value in values])
     middle = [values[np.searchsorted(ends, place, side="right")] for place in ((ends[-1] - 1) // 2, ends[-1] // 2)]

@@ -79,41 +79,37 @@ def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sa
         UserError: there is no archive, or it is compressed, cut off or damaged; or a sample has a file twice. Complete
             samples before that place have been yielded.
     """
+    sample = None
     try:
-        yield from _scan(stream, extensions)
+        # Never `r:*`: a compressed archive of kilobytes may go on without end.
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # or the list of a large archive fills the memory
+                if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
+                    raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
+                name = NAME.fullmatch(member.name)
+                if not member.isreg() or not name or META_NAME.match(member.name):
+                    continue
+                key, extension = name[1], name[2].lower()
+                if sample is None or key != sample.key:
+                    if sample is not None:
+                        yield sample
+                    sample = Sample(key, member.offset, 0, {})
+                if extension in sample.members:
+                    raise UserError(f"{member.name} is in it twice")
+                wanted = extension in extensions
+                sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
+                sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
+            stream.seek(archive.offset)
+            rest = stream.read(tarfile.RECORDSIZE)
+            if len(rest) < tarfile.BLOCKSIZE or any(rest):
+                raise UserError("it is cut off or damaged: an archive ends with zeros")
     except UserError:
         raise
     # What tarfile raises for headers that lie about sizes and names.
     except (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
         raise UserError(f"it is damaged or compressed: {error or type(error).__name__}") from error
-
-
-def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
-    sample = None
-    # Never `r:*`: a compressed archive of kilobytes may go on without end.
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        for member in archive:
-            archive.members.clear()  # type: ignore[attr-defined]  # the list of a large archive would fill the memory
-            if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
-                raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
-            name = NAME.fullmatch(member.name)
-            if not member.isreg() or not name or META_NAME.match(member.name):
-                continue
-            key, extension = name[1], name[2].lower()
-            if sample is None or key != sample.key:
-                if sample is not None:
-                    yield sample
-                sample = Sample(key, member.offset, 0, {})
-            if extension in sample.members:
-                raise UserError(f"{member.name} is in it twice")
-            wanted = extension in extensions
-            sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
-            sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        # tarfile takes a cut between two members, garbage, or the end of the first of two joined archives for the end.
-        stream.seek(archive.offset)
-        rest = stream.read(tarfile.RECORDSIZE)
-        if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise UserError("it is cut off or damaged: an archive ends with zeros")
     if sample is not None:
         yield sample
 

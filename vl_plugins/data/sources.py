@@ -55,12 +55,12 @@ def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
                 "group": first.group,
             }
             image = msgspec.convert(fields, CaptionedImage)
-            ids = {("image", str(image.image_id))} if may_repeat else set()
-            if first.caption_ids is not None:
-                ids |= {("caption", caption_id) for caption_id in image.caption_ids}
-            if repeated := used & ids:
-                raise UserError(f"{' id '.join(map(str, min(repeated)))} occurs more than once; ids must be unique")
-            used |= ids
+            claimed: list[tuple[str, Any]] = [("image", str(image.image_id))] if may_repeat else []
+            claimed += [] if first.caption_ids is None else [("caption", each) for each in image.caption_ids]
+            for kind, each in claimed:
+                if (kind, each) in used:
+                    raise UserError(f"{kind} id {each} occurs more than once; ids must be unique")
+                used.add((kind, each))
         except ValueError as error:
             name = wrong.file if wrong.filename is None else wrong.filename
             label = f"{source}{wrong.place} ({printable(str(name))})"
