@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
+from vl_plugins.data.files import read_bytes
 from vl_plugins.data.index import make_index
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record, decode
