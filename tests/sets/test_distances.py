@@ -124,10 +124,8 @@ def test_numbers_of_the_match_probability():
     learned = MatchProbability(3.0, -0.5)
     numbers = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (3.0, -0.5)]
     wanted = references.matrix(references.match_probability, x, y, scale=numbers[0], shift=numbers[1])
-    wanted = value_and_gradients(wanted, numbers)
-    torch.testing.assert_close(
-        value_and_gradients(learned(x, y), list(learned.parameters())), wanted, atol=1e-5, rtol=1e-5
-    )
+    found = value_and_gradients(learned(x, y), list(learned.parameters()))
+    torch.testing.assert_close(found, value_and_gradients(wanted, numbers), atol=1e-5, rtol=1e-5)
     loss = create_loss("triplet_sh", distance="match_probability")
     assert {name: number.dtype for name, number in loss.named_parameters()} == {
         "distance.scale": torch.float32,
@@ -149,7 +147,7 @@ def test_numbers_of_the_match_probability():
     ids=str,
 )
 def test_shapes_that_do_not_match(query, other, set_size):
-    with pytest.raises(ValueError, match="^embeddings must be sets"):
+    with pytest.raises(ValueError, match="embeddings must be sets"):
         distances.MILSimilarity(set_size=set_size)(torch.ones(query), torch.ones(other))
 
 
