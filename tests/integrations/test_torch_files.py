@@ -30,13 +30,6 @@ def file(tmp_path):
     return tmp_path / "file.pt"
 
 
-@READ
-def test_content_comes_back(file, mmap):
-    found = read_torch_file(file, mmap=mmap)
-    torch.testing.assert_close(found, CONTENT, rtol=0, atol=0)
-    assert found["state_dict"]["layers.0.weight"].dtype == torch.float32
-
-
 def read(file, mmap):
     """Return whether a file can be read, with no other message than that it is damaged or holds code."""
     said = None
@@ -53,6 +46,7 @@ def read(file, mmap):
 @READ
 def test_a_file_that_is_cut_off_or_changed_anywhere(file, mmap):
     """A changed one may still be read: a number of a tensor is as good as another."""
+    torch.testing.assert_close(read_torch_file(file, mmap=mmap), CONTENT, rtol=0, atol=0)
     whole, draw = file.read_bytes(), random.Random(0)
     for size in range(0, len(whole), 61):
         file.write_bytes(whole[:size])
@@ -81,15 +75,6 @@ def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     for name in ("code.pt", "code.pkl"):
         assert not read(name, mmap)
     assert not os.path.exists("made")
-
-
-def test_a_full_device_is_not_taken_for_a_damaged_file(file, monkeypatch):
-    def load(*args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-        read_torch_file(file)
 
 
 @READ
