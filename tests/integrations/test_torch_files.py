@@ -21,7 +21,6 @@ DAMAGED = (
     r"it is cut off or damaged \([^\n]+\)|it is empty or not a file of torch\.save|"
     "it holds more than tensors and text, and such files can run code"
 )
-READ = pytest.mark.parametrize("mmap", [False, True])
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def read(file, mmap):
     return said is None
 
 
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_a_file_that_is_cut_off_or_changed_anywhere(file, mmap):
     """A changed one may still be read: a number of a tensor is as good as another."""
     torch.testing.assert_close(read_torch_file(file, mmap=mmap), CONTENT, rtol=0, atol=0)
@@ -67,7 +66,7 @@ class Code:
         return os.mkdir, ("made",)
 
 
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     monkeypatch.chdir(tmp_path)
     torch.save({"epoch": Code()}, "code.pt")
@@ -77,7 +76,7 @@ def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     assert not os.path.exists("made")
 
 
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_what_cannot_be_opened(tmp_path, mmap):
     for name, why in (("no.pt", "no such file"), (".", r"it cannot be opened \(Is a directory\)")):
         with pytest.raises(UserError, match=f"^{why}$"):

@@ -100,7 +100,6 @@ def test_files(config, monkeypatch):
         ({"data": {"train": "???"}}, "data.train: .*missing mandatory value: train"),
         ({"head": "linear"}, "unknown head 'linear'; known: set"),
         ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be > 0, or null"),
-        ({"stages": [{"epoch": 1}]}, r"epoch: Key 'epoch' not in 'StageConfig'"),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": "${no}"}}}, "Interpolation key 'no' not found"),
     ],
 )
