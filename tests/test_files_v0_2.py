@@ -1,7 +1,4 @@
-"""Shards, checkpoints and features that version 0.2.0 wrote are read, and give the same numbers.
-
-``tests/files_v0_2/write.py`` wrote them.
-"""
+"""Shards, checkpoints and features that version 0.2.0 wrote are read, and give the same numbers."""
 
 import json
 import shutil
@@ -14,7 +11,7 @@ from safetensors.torch import load_file
 
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.launcher import main as launch
 from vl_plugins.integrations.pytorch_metric_learning import main as train_towers
 from vl_plugins.retrieval import similarity_ranks

@@ -38,6 +38,7 @@ class DistributedLoss(nn.Module):
         self.loss = loss
         self.calls = 0
 
+    @eager
     def forward(
         self,
         embeddings: Tensor,
@@ -60,18 +61,6 @@ class DistributedLoss(nn.Module):
             ValueError: texts that are no multiple of the images, labels of another length, or labels that are 0 to
                 B - 1 in each of several processes and would join strangers. Only the first calls are checked for this.
         """
-        sides = embeddings, labels, ref_emb, ref_labels
-        return eager()(self._forward, *sides, miner, options)
-
-    def _forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        ref_emb: Tensor | None,
-        ref_labels: Tensor | None,
-        miner: nn.Module | None,
-        options: dict[str, Any],
-    ) -> Any:
         if labels is not None and self.calls < CHECKED_CALLS and world_size() > 1:
             self.calls += 1
             _check_ids(labels)
@@ -100,13 +89,14 @@ class DistributedLoss(nn.Module):
         return total
 
 
-def all_gather_rows(*tensors: Tensor | None, with_grad: bool = True) -> tuple[Any, ...]:
+def all_gather_rows(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Return the rows of all processes, in the order of their ranks; each may have another number of them.
+
+    The gradients of all processes are summed and sent back to where the rows come from: all processes have to run the
+    backward pass together.
 
     Args:
         tensors: (n, ...), of this process; None stays None.
-        with_grad: the gradients of all processes are summed and sent back to where the rows come from: all have to run
-            the backward pass together. Otherwise only a process's own rows have a gradient.
     """
     size = world_size()
     given = [tensor for tensor in tensors if tensor is not None]
@@ -116,13 +106,13 @@ def all_gather_rows(*tensors: Tensor | None, with_grad: bool = True) -> tuple[An
     counts[distributed.get_rank()] = torch.tensor([len(tensor) for tensor in given])
     distributed.all_reduce(counts)
     rows = iter(zip(given, counts.T.tolist(), strict=True))
-    return tuple(None if tensor is None else _AllGatherRows.apply(*next(rows), with_grad) for tensor in tensors)
+    return tuple(None if tensor is None else _AllGatherRows.apply(*next(rows)) for tensor in tensors)
 
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], with_grad: bool) -> Tensor:
-        ctx.counts, ctx.with_grad = counts, with_grad
+    def forward(ctx: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
         padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts]
         distributed.all_gather(gathered, padded)
@@ -132,10 +122,9 @@ class _AllGatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
-        if ctx.with_grad:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            distributed.all_reduce(grad)
-        return grad.split(ctx.counts)[distributed.get_rank()], None, None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(grad)
+        return grad.split(ctx.counts)[distributed.get_rank()], None
 
 
 def _pair_labels(

@@ -88,13 +88,13 @@ def message(error: Exception) -> str:
     return text
 
 
-def first_line(error: Exception, otherwise: str | None = None) -> str:
-    """Return the first line of an error's text; of an empty text ``otherwise``, or else the type of the error.
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text; of an empty text the type of the error.
 
     >>> first_line(RuntimeError("no such device\\nC++ stack trace")), first_line(AssertionError())
     ('no such device', 'AssertionError')
     """
-    return next(iter(str(error).splitlines()), otherwise or type(error).__name__)
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
@@ -106,21 +106,18 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, with the nearest match and the known names, or the nearest of many.
+    """Return the error for an unknown name, with the nearest match and the known names.
 
     >>> str(unknown_name("loss", "unifed", ["unified", "vlc"]))
     "unknown loss 'unifed' (did you mean 'unified'?); known: unified, vlc"
     """
     known = sorted(known)
-    label, listed = "known", known
-    if len(known) > 30:
-        label, listed = f"the nearest of {len(known)}", _nearest(name, known, count=5, cutoff=0.0)
-    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; {label}: {', '.join(listed)}")
+    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """Return a hint at the nearest known name, or an empty string if none is near."""
-    nearest = _nearest(name, known, count=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
@@ -154,11 +151,6 @@ def require(module: str, extra: str) -> ModuleType:
 def missing_extra(module: str, extra: str) -> MissingExtraError:
     """Return the error that says which extra brings a module."""
     return MissingExtraError(f"{module} is not installed; install it with: pip install 'vl_plugins[{extra}]'")
-
-
-def _nearest(name: Any, known: Iterable[str], count: int, cutoff: float) -> list[str]:
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    return [by_lower[match] for match in difflib.get_close_matches(str(name).lower(), by_lower, count, cutoff)]
 
 
 def _is_first_process() -> bool:

@@ -37,7 +37,6 @@ class HardestNegativeMiner(BaseMiner):
     def __init__(self, k: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.k = number("k", k, least=1, kind=int)
-        self.add_to_recordable_attributes(name="k", is_stat=False)
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor

@@ -1,5 +1,6 @@
 """Numbers in float32 at least, and functions that ``torch.compile`` does not trace."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,15 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def eager() -> Callable[..., Any]:
-    """Return ``call(function, *args, **kwargs)``, where ``torch.compile`` breaks its graph instead of unrolling loops.
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function where ``torch.compile`` breaks its graph instead of unrolling loops."""
 
-    A decorator would itself be traced, again for each function that it is given.
-    """
-    if _is_compiling():
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _is_compiling():
+            return function(*args, **kwargs)
         from vl_plugins.untraced import call  # imports the compiler, which takes seconds
 
-        return call
-    return lambda function, *args, **kwargs: function(*args, **kwargs)
+        return call(function, *args, **kwargs)
+
+    return wrapper

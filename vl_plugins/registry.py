@@ -13,8 +13,7 @@ untrusted: see :func:`check_registered`.
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from numbers import Real
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
@@ -24,7 +23,6 @@ __all__ = [
     "create",
     "create_loss",
     "find",
-    "find_loss",
     "format_options",
     "list_losses",
     "names",
@@ -47,9 +45,8 @@ SHORT_NAMES = {
     "mil": "MILSimilarity",
     "smooth_chamfer": "SmoothChamferSimilarity",
 }
-KINDS_OF_LISTS = {"losses": "loss", "miners": "miner", "reducers": "reducer"}  # such as those of MultipleLosses
-KIND_OF_OPTION = {kind: kind for kind in PACKAGES} | KINDS_OF_LISTS
-KIND_OF_OPTION |= {"base": "loss", "embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
+KIND_OF_OPTION = {kind: kind for kind in PACKAGES}
+KIND_OF_OPTION |= {"embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
 
 
 def list_losses() -> tuple[str, ...]:
@@ -68,7 +65,7 @@ def create_loss(name: Any, /, gather_across_devices: bool = False, **options: An
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
     """
-    loss = _create(lambda _, name: find_loss(name), "loss", name, options)
+    loss = _create("loss", name, options, imports=True)
     if not gather_across_devices:
         return loss
     from vl_plugins.distributed import DistributedLoss  # imports torch, which takes seconds
@@ -83,7 +80,7 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
         kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
         specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a component,
             which is returned as it is.
-        options: more of them. Options that are components, or mappings or lists of them, are specifications too.
+        options: more of them. Options that are components are specifications too.
 
     Raises:
         UserError: an unknown kind, name or option, or a component that cannot be loaded.
@@ -92,29 +89,27 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
     >>> create("loss", {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}}).distance.p
     1
     """
-    return _create(find, kind, specification, options)
+    return _create(kind, specification, options)
 
 
-def _create(find: Callable[[str, str], Any], kind: str, specification: Any, options: dict[str, Any]) -> Any:
+def _create(kind: str, specification: Any, options: dict[str, Any], imports: bool = False) -> Any:
     name = specification
     if isinstance(specification, Mapping):
-        given = {option: value for option, value in specification.items() if option != "name"}
-        name, twice = specification.get("name"), given.keys() & options.keys()
-        if twice:
-            raise UserError(f"{min(twice)} of {kind} {name!r} is given twice")
-        options = given | options
+        name = specification.get("name")
+        options = dict(**{option: value for option, value in specification.items() if option != "name"}, **options)
     elif callable(specification) and not options:
         return specification
     if not isinstance(name, str):
         raise UserError(f"{kind} must be a name or a mapping with name: NAME, got {specification!r}")
-    factory = find(kind, name)
+    factory = find(kind, name, imports)
     known = options_of(factory)
-    for option, value in options.items():
-        is_number = isinstance(known.get(option), Real) and not isinstance(known.get(option), bool)
-        if is_number and isinstance(value, (str, list, tuple, dict)):  # would fail at the first batch
-            raise UserError(f"{option} of {kind} {name!r} must be a number, got {value!r}")
     try:
-        return factory(**{option: _component(option, value) for option, value in options.items()})
+        components = {
+            option: create(KIND_OF_OPTION[option], value)
+            for option, value in options.items()
+            if option in KIND_OF_OPTION and value is not None
+        }
+        return factory(**options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
         unknown = next((option for option in options if option not in known), None)
         reason = str(error) or type(error).__name__
@@ -123,39 +118,25 @@ def _create(find: Callable[[str, str], Any], kind: str, specification: Any, opti
         raise UserError(f"{kind} {name!r}: {reason}; options: {format_options(known)}") from error
 
 
-def find(kind: str, name: str) -> Callable[..., Any]:
-    """Return the class of a component; raise ``UserError`` for an unknown name, or one that cannot be loaded."""
+def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
+    """Return the class of a component; with ``imports``, a loss may be ``package.module:Class``, which is imported.
+
+    Raises:
+        UserError: an unknown kind or name, or a class that cannot be loaded.
+    """
     one_of("kind of component", kind, PACKAGES)
-    providers = entry_points(group=GROUP, name=name) if kind == "loss" else ()
+    providers: Any = entry_points(group=GROUP, name=name) if kind == "loss" else ()
     if len(providers) > 1:
-        claimants = " and ".join(sorted(f"{provider.dist.name} ({provider.value})" for provider in providers))  # type: ignore[union-attr]
+        claimants = " and ".join(sorted(f"{provider.dist.name} ({provider.value})" for provider in providers))
         raise UserError(f"loss {name!r} is provided by {claimants}; uninstall all but one of them")
+    if imports and ":" in name:
+        providers = [EntryPoint(name, name, GROUP)]
     for provider in providers:
-        try:
-            loss = provider.load()
-            if not callable(loss):
-                raise TypeError(f"{type(loss).__name__} is not a class")
-        except Exception as error:  # anything may go wrong in another distribution's module
-            distribution = provider.dist.name  # type: ignore[union-attr]
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"loss {name!r} of {distribution} cannot be loaded ({provider.value}): {reason}") from error
-        return loss
+        with user_errors(f"loss {name!r} ({provider.value})"):
+            return provider.load()
     classes = _classes(kind)
     name = SHORT_NAMES.get(name, name) if kind == "distance" else name
     return classes[one_of(kind, name, names(kind))]
-
-
-def find_loss(name: str) -> Callable[..., Any]:
-    """Return the class of a loss by its name, or by ``package.module:Class``, which is imported.
-
-    Raises:
-        UserError: an unknown name, or a class that cannot be imported.
-    """
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        return find("loss", name)
-    with user_errors(f"loss {name!r}"):
-        return getattr(importlib.import_module(module), attribute)
 
 
 def check_registered(loss: Any) -> None:
@@ -210,25 +191,12 @@ def format_options(options: Mapping[str, Any]) -> str:
 
 def _classes(kind: str) -> dict[str, type]:
     host, *ours = map(importlib.import_module, PACKAGES[kind])
-    # MultipleLosses is derived from none.
-    bases = tuple(value for name, value in vars(host).items() if name.startswith(("Base", "MultipleLosses")))
+    bases = tuple(value for name, value in vars(host).items() if name.startswith("Base"))
     members = {name: value for package in (host, *ours) for name, value in vars(package).items()}
     return {
         name: value
         for name, value in members.items()
         if inspect.isclass(value)
         and issubclass(value, bases)
-        and not name.startswith(("Base", "GenericPairLoss", "PairLoss", "SetDistance"))
+        and not name.startswith(("Base", "GenericPairLoss", "PairLoss", "Set"))
     }
-
-
-def _component(option: str, value: Any) -> Any:
-    """Return the value of an option; where it names components, the components."""
-    kind = KIND_OF_OPTION.get(option)
-    if kind is None or value is None:
-        return value
-    if option in KINDS_OF_LISTS and isinstance(value, (list, tuple)):
-        return [create(kind, item) for item in value]
-    if option in KINDS_OF_LISTS and isinstance(value, Mapping):
-        return {key: create(kind, item) for key, item in value.items()}
-    return value if option == "base" else create(kind, value)  # the options of a base may stand beside it

@@ -1,4 +1,4 @@
-"""What :func:`vl_plugins.numerics.eager` returns under ``torch.compile``."""
+"""What :func:`vl_plugins.numerics.eager` calls under ``torch.compile``."""
 
 import torch
 

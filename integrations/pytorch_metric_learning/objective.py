@@ -1,28 +1,19 @@
 """Towers, loss and miner as one module, and the optimizer and schedule of a stage."""
 
-import inspect
 import warnings
 from typing import Any
 
 import torch
-from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.data.randomness import seed_everything
-from vl_plugins.distributed import all_gather_rows
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import one_of, user_errors
-from vl_plugins.integrations.cross_modal import (
-    check_compares_sets,
-    check_takes_references,
-    compares_sets,
-    cross_modal_loss,
-)
+from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
-from vl_plugins.integrations.pytorch_metric_learning.towers import Tower, TwoTowers, build_towers, build_vocabulary
-from vl_plugins.numerics import full_precision
-from vl_plugins.registry import create, create_loss
+from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 
 __all__ = ["Objective", "Schedule", "build_objective", "make_optimizer"]
 
@@ -52,29 +43,22 @@ class Objective(nn.Module):
         chunk_size: int | None = None,
     ):
         super().__init__()
-        if not one_set:
-            check_takes_references(loss)
-        self.towers, self.loss, self.miner, self.one_set, self.chunk_size = towers, loss, miner, one_set, chunk_size
+        self.towers, self.chunk_size = towers, chunk_size
+        self.compare = DistributedLoss(CrossModalLoss(loss, miner, one_set))
         self._trainable = [parameter for parameter in towers.parameters() if parameter.requires_grad]
 
     def forward(self, images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,)."""
-        chunk_size = self.chunk_size or len(images)
-        image_sides = self._encode(self.towers.image, images, chunk_size)
-        text_sides = self._encode(self.towers.text, texts, chunk_size * (len(texts) // len(images)))
-        with torch.autocast(images.device.type, enabled=False):
-            sides = [None if side is None else full_precision(side)[0] for side in (*image_sides, *text_sides)]
-            images, image_slots, texts, text_slots, labels = all_gather_rows(*sides, labels)
-            text_labels = labels.repeat_interleave(len(texts) // len(images))
-            if not self.one_set:
-                sides = (images, labels, texts, text_labels)
-                return cross_modal_loss(self.loss, *sides, self.miner, image_slots, text_slots)
-            embeddings, labels = torch.cat([images, texts]), torch.cat([labels, text_labels])
-            pairs = None if self.miner is None else self.miner(embeddings, labels)
-            return self.loss(embeddings, labels, pairs)
+        chunk_size, captions = self.chunk_size, len(texts) // len(images)
+        images, image_slots = encode_in_chunks(self.towers.image, images, chunk_size)
+        texts, text_slots = encode_in_chunks(self.towers.text, texts, chunk_size and chunk_size * captions)
+        slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
+        return self.compare(images, labels, texts, **slots)
 
-    def _encode(self, tower: Tower, inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
-        return tower(inputs) if self.chunk_size is None else encode_in_chunks(tower, inputs, chunk_size)
+    @property
+    def loss(self) -> Any:
+        """The loss, with its parameters."""
+        return self.compare.loss.loss
 
     def set_mode(self, stage: StageConfig) -> None:
         """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode.
@@ -103,28 +87,15 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
 
     Args:
         config: what to build.
-        vocabulary: of a text trunk ``gru``; by default the words of the training captions.
-        pretrained: whether to load pretrained weights.
+        vocabulary, pretrained: see :func:`~vl_plugins.integrations.pytorch_metric_learning.two_towers.build_towers`.
 
     Raises:
         UserError: an unknown name or option, an option out of its range, or parts that do not fit each other.
     """
     seed_everything(config.seed)  # of the parameters of the loss
-    options = {kind: getattr(config, kind) for kind in ("reducer", "distance") if getattr(config, kind) is not None}
-    with user_errors("loss"):
-        loss = create_loss(config.loss, **options)
-        named = "distance" in {**split(config.loss)[1], **options}
-        if config.head and not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
-            loss = create_loss(config.loss, **options, distance="smooth_chamfer")
-    shared, miner = {}, None
-    if config.head is not None:
-        check_compares_sets(loss)
-        shared = {"distance": loss.distance}
-    if config.miner is not None:
-        with user_errors("miner"):
-            given = split(config.miner)[1]
-            miner = create("miner", config.miner, **{name: shared[name] for name in shared if name not in given})
-    vocabulary = build_vocabulary(config) if vocabulary is None else vocabulary
+    chosen = {kind: getattr(config, kind) for kind in ("miner", "reducer", "distance")}
+    with user_errors("loss or miner"):
+        loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
@@ -142,14 +113,14 @@ def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
         if trained := [parameter for parameter in module.parameters() if parameter.requires_grad]:
             groups.append({"params": trained, "part": part})
     with user_errors(f"optimizer {name!r}"):
-        optimizer: Optimizer = _class("optimizer", name, torch.optim, Optimizer)(groups, **options)
+        optimizer: Optimizer = getattr(torch.optim, name)(groups, **options)
     for group in optimizer.param_groups:
         group["lr"] *= stage.lr_scale.get(group["part"], 1)
     return optimizer
 
 
 class Schedule:
-    """The learning rate scheduler of a stage, if it has one.
+    """The learning rate scheduler of a stage; without one, the rate is constant.
 
     It has no state to save: :meth:`replay` repeats its steps, so a schedule that was changed continues as if it had
     been that from the beginning.
@@ -159,42 +130,39 @@ class Schedule:
         optimizer: of the stage, before its first step.
         steps_per_epoch: for schedules by iteration.
 
+    Attributes:
+        by: when it steps: after each ``"epoch"`` or ``"iteration"``, or after each epoch by the RSUM, ``"plateau"``.
+        mismatch: a warning if its length is not that of the stage.
+
     Raises:
         UserError: an unknown class, a wrong option, or an unknown ``by``.
     """
 
     def __init__(self, stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int):
-        self.steps_per_epoch, self.scheduler, self.by, self.mismatch = steps_per_epoch, None, "epoch", ""
-        if stage.lr_scheduler is None:
-            return
-        name, options = split(stage.lr_scheduler)
+        name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
+        self.steps_per_epoch, self.mismatch = steps_per_epoch, ""
         self.by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
         if name == "ReduceLROnPlateau":
             self.by, options = "plateau", {"mode": "max", **options}
-        bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
         with user_errors(f"lr_scheduler {name!r}"):
-            self.scheduler = _class("lr_scheduler", name, lr_scheduler, bases)(optimizer, **options)
+            self.scheduler = getattr(lr_scheduler, name)(optimizer, **options)
         length = stage.epochs * (steps_per_epoch if self.by == "iteration" else 1)
-        for option in ("T_max", "total_steps"):
-            if options.get(option, length) != length:
-                self.mismatch = f"lr_scheduler {name}: {option} is {options[option]}, but the stage has {length} "
-                self.mismatch += "steps" if self.by == "iteration" else "epochs; ${..epochs} is their number"
+        given = options.get("T_max", options.get("total_steps", length))
+        if given != length:
+            self.mismatch = f"lr_scheduler {name}: it has {given} steps (by {self.by}), but the stage has {length}"
 
     def step(self, after: str, rsum: float | None = None) -> None:
         """Step after an ``"epoch"`` or an ``"iteration"``; ``rsum`` is that of the epoch."""
-        if self.scheduler is not None and after == self.by.replace("plateau", "epoch"):
-            self.scheduler.step(*[rsum] if self.by == "plateau" and rsum is not None else [])
+        if after == "epoch" and self.by == "plateau":
+            self.scheduler.step(rsum)
+        elif after == self.by:
+            self.scheduler.step()
 
     def replay(self, history: list[dict[str, float]]) -> None:
         """Repeat the steps of epochs, given their metrics."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not made these steps
             for metrics in history:
-                for _ in range(self.steps_per_epoch if self.by == "iteration" else 0):
+                for _ in range(self.steps_per_epoch):
                     self.step("iteration")
                 self.step("epoch", metrics.get("rsum"))
-
-
-def _class(kind: str, name: str, module: Any, base: Any) -> Any:
-    classes = {key: value for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)}
-    return classes[one_of(kind, name, classes)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vl_plugins.distances import smooth_chamfer_similarity
+from vl_plugins.distances import SmoothChamferSimilarity
 
 __all__ = ["join_sets", "smooth_chamfer_scores"]
 
@@ -21,7 +21,7 @@ def smooth_chamfer_scores(
 ) -> Tensor:
     """Smooth-Chamfer similarity as ``similarity_fct`` of the losses and evaluators of ``MultiVectorEncoder``.
 
-    It compares cosines, see :func:`~vl_plugins.distances.smooth_chamfer_similarity`; a contrastive loss needs a
+    It compares cosines, see :class:`~vl_plugins.distances.SmoothChamferSimilarity`; a contrastive loss needs a
     ``scale`` of 20 or more.
 
     Args:
@@ -34,7 +34,7 @@ def smooth_chamfer_scores(
         (Q, C) or (Q, G * N), float32 at least; 0 for an empty document.
     """
     documents = join_sets(documents_embeddings, documents_mask)
-    return smooth_chamfer_similarity(join_sets(queries_embeddings, queries_mask), documents, alpha)
+    return SmoothChamferSimilarity(alpha)(join_sets(queries_embeddings, queries_mask), documents)
 
 
 def join_sets(sets: Sets, mask: Tensor | None = None) -> Tensor:

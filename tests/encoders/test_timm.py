@@ -51,7 +51,6 @@ def test_features_are_those_of_the_host(name):
     ("name", "options", "grid"),
     [
         ("test_resnet", {"image_size": (64, 96)}, (2, 3)),
-        ("test_mambaout", {"image_size": (64, 96)}, (2, 3)),
         ("test_vit", {"image_size": (64, 96)}, (4, 6)),
         ("test_vit", {"patch_drop_rate": 0.5}, None),
     ],
@@ -75,41 +74,19 @@ def test_weights_of_a_file(tmp_path, name, num_classes, suffix):
     assert found.keys() == state.keys() - {"fc.weight", "fc.bias", "head.weight", "head.bias"}
     assert all(torch.equal(value, state[key]) for key, value in found.items())
     assert (trunk.model.num_classes, trunk.pooled_width) == (0, source.num_features)
-    if name == "test_vit":
-        assert make(weights=file).model.pos_embed.shape == (1, 17, 64), "not adapted to the image size"
 
 
 def test_weights_that_do_not_fit_or_hold_code(tmp_path):
     state, file = timm.create_model("test_resnet", num_classes=7).state_dict(), tmp_path / "weights.pth"
     kernel = state.pop("layer2.0.conv1.weight")
-    for extra, problem in (
-        ({"layer2.0.conv7.weight": kernel}, r'Missing (?s:.)*"layer2.0.conv1.weight"'),
-        ({"layer2.0.conv1.weight": kernel[:1]}, "size mismatch for layer2.0.conv1.weight"),
-    ):
-        torch.save(state | extra, file)
-        with pytest.raises(RuntimeError, match=problem):
-            TimmTrunk("test_resnet", weights=file)
+    torch.save(state | {"layer2.0.conv7.weight": kernel}, file)
+    with pytest.raises(ValueError, match=r"weights\.pth does not have the weights layer2\.0\.conv1\.weight$"):
+        TimmTrunk("test_resnet", weights=file)
     torch.save({"layer": nn.Linear(1, 1)}, file)
     with pytest.raises((RuntimeError, pickle.UnpicklingError), match="weights_only"):
         TimmTrunk("test_resnet", weights=file)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"weights": "none.pth"}, r"no such file: none\.pth$"),
-        ({"crop_area": [0.9, 0.5]}, "crop_area must be two numbers in"),
-        ({"checkpoint_path": "w.pth"}, "checkpoint_path is not supported: give a file of weights with"),
-    ],
-)
-def test_wrong_options(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        TimmTrunk("test_vit", **options)
-
-
-def test_options_reach_the_model():
-    trunk = TimmTrunk(model="test_vit", image_size=64, init_values=0.1)
-    assert isinstance(trunk.model.blocks[0].ls1, timm.models.vision_transformer.LayerScale)
+    with pytest.raises(ValueError, match="checkpoint_path is not supported"):
+        TimmTrunk("test_vit", checkpoint_path=file)
 
 
 class ClassToken(nn.Module):
@@ -130,7 +107,7 @@ def test_class_tokens_and_models_without_local_features():
     features = trunk(images)
     assert torch.equal(features.local, images.flatten(2)[:, :, 1:].mT)
     assert (features.grid, features.has_positions) == (None, True)
-    with pytest.raises(UserError, match=r"^timm model ClassToken has features of the shape \(2, 1, 3\); local"):
+    with pytest.raises(UserError, match=r"ClassToken has no local features: its output has the shape \(2, 1, 3\)"):
         trunk(images[:, :, :1, :1])
 
 

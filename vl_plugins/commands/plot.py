@@ -7,7 +7,7 @@ import sys
 from vl_plugins.commands.encode import positive
 from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import user_errors
-from vl_plugins.integrations.key_values import parse_key_values
+from vl_plugins.integrations.command_lines import parse_key_values
 from vl_plugins.registry import create_loss, format_options
 
 __all__ = ["register"]
@@ -49,7 +49,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--images", type=positive, metavar="N", default=3, help="the first N images (default: %(default)s)"
     )
     chosen.add_argument("--keys", nargs="+", metavar="KEY", default=(), help="these images, by key or image id")
-    add("--iteration", type=int, metavar="T", help="iteration of slot attention, from 1 (default: the last)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     gradients = pictures.add_parser(
         "gradients",
@@ -86,14 +85,14 @@ def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.data import read_collection
 
     collection = read_collection(arguments.shards)  # before torch is imported
-    from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.integrations.encoding import find_checkpoint
+    from vl_plugins.integrations.loading import load_model
     from vl_plugins.plots.attention import attended_images, plot_attention
 
     file = find_checkpoint(arguments.checkpoint)
     with user_errors(f"checkpoint {file}"):
         loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
-    options = {name: getattr(arguments, name) for name in ("images", "keys", "iteration", "device")}
+    options = {name: getattr(arguments, name) for name in ("images", "keys", "device")}
     plot_attention(attended_images(*loaded, collection, **options), arguments.out)
 
 

@@ -22,16 +22,8 @@ class Pairs(NamedTuple):
 
     rows: Tensor
     columns: Tensor
-    shape: tuple[int, ...]
+    shape: torch.Size
     scale: float | Tensor = 1.0
-
-    def values(self, name: str, tensor: float | Tensor) -> float | Tensor:
-        """Return a number as it is, and of a tensor (A,) of the rows or (A, C) the elements of the pairs, (M,)."""
-        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-            return tensor
-        if tensor.shape not in (self.shape[:1], self.shape):
-            raise ValueError(f"{name} must have the shape {self.shape[:1]} or {self.shape}, got {tuple(tensor.shape)}")
-        return tensor[(self.rows, self.columns)[: tensor.ndim]]
 
 
 class PairLoss(BaseMetricLossFunction):
@@ -119,7 +111,7 @@ class PairLoss(BaseMetricLossFunction):
         self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
     ) -> Tensor:
         """Return the losses of T given triplets of a row and two columns, (T,)."""
-        pairs = Pairs(anchors, positives, _shape(similarities), scale)
+        pairs = Pairs(anchors, positives, similarities.shape, scale)
         return self.pair_loss(similarities[anchors, positives], similarities[anchors, negatives], pairs)
 
     @property
@@ -127,6 +119,7 @@ class PairLoss(BaseMetricLossFunction):
         """True if the loss of a batch is the mean of its pairs' losses, each of its row and column alone."""
         return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
 
+    @eager
     def forward(
         self,
         embeddings: Tensor,
@@ -151,7 +144,42 @@ class PairLoss(BaseMetricLossFunction):
             ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
                 all similarities are needed.
         """
-        return eager()(self._forward, embeddings, labels, indices_tuple, ref_emb, ref_labels, scale, symmetric)
+        one_set = ref_emb is None or ref_emb is embeddings
+        sides: Any = embeddings, embeddings if one_set else ref_emb
+        ids: Any = labels, labels if one_set and ref_labels is None else ref_labels
+        if one_set and ids[0] is not ids[1] and not torch.equal(*ids):
+            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
+            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
+        for name, side, of_side in zip(("labels", "ref_labels"), sides, ids, strict=True):
+            shape, expected = getattr(of_side, "shape", None), side.shape[:1]
+            if shape != expected and not (of_side is None and indices_tuple is not None):
+                raise ValueError(f"{name} must be a tensor of the shape {expected}, got {shape}")
+        in_blocks = indices_tuple is None and self.negatives in ("max", "logsumexp") and self._is_plain()
+        if self.tiled and not in_blocks:
+            raise ValueError(
+                "tiled=True needs labels, a plain CosineSimilarity or DotProductSimilarity, and a loss of the (soft) "
+                f"maximum of the negatives; got {self.distance} and negatives {self.negatives!r}"
+            )
+        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
+        scale = self._scale(scale)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            x, y = full_precision(*sides)
+            ids = [None if of_side is None else of_side.to(x.device) for of_side in ids]
+            if in_blocks:
+                info = self._losses_in_blocks(x, y, ids[0], ids[1], scale, one_set, both)
+            elif indices_tuple is None:
+                same = ids[0][:, None] == ids[1]
+                positive_mask = same.clone().fill_diagonal_(False) if one_set else same
+                info = self._losses_of_masks(self._similarities(x, y), positive_mask, ~same, scale, both)
+            else:
+                info = self._losses_of_indices(self._similarities(x, y), indices_tuple, scale, both)
+            loss_dict = {"loss": info}
+            if self.embedding_regularizer is not None:
+                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
+                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
+                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
+            return self._reduce(loss_dict, ids[0], [x] if one_set else [x, y], scale)
 
     def from_similarities(
         self,
@@ -173,75 +201,26 @@ class PairLoss(BaseMetricLossFunction):
         """
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool {_shape(similarities)}, got {mask.dtype} {_shape(mask)}")
+                raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
         scale, both = self._scale(scale), self.symmetric if symmetric is None else symmetric
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
-            rows, columns = positive_mask.nonzero().unbind(dim=1)
-            pairs = Pairs(rows, columns, _shape(similarities), scale)
-            losses = self._matrix_losses(similarities, negative_mask, pairs, both)
-            return self._reduce({"loss": _info(losses, (rows, columns))}, None, [similarities], scale)
+            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, both)
+            return self._reduce({"loss": info}, None, [similarities], scale)
 
-    def _forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: IndicesTuple | None,
-        ref_emb: Tensor | None,
-        ref_labels: Tensor | None,
-        scale: float | Tensor | None,
-        symmetric: bool | None,
-    ) -> Any:
-        self.reset_stats()
-        one_set = ref_emb is None or ref_emb is embeddings
-        if one_set:
-            if ref_labels is not None and ref_labels is not labels and not _equal(ref_labels, labels):
-                raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-            ref_emb, ref_labels = embeddings, labels
-        assert ref_emb is not None
-        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
-            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
-        for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-            if side_labels is not None or indices_tuple is None:
-                _check_labels(name, side_labels, len(side))
-        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
-        scale = self._scale(scale)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            x, y = full_precision(embeddings, ref_emb)
-            labels, ref_labels = (None if side is None else side.to(x.device) for side in (labels, ref_labels))
-            if indices_tuple is not None:
-                info = self._losses_of_indices(x, y, indices_tuple, scale, both)
-            else:
-                assert labels is not None
-                assert ref_labels is not None
-                info = self._losses_of_labels(x, labels, y, ref_labels, scale, one_set, both)
-            loss_dict = {"loss": info}
-            if self.embedding_regularizer is not None:
-                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
-                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
-                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
-            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
-
-    def _losses_of_labels(
+    def _losses_in_blocks(
         self,
         x: Tensor,
-        labels: Tensor,
         y: Tensor,
+        labels: Tensor,
         ref_labels: Tensor,
         scale: float | Tensor,
         one_set: bool,
         both: bool,
     ) -> dict[str, Any]:
         rows, columns = label_pairs(labels, ref_labels)
-        problem = self._tiling_problem()
-        if self.tiled and problem:
-            raise ValueError(f"tiled=True cannot be used, because {problem}")
-        if problem or len(rows) == 0:
-            if one_set:
-                rows, columns = rows[rows != columns], columns[rows != columns]
-            pairs = Pairs(rows, columns, (len(x), len(y)), scale)
-            losses = self._matrix_losses(self._similarities(x, y), labels[:, None] != ref_labels, pairs, both)
-            return _info(losses, (rows, columns))
+        if len(rows) == 0:  # torch has no maximum of nothing
+            return _info(x.new_zeros(0), (rows, columns))
         normalize = self.distance.normalize_embeddings
         if self.negatives == "max":
             positive, *maxima = maximum(x, y, rows, columns, normalize=normalize)
@@ -252,31 +231,36 @@ class PairLoss(BaseMetricLossFunction):
             (different,) = (rows != columns).nonzero().unbind(dim=1)
             rows, columns, positive = rows[different], columns[different], positive[different]
         negative = torch.stack([maxima[0][rows], maxima[1][columns]]) if both else maxima[0][rows][None]  # (1 or 2, M)
-        losses = self._guarded(positive, negative, Pairs(rows, columns, (len(x), len(y)), scale))
+        losses = self._guarded(positive, negative, Pairs(rows, columns, torch.Size((len(x), len(y))), scale))
         return _info(losses.sum(dim=0), (rows, columns))
 
     def _losses_of_indices(
-        self, x: Tensor, y: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
+        self, similarities: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
     ) -> dict[str, Any]:
-        if self.tiled:
-            raise ValueError("tiled=True cannot be used, because pairs are given as an indices_tuple")
-        similarities, (anchors, positives, *negatives) = self._similarities(x, y), indices_tuple
+        anchors, positives, *negatives = indices_tuple
         if len(negatives) == 1 and self.takes_triplets and len(anchors) > 0:
             losses = self.triplet_losses(similarities, anchors, positives, negatives[0], scale)
             return _info(losses, indices_tuple)
-        rows, columns = _mask(similarities, anchors, positives).nonzero().unbind(dim=1)
         negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
-        pairs = Pairs(rows, columns, _shape(similarities), scale)
-        return _info(self._matrix_losses(similarities, negative_mask, pairs, both), (rows, columns))
+        return self._losses_of_masks(similarities, _mask(similarities, anchors, positives), negative_mask, scale, both)
 
-    def _matrix_losses(self, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, both: bool) -> Tensor:
-        """Return the losses of all pairs, (M,), of rows as anchors, plus those of columns with ``both``."""
-        if len(pairs.rows) == 0:  # torch has no maximum of nothing
-            return similarities.new_zeros(0)
-        losses = self._direction(similarities, negative_mask, pairs.rows, pairs.columns, pairs)
+    def _losses_of_masks(
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        scale: float | Tensor,
+        both: bool,
+    ) -> dict[str, Any]:
+        """Return the losses of all positive pairs, (M,), with rows as anchors, plus those with columns if ``both``."""
+        rows, columns = positive_mask.nonzero().unbind(dim=1)
+        pairs = Pairs(rows, columns, similarities.shape, scale)
+        if len(rows) == 0:
+            return _info(similarities.new_zeros(0), (rows, columns))
+        losses = self._direction(similarities, negative_mask, rows, columns, pairs)
         if both:
-            losses = losses + self._direction(similarities.T, negative_mask.T, pairs.columns, pairs.rows, pairs)
-        return losses
+            losses = losses + self._direction(similarities.T, negative_mask.T, columns, rows, pairs)
+        return _info(losses, (rows, columns))
 
     def _direction(
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
@@ -284,10 +268,7 @@ class PairLoss(BaseMetricLossFunction):
         if self.negatives == "matrix":
             losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
             if losses.shape != anchors.shape:
-                raise ValueError(
-                    f"{type(self).__name__}.matrix_losses must return a value for each of the {len(anchors)} positive "
-                    f"pairs, got shape {_shape(losses)}"
-                )
+                raise ValueError(f"matrix_losses must return shape {anchors.shape}, got {losses.shape}")
             return losses
         positive = similarities[anchors, positives]
         if self.negatives == "all":
@@ -329,7 +310,7 @@ class PairLoss(BaseMetricLossFunction):
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
         if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ValueError(f"scale must have one element, got shape {_shape(scale)}")
+            raise ValueError(f"scale must have one element, got shape {scale.shape}")
         return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
 
     def _is_plain(self) -> bool:
@@ -337,27 +318,8 @@ class PairLoss(BaseMetricLossFunction):
         is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
         return is_plain and distance.p == 2 and distance.power == 1
 
-    def _tiling_problem(self) -> str | None:
-        """Return why the loss needs the matrix of all similarities; None if it does not."""
-        if self.negatives not in ("max", "logsumexp"):
-            return f"{type(self).__name__} needs all similarities here (negatives are {self.negatives!r})"
-        return None if self._is_plain() else f"{self.distance} is not a plain CosineSimilarity or DotProductSimilarity"
-
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
-
-
-def _check_labels(name: str, labels: Any, size: int) -> None:
-    if labels is None:
-        raise ValueError(f"{name} must be given without an indices_tuple, got None")
-    if not isinstance(labels, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(labels).__name__}: torch.as_tensor makes one of it")
-    if labels.shape != (size,):
-        raise ValueError(f"{name} must have the shape {(size,)}, got {_shape(labels)}")
-
-
-def _equal(labels: Any, others: Any) -> bool:
-    return isinstance(labels, Tensor) and isinstance(others, Tensor) and torch.equal(labels.to(others.device), others)
 
 
 def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:
@@ -369,7 +331,3 @@ def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     mask = torch.zeros_like(similarities, dtype=torch.bool)
     mask[rows, columns] = True
     return mask
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

@@ -96,22 +96,16 @@ class GOALLoss(HardestNegativeLoss):
         super().__init__(**kwargs)
         self.triplet_weight = one_of("triplet_weight", triplet_weight, TRIPLET_WEIGHTS)
         self.pair_weight = one_of("pair_weight", pair_weight, PAIR_WEIGHTS)
+        self.is_relative = pair_weight.endswith("_ms")  # a pair is compared with other pairs of the batch
         self.tau = number("tau", tau, above=0)
         self.offset, self.lam = number("offset", offset), number("lam", lam)
         self.margin, self.alpha = number("margin", margin, least=0), number("alpha", alpha, least=0)
         self.beta, self.eps = number("beta", beta, least=0), number("eps", eps, least=0)
-        names = ["margin", "tau", "offset", "alpha", "beta", "lam", "eps"]
-        self.add_to_recordable_attributes(list_of_names=names, is_stat=False)
         if not (self.distance.is_inverted or (triplet_weight != "cir" and pair_weight == "con")):
             raise ValueError(
                 f"triplet_weight {triplet_weight!r} with pair_weight {pair_weight!r} needs a similarity such as "
                 f"CosineSimilarity as distance, got {type(self.distance).__name__}"
             )
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether a pair is compared with other pairs of the batch."""
-        return self.pair_weight.endswith("_ms")
 
     @property
     def negatives(self) -> str:  # type: ignore[override]

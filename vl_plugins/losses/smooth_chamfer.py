@@ -15,7 +15,7 @@ from vl_plugins.errors import number
 from vl_plugins.losses.triplet import TripletHNLoss
 from vl_plugins.numerics import eager, full_precision
 from vl_plugins.registry import create, options_of
-from vl_plugins.regularizers import join_sets
+from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
 
@@ -38,8 +38,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         alpha: inverse temperature of the smooth-Chamfer similarity, > 0. A base that has an ``alpha`` too, as ``goal``,
             gets its own in a mapping: ``base={"name": "goal", "alpha": 2.0}``.
         set_size: K of packed sets, >= 1.
-        mmd_weight, diversity_weight: >= 0, of :func:`~vl_plugins.regularizers.mmd_loss` and of
-            :func:`~vl_plugins.regularizers.diversity_loss`.
+        mmd_weight, diversity_weight: >= 0, of :class:`~vl_plugins.regularizers.MMDRegularizer` and of
+            :class:`~vl_plugins.regularizers.DiversityRegularizer`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
         base_options: options of the loss that ``base`` names; the signature shows those of ``triplet_hn``.
 
@@ -77,20 +77,18 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 raise ValueError(f"{type(distance).__name__} as distance has its own alpha and set_size")
             distance = distance or SmoothChamferSimilarity(alpha, set_size=set_size)
             base = create("loss", base, distance=distance, **base_options)
-        if isinstance(base, SmoothChamferLoss):
-            raise ValueError("base must be another loss than smooth_chamfer")
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
         self.base = base
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
-        self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"], is_stat=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
             return getattr(self.base, name)
         return super().__getattr__(name)
 
+    @eager
     def forward(
         self,
         embeddings: Tensor,
@@ -109,25 +107,10 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        self.reset_stats()
-        pairs = labels, indices_tuple, ref_labels
-        return eager()(
-            self._forward, embeddings, None if ref_emb is embeddings else ref_emb, pairs, slots, ref_slots, options
-        )
-
-    def _forward(
-        self,
-        embeddings: Tensor,
-        ref_emb: Tensor | None,
-        pairs: tuple[Any, ...],
-        slots: Tensor | None,
-        ref_slots: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor | dict[str, Any]:
+        ref_emb = None if ref_emb is embeddings else ref_emb
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
         ref_emb = other[0] if other else None
-        labels, indices_tuple, ref_labels = pairs
         with torch.autocast(embeddings.device.type, enabled=False):
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
@@ -145,22 +128,14 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
         distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
         ref_emb = None if ref_emb is embeddings else ref_emb
-        sets = list(distance.unpack(embeddings, embeddings if ref_emb is None else ref_emb))
-        if ref_emb is None:
-            del sets[1]
-            if ref_slots is not None:
-                raise ValueError("ref_slots need a ref_emb")
-        slot_sets = list(sets)  # the sets that diversity is computed from
-        for side, (name, given) in enumerate((("slots", slots), ("ref_slots", ref_slots))):
-            if given is not None:
-                if given.ndim != 3 or len(given) != len(sets[side]):
-                    raise ValueError(f"{name} must have the shape ({len(sets[side])}, K, D), got {tuple(given.shape)}")
-                slot_sets[side] = given
-        terms, joined = {}, join_sets(*sets)
+        sets = distance.unpack(embeddings, embeddings if ref_emb is None else ref_emb)[: 1 if ref_emb is None else 2]
+        terms, joined = {}, JoinedSets(*sets)
         if self.mmd_weight > 0 and len(sets) == 2:
-            terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5, squared=False)
+            terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
         if self.diversity_weight > 0:
-            joined = joined if slots is ref_slots is None else join_sets(*slot_sets)
+            if slots is not None or ref_slots is not None:
+                given = (slots, ref_slots)[: len(sets)]
+                joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
 

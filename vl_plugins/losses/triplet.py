@@ -33,8 +33,6 @@ class HardestNegativeLoss(PairLoss):
         super().__init__(**kwargs)
         self.warmup_steps = number("warmup_steps", warmup_steps, least=0, kind=int)
         self.step = 0
-        if self.warmup_steps and self.tiled:
-            raise ValueError("tiled=True cannot be used with warmup_steps, which needs all similarities")
 
     @property
     def negatives(self) -> str:  # type: ignore[override]
@@ -49,11 +47,9 @@ class HardestNegativeLoss(PairLoss):
     def has_independent_pairs(self) -> bool:
         return not self.is_warming_up and super().has_independent_pairs  # so that a step of the warm-up is one call
 
-    def _forward(self, *args: Any) -> Any:
-        loss = super()._forward(*args)
-        if self._counts():
-            self.step += 1
-        return loss
+    def _reduce(self, *args: Any) -> Any:
+        self.step += self._counts()
+        return super()._reduce(*args)
 
     def _counts(self) -> bool:
         return self.warmup_steps > 0 and self.training and torch.is_grad_enabled()
@@ -92,7 +88,6 @@ class TripletHNLoss(HardestNegativeLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
-        self.add_to_recordable_attributes(name="margin", is_stat=False)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         return (self.margin + negative - positive).relu()
@@ -117,6 +112,5 @@ class TripletSHLoss(PairLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
-        self.add_to_recordable_attributes(name="margin", is_stat=False)
 
     pair_loss = TripletHNLoss.pair_loss

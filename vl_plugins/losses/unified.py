@@ -41,8 +41,8 @@ class UnifiedLoss(PairLoss):
             the rows or (A, C), which belongs to one batch.
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
             belongs to the call: ``loss(..., scale=model.logit_scale.exp())``.
-        weights: w, two elementwise functions of similarities, for those of positives and of negatives; or one for both.
-            Here and in ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
+        weights: w, two elementwise functions of similarities, for those of positives and of negatives. Here and in
+            ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
         relative: G, an elementwise function of differences of similarities.
         kwargs: see :class:`~vl_plugins.losses.PairLoss`, also for how to call it.
 
@@ -61,23 +61,27 @@ class UnifiedLoss(PairLoss):
         self,
         margin: float | Tensor = 0.2,
         scale: float = 50.0,
-        weights: Function | tuple[Function, Function] | None = None,
+        weights: tuple[Function, Function] | None = None,
         relative: Function | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
         self.scale = number("scale", scale, above=0)
-        self.weights = None if weights is None else _functions(weights)
+        self.weights = None if weights is None else tuple(map(_function, weights))
         self.relative = None if relative is None else _function(relative)
         if self.weights is not None or self.relative is not None:
             self.negatives = "matrix"
         # An optimizer does not look for parameters in a tuple.
         self.weight_modules = nn.ModuleList(w for w in self.weights or () if isinstance(w, nn.Module))
-        self.add_to_recordable_attributes(list_of_names=["margin", "scale"], is_stat=False)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        exponent = pairs.scale * (pairs.values("margin", self.margin) + negative - positive)
+        margin = self.margin
+        if isinstance(margin, Tensor) and margin.ndim > 0:
+            if margin.shape not in (pairs.shape[:1], pairs.shape):
+                raise ValueError(f"margin must have the shape {pairs.shape[:1]} or {pairs.shape}, got {margin.shape}")
+            margin = margin[(pairs.rows, pairs.columns)[: margin.ndim]]
+        exponent = pairs.scale * (margin + negative - positive)
         return softplus(exponent, threshold=60) / pairs.scale  # exact in float64 beyond 60
 
     @property
@@ -89,7 +93,8 @@ class UnifiedLoss(PairLoss):
     ) -> Tensor:
         positive, negatives = similarities[anchors, positives], similarities
         if self.weights is not None:
-            positive, negatives = self.weights[0](positive) * positive, self.weights[1](negatives) * negatives
+            of_positives, of_negatives = self.weights
+            positive, negatives = of_positives(positive) * positive, of_negatives(negatives) * negatives
         if self.relative is None:
             return self._guarded(positive, matrix_maximum(negatives, negative_mask, pairs.scale)[anchors], pairs)
         differences = self.relative(negatives[anchors] - positive[:, None])  # (M, C)
@@ -117,7 +122,6 @@ class VLCLoss(PairLoss):
     def __init__(self, scale: float = 50.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.scale = number("scale", scale, above=0)
-        self.add_to_recordable_attributes(name="scale", is_stat=False)
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         return softplus(pairs.scale * (negative - positive), threshold=60)
@@ -133,17 +137,12 @@ class Polynomial(nn.Module):
     def __init__(self, coefficients: Sequence[float]):
         super().__init__()
         self.coefficients = tuple(number("coefficients", value) for value in coefficients)
-        if not self.coefficients:
-            raise ValueError("coefficients must be one number at least")
 
     def forward(self, values: Tensor) -> Tensor:
         result = torch.zeros_like(values)
         for coefficient in reversed(self.coefficients):  # Horner
             result = result * values + coefficient
         return result
-
-    def extra_repr(self) -> str:
-        return str(self.coefficients)
 
 
 def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> Tensor:
@@ -168,15 +167,6 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
     number("base", base, above=1)
     (confidence,) = full_precision(confidence)
     return margin * torch.expm1(confidence * math.log(base)) / (base - 1)
-
-
-def _functions(weights: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return the functions of positives and of negatives."""
-    is_pair = isinstance(weights, Sequence) and not all(isinstance(value, (int, float)) for value in weights)
-    functions = tuple(map(_function, weights)) if is_pair else (_function(weights),) * 2
-    if len(functions) != 2:
-        raise ValueError(f"weights must be one function or two, for positives and negatives, got {len(functions)}")
-    return functions
 
 
 def _function(value: Function) -> Callable[[Tensor], Tensor]:

@@ -31,8 +31,8 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         miner: a miner of pytorch-metric-learning, or None.
 
     Raises:
-        ValueError: embeddings or a mask of another shape, more embeddings to queue than ``memory_size``, or a miner of
-            the easiest positive, the anchor's own copy.
+        ValueError: a mask of another shape, more embeddings to queue than ``memory_size``, or a miner of the easiest
+            positive, the anchor's own copy.
 
     Reference:
         Wang et al. 2020, Cross-Batch Memory for Embedding Learning.
@@ -46,7 +46,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
-        pass
+        """Take any loss, where pytorch-metric-learning takes its own only."""
 
     def forward(
         self,
@@ -55,9 +55,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         indices_tuple: tuple[Tensor, ...] | None = None,
         enqueue_mask: Tensor | None = None,
     ) -> Any:
-        if embeddings.shape != (len(labels), self.embedding_size):  # or they would be broadcast
-            expected = len(labels), self.embedding_size
-            raise ValueError(f"embeddings must have the shape {expected}, got {tuple(embeddings.shape)}")
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
         queued = len(labels) if enqueue_mask is None else int(enqueue_mask.sum())
@@ -111,11 +108,4 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
     tensor(2.4000)
     """
 
-    @classmethod
-    def check_loss_support(cls, loss_name: str) -> None:
-        pass
-
-    def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
-        if ref_emb.shape != embeddings.shape:
-            raise ValueError(f"ref_emb must have the shape {tuple(embeddings.shape)}, got {tuple(ref_emb.shape)}")
-        return super().forward(embeddings, ref_emb)
+    check_loss_support = CrossBatchMemory.check_loss_support

@@ -1,12 +1,9 @@
 """Pooling of an item's local features."""
 
-from types import MappingProxyType
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vl_plugins.errors import number
 from vl_plugins.modules.positions import sinusoidal_positions
 from vl_plugins.numerics import full_precision
 
@@ -62,9 +59,6 @@ class GeneralizedPooling(nn.Module):
         position_dim: width of the ranks' positions, >= 1.
         hidden_dim: width of the GRU, >= 1.
 
-    Raises:
-        ValueError: an argument out of its range.
-
     Reference:
         Chen et al. 2021, Learning the Best Pooling Strategy for Visual Semantic Embedding, Section 3.2, Eq. 4-6.
 
@@ -74,8 +68,7 @@ class GeneralizedPooling(nn.Module):
 
     def __init__(self, position_dim: int = 32, hidden_dim: int = 32):
         super().__init__()
-        self.position_dim = number("position_dim", position_dim, least=1, kind=int)
-        number("hidden_dim", hidden_dim, least=1, kind=int)
+        self.position_dim = position_dim
         self.gru = nn.GRU(position_dim, hidden_dim, batch_first=True, bidirectional=True)
         self.to_score = nn.Linear(hidden_dim, 1, bias=False)
 
@@ -118,5 +111,5 @@ def _past(sizes: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=sizes.device) >= sizes[:, None]
 
 
-POOLINGS = MappingProxyType({"avg": average_pooling, "gpo": GeneralizedPooling, "max": max_pooling})
+POOLINGS = {"avg": average_pooling, "gpo": GeneralizedPooling, "max": max_pooling}
 """By name: functions of features and padding mask, and classes of modules that are called likewise."""

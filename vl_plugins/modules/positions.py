@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from vl_plugins.errors import number
-
 __all__ = ["sinusoidal_positions", "sinusoidal_positions_2d"]
 
 
@@ -22,9 +20,6 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
     Returns:
         (length, dim), float32, in [-1, 1].
 
-    Raises:
-        ValueError: an argument out of its range.
-
     Reference:
         Vaswani et al. 2017, Attention Is All You Need, Section 3.5.
 
@@ -32,8 +27,6 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
     tensor([[0.0000, 1.0000, 0.0000],
             [0.8415, 0.5403, 0.0022]])
     """
-    number("length", length, least=1, kind=int)
-    number("dim", dim, least=1, kind=int)
     # In float64: rounding a phase of some thousand radians to float32 would be visible.
     positions = torch.arange(length, dtype=torch.float64)
     frequencies = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10000) / dim))
@@ -51,16 +44,10 @@ def sinusoidal_positions_2d(height: int, width: int, dim: int) -> Tensor:
     Returns:
         (height * width, dim), float32, row by row as in ``feature_map.flatten(2).transpose(1, 2)``.
 
-    Raises:
-        ValueError: an argument out of its range.
-
     >>> sinusoidal_positions_2d(1, 2, 4)[:, [0, 2]]
     tensor([[0.0000, 0.0000],
             [0.0000, 0.8415]])
     """
-    number("height", height, least=1, kind=int)
-    number("width", width, least=1, kind=int)
-    number("dim", dim, least=2, kind=int)
     rows = sinusoidal_positions(height, dim - dim // 2)
     columns = sinusoidal_positions(width, dim // 2)
     return torch.cat([rows.repeat_interleave(width, dim=0), columns.repeat(height, 1)], dim=1)

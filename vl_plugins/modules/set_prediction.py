@@ -10,7 +10,7 @@ from vl_plugins.errors import number
 from vl_plugins.modules.positions import sinusoidal_positions_2d
 from vl_plugins.numerics import full_precision
 
-__all__ = ["SetHead", "SetPrediction", "SetPredictionOutput", "TowerFeatures", "slot_attention"]
+__all__ = ["SetHead", "SetPrediction", "SetPredictionOutput", "TowerFeatures"]
 
 
 class TowerFeatures(NamedTuple):
@@ -130,25 +130,19 @@ class SetPrediction(nn.Module):
             global_feature: (B, D).
             padding_mask: (B, N), bool, True for inputs that do not exist. Their values, NaN too, have no influence, and
                 their gradients are 0. An item without inputs has the set of N = 0.
-            positions: (N, local_dim) or (B, N, local_dim), added to the inputs of the keys alone; for features without
+            positions: (N, local_dim), added to the inputs of the keys alone; for features without
                 positions, see :func:`~vl_plugins.modules.sinusoidal_positions_2d`.
 
         Raises:
             ValueError: a tensor of another shape.
         """
-        local_dim, dim = self.to_keys.in_features, self.to_queries.in_features
-        if local_features.ndim != 3 or local_features.shape[2] != local_dim:
-            raise ValueError(
-                f"local_features must have the shape (B, N, {local_dim}), got {tuple(local_features.shape)}"
-            )
-        items, inputs, _ = local_features.shape
-        for name, tensor, *shapes in (  # others would be broadcast
-            ("global_feature", global_feature, (items, dim)),
-            ("padding_mask", padding_mask, (items, inputs)),
-            ("positions", positions, (inputs, local_dim), (items, inputs, local_dim)),
+        shape = tuple(local_features.shape)
+        for name, tensor, expected in (  # others would be broadcast
+            ("global_feature", global_feature, (*shape[:1], self.to_queries.in_features)),
+            ("padding_mask", padding_mask, shape[:2]),
+            ("positions", positions, shape[1:]),
         ):
-            if tensor is not None and tensor.shape not in shapes:
-                expected = " or ".join(map(str, shapes))
+            if tensor is not None and tensor.shape != expected:
                 raise ValueError(f"{name} must have the shape {expected}, got {tuple(tensor.shape)}")
         dtype = self.to_keys.weight.dtype
         inputs = self.norm_inputs(_without_padding(local_features.to(dtype), padding_mask))
@@ -158,10 +152,16 @@ class SetPrediction(nn.Module):
         (keys,) = full_precision(self.to_keys(_without_padding(inputs, padding_mask)))
         slots, maps = self.initial_slots.expand(len(local_features), -1, -1), []
         for _ in range(self.num_iters):
-            attended, attention = slot_attention(self.to_queries(self.norm_slots(slots)), keys, values, padding_mask)
-            slots = self.to_slots(attended) + slots
+            (queries,) = full_precision(self.to_queries(self.norm_slots(slots)))
+            with torch.autocast(keys.device.type, enabled=False):
+                # Both softmaxes from logarithms: a slot that no input prefers takes a mean, where Eq. 3 has 0 / 0.
+                scores = (keys @ queries.mT / math.sqrt(keys.shape[2])).log_softmax(dim=2)  # (B, N, K)
+                maps.append(scores.exp())
+                if padding_mask is not None:  # not minus infinity: a softmax over padding alone would be NaN
+                    scores = scores.masked_fill(padding_mask[:, :, None], torch.finfo(scores.dtype).min)
+                weights = _without_padding(scores.softmax(dim=1), padding_mask)  # divides by the sum of Eq. 3
+            slots = self.to_slots(weights.mT.to(values.dtype) @ values) + slots
             slots = self.mlp(self.norm_mlp(slots)) + slots
-            maps.append(attention)
         embeddings = self.norm_output(slots) + self.norm_global(global_feature.to(dtype))[:, None]
         return SetPredictionOutput(embeddings, slots, torch.stack(maps, dim=1))
 
@@ -184,33 +184,6 @@ class SetHead(nn.Module):
     def forward(self, features: TowerFeatures) -> dict[str, Tensor]:
         output = self.predict(features)
         return {"features": output.embeddings, "slots": output.slots}
-
-
-def slot_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, padding_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attend from slots to inputs (Eq. 2 and the left of Eq. 3).
-
-    Both softmaxes are computed from logarithms in float32 at least, so a slot that no input prefers takes a mean of the
-    inputs, where Eq. 3 to the letter is 0 / 0.
-
-    Args:
-        queries: (B, K, D_h), of the slots.
-        keys, values: (B, N, D_h) and (B, N, D_v), of the inputs; values are finite at padded ones.
-        padding_mask: (B, N), bool, True for inputs to leave out.
-
-    Returns:
-        The mean of the values for each slot (B, K, D_v), in their dtype, 0 if all inputs are padded; and A (B, N, K),
-        float32 at least.
-    """
-    with torch.autocast(keys.device.type, enabled=False):
-        queries, keys = full_precision(queries, keys)
-        scores = (keys @ queries.mT / math.sqrt(keys.shape[2])).log_softmax(dim=2)  # (B, N, K)
-        attention = scores.exp()
-        if padding_mask is not None:  # not minus infinity: a softmax over padding alone would be NaN
-            scores = scores.masked_fill(padding_mask[:, :, None], torch.finfo(scores.dtype).min)
-        weights = _without_padding(scores.softmax(dim=1), padding_mask)  # divides by the sum of Eq. 3
-    return weights.mT.to(values.dtype) @ values, attention
 
 
 def _without_padding(tensor: Tensor, padding_mask: Tensor | None) -> Tensor:

@@ -8,7 +8,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import normalize
 
-from tests.helpers import open_clip_sharded as sharded
 from vl_plugins import create_loss, list_losses
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss
 from vl_plugins.registry import find, options_of
@@ -73,19 +72,3 @@ def test_compiled(name, learned, backend):
     assert compiled[0] > 1
     # In the second step the loss knows its labels already.
     assert compiled[1:] == [compiled[1]] * (STEPS - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head", sharded.HEADS)
-def test_a_model_with_heads_compiled(head):
-    torch._dynamo.reset()
-    plain = sharded.make_model(head)
-    expected = sharded.train(plain, sharded.make_loss(plain), slice(None))
-    model = sharded.make_model(head)
-    compiled = [torch.compile(part, backend="aot_eager") for part in (model, sharded.make_loss(model))]
-    for (value, gradients), (expected_value, expected_gradients) in zip(
-        sharded.train(*compiled, slice(None)), expected, strict=True
-    ):
-        torch.testing.assert_close(value, expected_value)
-        for name, gradient in expected_gradients.items():
-            torch.testing.assert_close(gradients[f"_orig_mod.{name}"], gradient, atol=1e-5, rtol=1e-4, msg=name)

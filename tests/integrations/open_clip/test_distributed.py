@@ -13,7 +13,6 @@ from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
 from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import build_loss
-from vl_plugins.registry import list_losses
 
 D, K = 16, 4
 LOGIT_SCALE = 14.0
@@ -68,7 +67,7 @@ def make_loss(name, rank=0, world_size=1, local_loss=False, image_ids=None):
         return ClipLoss(local_loss, gather_with_grad=True, rank=rank, world_size=world_size)
     steps = Steps()
     if image_ids is not None:
-        steps.batches.append((torch.tensor(image_ids), []))
+        steps.batches.append(torch.tensor(image_ids, dtype=torch.long))
     return build_loss(Namespace(**vars(CASES[name]) | {"local_loss": local_loss}), steps)
 
 
@@ -178,10 +177,6 @@ UNUSUAL = [
 ]
 
 
-def test_every_loss_is_among_the_cases():
-    assert {getattr(made, "loss", None) for made in CASES.values()} >= set(list_losses())
-
-
 def test_gradients_of_two_processes_are_those_of_one():
     work = jobs(Batch((4, 4)))
     work += jobs(Batch((4, 4)), ["ClipLoss of open_clip", *SOME], (torch.float32, torch.bfloat16))
@@ -203,7 +198,7 @@ def test_the_same_image_in_another_process_is_no_negative():
     steps, scale = Steps(), torch.tensor(1.0)
     loss = build_loss(options("triplet_hn", margin=0.5), steps)
     assert loss(images, texts, scale) > 0.5
-    steps.batches.append((torch.tensor([4, 2, 4]), []))
+    steps.batches.append(torch.tensor([4, 2, 4]))
     assert loss(images, texts, scale) == 0
 
 

@@ -13,7 +13,6 @@ from tests.helpers.open_clip_towers import (
     texts_for,
 )
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import sinusoidal_positions_2d
@@ -61,18 +60,6 @@ def test_sets_of_any_towers(tmp_path, image, text):
     torch.testing.assert_close(model.encode_image(images, normalize=True), output["image_features"])
     torch.testing.assert_close(model.encode_text(texts, normalize=True), output["text_features"])
     torch.testing.assert_close(output["logit_scale"], clip.logit_scale.exp())
-
-
-def test_attention_over_the_grid_of_an_image(tmp_path):
-    model = with_heads(make_model(tmp_path, "resnet"))
-    images = images_for(model)
-    output = model.predict_image_sets(images)
-    assert model.grid == (2, 2)
-    assert output.attention.shape == (3, 2, 4, 3)
-    torch.testing.assert_close(output.embeddings, model.encode_image(images))
-    linear = with_heads(make_model(tmp_path), "linear", dim=24)
-    with pytest.raises(UserError, match=r"^the model has a linear head, which makes no sets$"):
-        linear.predict_image_sets(images_for(linear))
 
 
 @pytest.mark.parametrize("dim", [24, 7])

@@ -115,25 +115,6 @@ def test_two_killed_processes_go_on_to_the_same_end(folder, shards):
     check_same_end(folder, epochs=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [["--save-most-recent", "--delete-previous-checkpoint"], "--accum-freq 2 --precision amp_bf16 --head set".split()],
-    ids=["the last one only", "sets"],
-)
-def test_killed_again_and_again(folder, shards, more, monkeypatch):
-    flags = [*TINY, *RANDOM, *shards, "--epochs", "7", "--workers", "1", *more]
-    for name in ("straight", "killed"):
-        (folder / name).mkdir()
-    for number in range(3):  # never to the end, which is 14 steps away, or 28
-        again = [*flags, *(["--resume", "latest"] if number else [])]
-        kill_at_a_random_step(folder / "killed", again, 1, 4)
-    for name, again in (("straight", []), ("killed", ["--resume", "latest"])):
-        monkeypatch.chdir(folder / name)
-        assert main([*flags, *again]) == 0
-    check_same_end(folder, epochs=7)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("sets", [False, True], ids=["vectors", "sets"])
 def test_killed_on_a_gpu(folder, shards, sets):

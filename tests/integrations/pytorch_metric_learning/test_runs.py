@@ -21,10 +21,10 @@ from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
-from vl_plugins.integrations.pytorch_metric_learning.training import LATEST
+from vl_plugins.integrations.pytorch_metric_learning.run import LATEST
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_a_run_is_moved_and_extended(toy_shards, tmp_path, caplog):
 def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     plain, folder = trained
     (tmp_path / LATEST).write_bytes((folder / LATEST).read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"checkpoint .*latest.pt: it is cut off or damaged \("):
+    with pytest.raises(UserError, match=r"latest\.pt: it is damaged, or holds more"):
         train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is not of this version"):
