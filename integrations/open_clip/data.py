@@ -116,7 +116,7 @@ class TableDataset(ShardDataset):
 
     def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
         record = self.collection.records[draw.image]
-        picture = decode({"jpg": read_bytes(record.key, max_bytes=MAX_FILE_BYTES)}, max_pixels=self.max_pixels)
+        picture = decode({"jpg": read_bytes(record.key)}, max_pixels=self.max_pixels)
         return picture, [record.captions[number] for number in draw.captions], record.key
 
 
