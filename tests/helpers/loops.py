@@ -117,6 +117,19 @@ def calls(dtype=torch.float64, candidates=9):
             yield f"{kind} of {sets} set(s)", call
 
 
+def moved(call, device="cuda", dtype=None):
+    """The arguments on another device; embeddings are leaves, of ``dtype`` if it is given."""
+
+    def move(value):
+        if isinstance(value, tuple):
+            return tuple(map(move, value))
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().to(device, dtype or value.dtype).requires_grad_()
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: move(value) for name, value in call.items()}
+
+
 def leaves_of(call):
     return [call[name] for name in ("embeddings", "ref_emb") if call.get(name) is not None]
 
@@ -218,11 +231,12 @@ def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST
     torch.testing.assert_close(actual.item(), value, **close)
     close |= {"atol": 10 * tolerance, "rtol": 10 * tolerance}
     for actual_gradient, gradient in zip(torch.autograd.grad(UPSTREAM * actual, leaves), gradients, strict=True):
-        torch.testing.assert_close(actual_gradient.double(), UPSTREAM * gradient, **close)
+        torch.testing.assert_close(actual_gradient.cpu().double(), UPSTREAM * gradient, **close)
 
 
-def check_call(reference, call, *, loss=None, what="", tolerance=None, **how):
+def check_call(reference, call, *, loss=None, what="", tolerance=None, device="cpu", **how):
     """Compare ``loss(**call)`` with the loops."""
     loss = make_loss(reference) if loss is None else loss
     value, gradients = expected(reference, call, **how)
+    call = call if device == "cpu" else moved(call, device)
     check(loss(**call), leaves_of(call), value, gradients, tolerance=tolerance, what=f"{reference} {what}")

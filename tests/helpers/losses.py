@@ -1,5 +1,7 @@
 """The losses of the package and of the documentation, and the ways to compute each."""
 
+import functools
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,40 @@ from tests.reference import goal, losses
 from vl_plugins import create_loss
 from vl_plugins.losses.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 
-__all__ = ["DIFFERENCES", "EACH", "LOSSES", "SOME", "PlainCosine", "make", "needs_matrix", "own_losses", "ways"]
+__all__ = [
+    "DIFFERENCES",
+    "EACH",
+    "EACH_AND_OWN",
+    "LOSSES",
+    "SOME",
+    "PlainCosine",
+    "make",
+    "needs_matrix",
+    "own_losses",
+    "ways",
+]
+
+
+def squared_hinge(row, positive, negatives, margin, scale):
+    """A squared hinge of the soft maximum of the negatives, by loops."""
+    if not negatives:
+        return 0.0, {}
+    largest = max(row[n] for n in negatives)
+    exponentials = {n: math.exp(scale * (row[n] - largest)) for n in negatives}
+    total = sum(exponentials.values())
+    violation = max(0.0, margin + largest + math.log(total) / scale - row[positive])
+    derivatives = {n: 2 * violation * exponential / total for n, exponential in exponentials.items()}
+    return violation**2, {**derivatives, positive: -2 * violation}
+
+
+def sigmoid(row, positive, negatives, scale, bias):
+    """Zhai et al. 2023, Eq. 1: minus the logarithm of a sigmoid for each pair."""
+    value, derivatives = 0.0, {}
+    for column, sign in [(positive, 1), *((n, -1) for n in negatives)]:
+        term = math.exp(-sign * (scale * row[column] + bias))
+        value += math.log1p(term)
+        derivatives[column] = -sign * scale * term / (1 + term)
+    return value, derivatives
 
 
 class PlainCosine(distances.CosineSimilarity):
@@ -35,16 +70,22 @@ LOSSES["triplet_hn warm"] = (
 )
 LOSSES["goal warm"] = ("goal", replace(GOAL, pair=goal.goal_all, loss_options={"warmup_steps": 10**6}))
 ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
+ONE_OF_EACH += ["own SquaredHinge"]
 WAYS = {"chosen": {}, "dense": {"tiled": False}, "tiled": {"tiled": True}, "matrix": {"distance": PlainCosine()}}
-NEEDS_MATRIX = ("triplet_sh", "warm", "_ms")
-DIFFERENCES = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal con con", "goal nca con")  # take real distances too
-EACH = pytest.mark.parametrize("name", LOSSES)
+NEEDS_MATRIX = ("triplet_sh", "warm", "_ms", "SigmoidLoss")
+# Take real distances too.
+DIFFERENCES = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal con con", "goal nca con", "own SquaredHinge")
+EACH = pytest.mark.parametrize("name", list(LOSSES))
+LOSSES["own SquaredHinge"] = "SquaredHinge", Reference(squared_hinge, options={"margin": 0.3, "scale": 10.0})
+LOSSES["own SigmoidLoss"] = "SigmoidLoss", Reference(sigmoid, options={"scale": 4.0, "bias": -1.0})
+EACH_AND_OWN = pytest.mark.parametrize("name", LOSSES)
 SOME = pytest.mark.parametrize("name", ONE_OF_EACH)
 
 
 def make(name, **options):
     key, reference = LOSSES[name]
-    return create_loss(key, **(reference.options | reference.loss_options | options))
+    create = own_losses()[key] if name.startswith("own") else functools.partial(create_loss, key)
+    return create(**(reference.options | reference.loss_options | options))
 
 
 def needs_matrix(name):
@@ -58,6 +99,7 @@ def ways(name):
             yield way, options
 
 
+@functools.cache
 def own_losses():
     """The classes by name of docs/guides/own_loss.md, whose code runs as it stands."""
     guide = Path(__file__).parents[2] / "docs" / "guides" / "own_loss.md"
