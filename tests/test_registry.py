@@ -3,7 +3,7 @@ import torch
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
 import vl_plugins
-from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
+from vl_plugins.distances import MatchProbability, SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.losses import (
     CrossBatchMemory,
@@ -34,7 +34,6 @@ OURS = {
     "unified": UnifiedLoss,
     "vlc": VLCLoss,
 }
-SHARED = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats")) | {"embedding_reg_weight": 1}
 
 
 def test_our_losses():
@@ -191,39 +190,9 @@ def test_wrong_names_and_options(kind, name, options, message):
     assert str(raised.value).startswith(message)
 
 
-# Options of constructors
-
-
-class Base:
-    def __init__(self, reducer=None):
-        self.reducer = reducer
-
-
-class Middle(Base):
-    """Has no constructor of its own."""
-
-
-class Mixin:
-    def __init__(self, weight=1, *, power=2, **kwargs):
-        super().__init__(**kwargs)
-
-
-class Loss(Mixin, Middle):
-    def __init__(self, size, margin=0.2, weight=3, **kwargs):
-        super().__init__(weight=weight, **kwargs)
-
-
-class Closed(Loss):
-    def __init__(self, margin=0.2):
-        super().__init__(size=1, margin=margin)
-
-
 def test_options_of_constructors():
-    options = options_of(Loss)
-    assert list(options) == ["size", "margin", "weight", "power", "reducer"]
-    assert format_options(options) == "size, margin=0.2, weight=3, power=2, reducer=None"
-    assert options_of(Middle) == {"reducer": None}
-    assert options_of(Closed) == {"margin": 0.2}
-    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
     own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "tiled": None}
-    assert options_of(UnifiedLoss) == own | SHARED
+    shared = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats"))
+    assert options_of(UnifiedLoss) == own | shared | {"embedding_reg_weight": 1}
+    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
+    assert format_options(options_of(MatchProbability.formula) | {"margin": 0.2}).endswith("ref_weights, margin=0.2")

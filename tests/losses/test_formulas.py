@@ -24,10 +24,6 @@ SHAPE = len(LABELS), len(OTHER_LABELS)
 POSITIVES = LABELS[:, None] == OTHER_LABELS
 
 
-def similarities_like(mask, seed=7):
-    return (2 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded(seed)) - 1).requires_grad_()
-
-
 def values(loss, similarities, masks, symmetric=True):
     """The losses of all positive pairs, (M,)."""
     loss.reducer = DoNothingReducer()
@@ -108,18 +104,6 @@ def test_variants_of_unified(name, symmetric):
             ),
         )
     assert not loss.has_independent_pairs
-
-
-def test_identities_of_unified():
-    """Eq. 6 and 7: at a large scale it is the triplet loss; without a margin the contrastive loss by its scale."""
-    similarities, masks = similarities_like(POSITIVES), (POSITIVES, ~POSITIVES)
-    unified = values(UnifiedLoss(margin=0.2, scale=1e5), similarities, masks)
-    triplet = values(TripletHNLoss(margin=0.2), similarities, masks)
-    assert triplet.max() > 0.5
-    torch.testing.assert_close(unified, triplet, atol=1e-4, rtol=0)
-    vlc = values(VLCLoss(scale=7), similarities, masks)
-    found = 7 * values(UnifiedLoss(margin=0, scale=7), similarities, masks)
-    torch.testing.assert_close((found, *gradients(found, similarities)), (vlc, *gradients(vlc, similarities)))
 
 
 class LearnedWeights(nn.Module):
@@ -242,33 +226,6 @@ def test_a_triplet_given_twice_counts_twice(triplet_weight, pair_weight):
     torch.testing.assert_close(
         torch.autograd.grad(first, leaves_of(call)), torch.autograd.grad(once + extra, leaves_of(call))
     )
-
-
-def test_objectives_that_are_known_losses():
-    """Table 1: the triplet loss, NT-Xent of the hardest negative, circle loss; sig_ms with relative terms 1 is sig."""
-    similarities, masks = similarities_like(POSITIVES), (POSITIVES, ~POSITIVES)
-
-    def same(ours, theirs, leaves=(similarities,)):
-        assert theirs.count_nonzero() >= 4
-        torch.testing.assert_close((ours, *gradients(ours, leaves)), (theirs, *gradients(theirs, leaves)))
-
-    same(
-        values(GOALLoss("con", "con", margin=0.3), similarities, masks),
-        values(TripletHNLoss(margin=0.3), similarities, masks),
-    )
-    hardest = similarities.detach().masked_fill(POSITIVES, -2).argmax(dim=1, keepdim=True)
-    only_hardest = torch.zeros_like(POSITIVES).scatter(1, hardest, True)
-    ours = values(GOALLoss("nca", "con", tau=7.0), similarities, masks, symmetric=False)
-    same(ours, values(VLCLoss(scale=7), similarities, (POSITIVES, only_hardest), symmetric=False) / 7)
-    leaf = embeddings_of(LABELS).detach().abs().requires_grad_()  # in one orthant: all similarities are positive
-    triplets = torch.tensor([0, 1, 4]), torch.tensor([5, 4, 1]), torch.tensor([3, 2, 2])
-    theirs = host.CircleLoss(m=0, gamma=8, reducer=SumReducer())(leaf, LABELS, triplets) / 8
-    ours = GOALLoss("cir", "lin", tau=8, offset=1, reducer=SumReducer())(leaf, LABELS, triplets)
-    check(ours, [leaf], theirs.item(), torch.autograd.grad(theirs, leaf))
-    s_p, s_n = torch.rand(2, 50, dtype=torch.float64, generator=seeded(1)) * 2 - 1
-    options = {"alpha": 3.0, "beta": 5.0, "lam": 0.4}
-    relative = GOALLoss("nca", "sig_ms", **options).pair_weights(s_p, s_n, (1.0, 1.0))
-    torch.testing.assert_close(relative, GOALLoss("nca", "sig", **options).pair_weights(s_p, s_n))
 
 
 # Losses of the hosts
