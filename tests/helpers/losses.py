@@ -1,12 +1,12 @@
 """The losses of the package and of the documentation, and the ways to compute each."""
 
 import functools
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pytorch_metric_learning import distances
 
 from tests.helpers.loops import REFERENCES, Reference
@@ -31,23 +31,15 @@ __all__ = [
 def squared_hinge(row, positive, negatives, margin, scale):
     """A squared hinge of the soft maximum of the negatives, by loops."""
     if not negatives:
-        return 0.0, {}
-    largest = max(row[n] for n in negatives)
-    exponentials = {n: math.exp(scale * (row[n] - largest)) for n in negatives}
-    total = sum(exponentials.values())
-    violation = max(0.0, margin + largest + math.log(total) / scale - row[positive])
-    derivatives = {n: 2 * violation * exponential / total for n, exponential in exponentials.items()}
-    return violation**2, {**derivatives, positive: -2 * violation}
+        return 0 * row[positive]
+    soft_maximum = torch.log(sum(torch.exp(scale * row[n]) for n in negatives)) / scale
+    return (margin + soft_maximum - row[positive]).relu() ** 2
 
 
 def sigmoid(row, positive, negatives, scale, bias):
     """Zhai et al. 2023, Eq. 1: minus the logarithm of a sigmoid for each pair."""
-    value, derivatives = 0.0, {}
-    for column, sign in [(positive, 1), *((n, -1) for n in negatives)]:
-        term = math.exp(-sign * (scale * row[column] + bias))
-        value += math.log1p(term)
-        derivatives[column] = -sign * scale * term / (1 + term)
-    return value, derivatives
+    signs = {positive: 1} | dict.fromkeys(negatives, -1)
+    return sum(torch.log1p(torch.exp(-sign * (scale * row[column] + bias))) for column, sign in signs.items())
 
 
 class PlainCosine(distances.CosineSimilarity):
