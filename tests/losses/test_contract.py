@@ -241,7 +241,7 @@ def test_distances_and_miners(name):
     }
     for options in ({}, {} if needs_matrix(name) else {"tiled": True}):
         check_call(reference, call, loss=make(name, distance=dot, **options), similarity=similarity.dot_product)
-    for key, miner in components.miners().items():
+    for key, miner in components.all_of("miner").items():
         for sets in (1, 2):
             seed_torch(0)  # some miners sample
             drawn = (call | {"indices_tuple": miner(**call)} for call in draw_calls(sets))
