@@ -3,7 +3,7 @@ import torch
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
 import vl_plugins
-from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
+from vl_plugins.distances import MatchProbability, SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.losses import (
     CrossBatchMemory,
@@ -14,7 +14,17 @@ from vl_plugins.losses import (
     UnifiedLoss,
     VLCLoss,
 )
-from vl_plugins.registry import create, create_loss, find, format_options, list_losses, names, options_of
+from vl_plugins.registry import (
+    check_registered,
+    create,
+    create_loss,
+    find,
+    format_options,
+    list_losses,
+    names,
+    options_of,
+)
+from vl_plugins.regularizers import SetRegularizer
 
 OURS = {
     "goal": GOALLoss,
@@ -24,7 +34,6 @@ OURS = {
     "unified": UnifiedLoss,
     "vlc": VLCLoss,
 }
-SHARED = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats")) | {"embedding_reg_weight": 1}
 
 
 def test_our_losses():
@@ -32,13 +41,6 @@ def test_our_losses():
     assert {name: find("loss", name) for name in OURS} == OURS
     assert {name: type(create_loss(name)) for name in OURS} == OURS
     assert (vl_plugins.list_losses, vl_plugins.create_loss) == (list_losses, create_loss)
-
-
-def test_options_reach_the_loss():
-    loss = create_loss("unified", margin=0.1, distance="LpDistance", reducer=reducers.ThresholdReducer(low=0.3))
-    assert (loss.margin, loss.reducer.low, type(loss.distance)) == (0.1, 0.3, distances.LpDistance)
-    regularizer = create_loss("vlc", embedding_regularizer="LpRegularizer").embedding_regularizer
-    assert type(regularizer) is regularizers.LpRegularizer
 
 
 # Losses of other distributions
@@ -96,16 +98,11 @@ def test_a_name_claimed_twice(install):
 
 @pytest.mark.parametrize(
     ("number", "source", "message"),  # imported modules stay in sys.modules, so each has another name
-    [
-        (1, "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (2, "", "AttributeError: .* has no attribute 'MyLoss'"),
-        (3, "def", "SyntaxError: "),
-        (4, "MyLoss = 3", "int is not a class"),
-    ],
+    [(1, "import no_such_module", "No module named 'no_such_module'"), (2, "", ".* has no attribute 'MyLoss'")],
 )
 def test_a_broken_entry_point(install, number, source, message):
     install(f"broken-{number}", "mine", source)
-    with pytest.raises(UserError, match=rf"^loss 'mine' of broken-{number} cannot be loaded .*{message}"):
+    with pytest.raises(UserError, match=rf"^loss 'mine' .*: {message}"):
         create_loss("mine")
     assert "mine" in list_losses()
 
@@ -115,14 +112,12 @@ def test_a_loss_by_its_module_and_class(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     loss = create_loss("own_loss:MyLoss", pos_margin=0.7, distance="LpDistance")
     assert (type(loss).__name__, loss.pos_margin, type(loss.distance)) == ("MyLoss", 0.7, distances.LpDistance)
-    for name, reason in (
-        ("own_loss:Missing", "module 'own_loss' has no attribute 'Missing'"),
-        ("no_such_module:Loss", "No module named 'no_such_module'"),
-    ):
-        with pytest.raises(UserError, match=f"^loss '{name}': {reason}"):
+    for name in ("own_loss:Missing", "no_such_module:Loss"):
+        with pytest.raises(UserError, match=f"^loss '{name}'"):
             create_loss(name)
-    with pytest.raises(UserError, match=r"^loss 'own_loss:MyLoss': unknown option 'margn'"):
-        create_loss("own_loss:MyLoss", margn=0.1)
+    for trusted in (False, True):
+        with pytest.raises(UserError, match="files name registered losses only" if trusted else "unknown loss"):
+            check_registered({"name": "own_loss:MyLoss"}) if trusted else create("loss", "own_loss:MyLoss")
 
 
 # Components by class name
@@ -138,7 +133,7 @@ def test_all_components_are_listed(package):
     base, listed = getattr(package, f"Base{kind.capitalize()}"), names(kind)
     found = {
         cls.__name__
-        for cls in subclasses(base) - {base, SetDistance}
+        for cls in subclasses(base) - {base, SetDistance, SetRegularizer}
         if cls.__module__.startswith((package.__name__, f"vl_plugins.{kind}s"))
     }
     assert len(found) > 3
@@ -148,7 +143,7 @@ def test_all_components_are_listed(package):
 
 def test_losses_by_class_name():
     """Ours and those of pytorch-metric-learning; ours replace those of one name."""
-    assert {*OURS, "MultipleLosses", "ProxyAnchorLoss", "TripletMarginLoss", "UnifiedLoss"} < set(names("loss"))
+    assert {*OURS, "ProxyAnchorLoss", "TripletMarginLoss", "UnifiedLoss"} < set(names("loss"))
     assert not {"BaseMetricLossFunction", "GenericPairLoss", "PairLoss", "EmbeddingRegularizerMixin"} & set(
         names("loss")
     )
@@ -165,42 +160,28 @@ def test_short_names(name):
 
 def test_specifications():
     """Names, mappings and components, also in the options of components."""
-    specification = {
-        "name": "MultipleLosses",
-        "losses": {
-            "a": {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}},
-            "b": "NTXentLoss",
-        },
-        "miners": {"a": "MultiSimilarityMiner"},
-    }
-    loss = create("loss", specification, weights={"a": 0.5, "b": 2})
-    assert (type(loss.losses["a"]), loss.losses["a"].distance.p) == (UnifiedLoss, 1)
-    assert [type(loss.losses["b"]), type(loss.miners["a"])] == [losses.NTXentLoss, miners.MultiSimilarityMiner]
-    listed = create("loss", {"name": "MultipleLosses", "losses": ["vlc", {"name": "goal", "tau": 5}]})
-    assert [type(each) for each in listed.losses] == [VLCLoss, GOALLoss]
+    specification = {"name": "unified", "scale": 60, "distance": {"name": "LpDistance", "p": 1}}
+    loss = create("loss", specification, embedding_regularizer="LpRegularizer", reducer=None)
+    assert (type(loss), loss.scale, loss.distance.p) == (UnifiedLoss, 60, 1)
+    assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
+    assert specification["name"] == "unified", "what is given stays as it is"
     miner = miners.BatchHardMiner()
     assert create("miner", miner) is miner
-    assert specification["name"] == "MultipleLosses", "what is given stays as it is"
+    with pytest.raises(TypeError, match="scale"):
+        create("loss", specification, scale=4)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("loss", "unifed", {}, "unknown loss 'unifed' (did you mean 'unified'?); the nearest of "),
         ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); options: scale=50."),
-        ("loss", "smooth_chamfer", {"base": "unifed"}, "unknown loss 'unifed'"),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
         ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
         ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),
-        ("loss", {"name": "vlc", "scale": 3}, {"scale": 4}, "scale of loss 'vlc' is given twice"),
         ("miners", "BatchHardMiner", {}, "unknown kind of component 'miners' (did you mean 'miner'?); known: "),
-        ("miner", "BatchHardMinr", {}, "unknown miner 'BatchHardMinr' (did you mean 'BatchHardMiner'?); known: Angul"),
-        ("miner", "BaseMiner", {}, "unknown miner 'BaseMiner'"),
         ("miner", miners.BatchHardMiner(), {"epsilon": 3}, "miner must be a name or a mapping"),
-        ("miner", "MultiSimilarityMiner", {"epsilon": "abc"}, "epsilon of miner 'MultiSimilarityMiner' must be a numb"),
         ("distance", "SetDistance", {}, "unknown distance 'SetDistance'"),
         ("reducer", "ClassWeightedReducer", {}, "reducer 'ClassWeightedReducer': "),
-        ("reducer", "ThresholdReducer", {}, "reducer 'ThresholdReducer': At least one of low or high must be"),
     ],
 )
 def test_wrong_names_and_options(kind, name, options, message):
@@ -209,39 +190,9 @@ def test_wrong_names_and_options(kind, name, options, message):
     assert str(raised.value).startswith(message)
 
 
-# Options of constructors
-
-
-class Base:
-    def __init__(self, reducer=None):
-        self.reducer = reducer
-
-
-class Middle(Base):
-    """Has no constructor of its own."""
-
-
-class Mixin:
-    def __init__(self, weight=1, *, power=2, **kwargs):
-        super().__init__(**kwargs)
-
-
-class Loss(Mixin, Middle):
-    def __init__(self, size, margin=0.2, weight=3, **kwargs):
-        super().__init__(weight=weight, **kwargs)
-
-
-class Closed(Loss):
-    def __init__(self, margin=0.2):
-        super().__init__(size=1, margin=margin)
-
-
 def test_options_of_constructors():
-    options = options_of(Loss)
-    assert list(options) == ["size", "margin", "weight", "power", "reducer"]
-    assert format_options(options) == "size, margin=0.2, weight=3, power=2, reducer=None"
-    assert options_of(Middle) == {"reducer": None}
-    assert options_of(Closed) == {"margin": 0.2}
-    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
     own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "tiled": None}
-    assert options_of(UnifiedLoss) == own | SHARED
+    shared = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats"))
+    assert options_of(UnifiedLoss) == own | shared | {"embedding_reg_weight": 1}
+    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
+    assert format_options(options_of(MatchProbability.formula) | {"margin": 0.2}).endswith("ref_weights, margin=0.2")

@@ -87,7 +87,7 @@ class SetDistance(BaseDistance):
         """Return the elements (B, K, D), their bias and weights, (B, K), and 1 for sets that are not empty, (B, 1)."""
         if sets.shape[1] == 0:
             sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
-        units, norms = unit_elements(sets)
+        units, norms = UnitElements.apply(sets)
         absent = (norms < LEAST_NORM).to(sets.dtype).squeeze(2)
         sizes = sets.shape[1] - absent.sum(1, keepdim=True)
         elements = units if self.normalize_embeddings else sets
@@ -109,16 +109,12 @@ class SetDistance(BaseDistance):
         return query, ref
 
 
-def unit_elements(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors (..., D) divided by their norms, as torch's ``normalize`` in fewer steps, and the norms (..., 1).
+class UnitElements(torch.autograd.Function):
+    """Vectors (..., D) divided by their norms, as torch's ``normalize`` in fewer steps, and the norms (..., 1).
 
     The norms are constants: no gradient passes through them.
     """
-    units, norms = _UnitElements.apply(vectors)
-    return units, norms
 
-
-class _UnitElements(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
         norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)

@@ -11,7 +11,7 @@ from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vl_plugins.distances import SetDistance, unit_elements
+from vl_plugins.distances import SetDistance, UnitElements
 from vl_plugins.errors import number
 from vl_plugins.negatives import LEAST_NORM
 from vl_plugins.numerics import full_precision
@@ -35,7 +35,7 @@ class JoinedSets:
     def __init__(self, *sides: Tensor):
         sets, most = full_precision(*sides), max(side.shape[1] for side in sides)
         padded = [side if side.shape[1] == most else pad(side, (0, 0, 0, most - side.shape[1])) for side in sets]
-        self.units, norms = unit_elements(torch.cat(padded))
+        self.units, norms = UnitElements.apply(torch.cat(padded))
         self.present = (norms >= LEAST_NORM).squeeze(2)
         self.sizes = [len(side) for side in sides]
 

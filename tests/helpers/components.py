@@ -1,12 +1,9 @@
 """The components of the installed pytorch-metric-learning, found by looking, and how each is made."""
 
-import importlib
-import inspect
-
 import torch
 from pytorch_metric_learning import reducers
 
-from vl_plugins.registry import names
+from vl_plugins.registry import find, names
 
 # For what cannot be made, or has nothing to do, without arguments. Functions, so that no two tests share a component.
 ARGUMENTS = {
@@ -20,33 +17,12 @@ ARGUMENTS = {
 }
 
 
-def classes(package, base):
-    """Return ``{name: class}`` of what is derived from ``base`` in a package of pytorch-metric-learning."""
-    module = importlib.import_module(f"pytorch_metric_learning.{package}")
-    found = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, base) and value is not base
-    }
-    assert found, f"nothing derived from {base.__name__} in pytorch_metric_learning.{package}"
-    return found
-
-
-def make(name, component_class):
-    return component_class(**ARGUMENTS.get(name, dict)())
-
-
-def miners():
-    """Return ``{name: miner}`` of all miners, ours included."""
-    package = importlib.import_module("pytorch_metric_learning.miners")
-    own = importlib.import_module("vl_plugins.miners")
-    found = names("miner")
-    assert {*classes("miners", package.BaseMiner), *own.__all__} == set(found)
-    return {name: make(name, getattr(package, name, None) or getattr(own, name)) for name in found}
-
-
 def all_of(kind):
-    """Return ``{name: component}`` of all distances, reducers or regularizers."""
-    package = importlib.import_module(f"pytorch_metric_learning.{kind}s")
-    base = getattr(package, f"Base{kind.capitalize()}")
-    return {name: make(name, component_class) for name, component_class in classes(f"{kind}s", base).items()}
+    """Return ``{name: component}`` of all distances, reducers, regularizers or miners, of the latter ours too."""
+    found = {name: find(kind, name) for name in names(kind)}
+    assert found
+    return {
+        name: component(**ARGUMENTS.get(name, dict)())
+        for name, component in found.items()
+        if component.__module__.startswith("pytorch_metric_learning") or kind == "miner"
+    }

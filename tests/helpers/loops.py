@@ -117,16 +117,29 @@ def calls(dtype=torch.float64, candidates=9):
             yield f"{kind} of {sets} set(s)", call
 
 
+def moved(call, device="cuda", dtype=None):
+    """The arguments on another device; embeddings are leaves, of ``dtype`` if it is given."""
+
+    def move(value):
+        if isinstance(value, tuple):
+            return tuple(map(move, value))
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().to(device, dtype or value.dtype).requires_grad_()
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: move(value) for name, value in call.items()}
+
+
 def leaves_of(call):
     return [call[name] for name in ("embeddings", "ref_emb") if call.get(name) is not None]
 
 
-def values_and_derivatives(reference, similarities, call, *, options=None, symmetric=True):
-    """Return the loss of each positive pair or triplet, as a list of ``(indices, value, {(a, c): derivative})``.
+def values_of(reference, similarities, call, *, options=None, symmetric=True):
+    """Return the loss of each positive pair or triplet, as a list of ``(indices, value)``.
 
     Args:
         reference: or the name of a loss.
-        similarities: a list of rows.
+        similarities: (A, C), float64.
         call: the arguments of the loss; its embeddings are not looked at.
         options: instead of those of the reference.
         symmetric: also the columns are anchors, where two sets are compared by labels.
@@ -144,48 +157,41 @@ def values_and_derivatives(reference, similarities, call, *, options=None, symme
     are_triplets = indices_tuple is not None and len(indices_tuple) == 3 and reference.triplet is not None
     parameters = inspect.signature(reference.triplet if are_triplets else reference.pair).parameters
     if "batch_positives" in parameters:
-        options["batch_positives"] = [similarities[a][p] for a, p in sorted(positives)]
+        options["batch_positives"] = [similarities[pair].item() for pair in sorted(positives)]
     if not are_triplets:
         symmetric = symmetric and two_sets and indices_tuple is None
-        values, derivatives = losses.pair_losses(
-            reference.pair, similarities, positives, negatives, symmetric=symmetric, **options
-        )
-        return [(pair, values[pair], derivatives[pair]) for pair in sorted(values)]
+        pairs = positives, negatives
+        return list(losses.pair_losses(reference.pair, similarities, *pairs, symmetric=symmetric, **options).items())
     found = []
     for a, p, n in zip(*indices, strict=True):
         if "negatives" in parameters:
             options["negatives"] = sorted(other for row, other in negatives if row == a)
-        value, row_derivatives = reference.triplet(similarities[a], p, n, **options)
-        found.append(((a, p, n), value, {(a, c): derivative for c, derivative in row_derivatives.items()}))
+        found.append(((a, p, n), reference.triplet(similarities[a], p, n, **options)))
     return found
 
 
 def expected(reference, call, *, reducer=None, similarity=distances.cosine, **how):
     """Return the reduced loss and its gradients with respect to the embeddings, in float64.
 
-    The loops give the values, ``reducer`` reduces them (PML's own, MeanReducer by default), and the derivatives go
+    The loops give the values, ``reducer`` reduces them (PML's own, MeanReducer by default), and the gradients go
     through the similarities of :mod:`tests.reference.distances`.
     """
     reducer = reducer or MeanReducer()
     twins, similarities = similarities_of(similarity, [leaf.detach().double() for leaf in leaves_of(call)])
-    items = values_and_derivatives(reference, similarities.tolist(), call, **how)
-    if not items:
-        return 0.0, [torch.zeros_like(twin) for twin in twins]
-    values = twins[0].new_tensor([value for _, value, _ in items]).requires_grad_()
-    info = {
-        "losses": values,
-        "indices": tuple(torch.tensor([indices for indices, _, _ in items]).T),
-        "reduction_type": "triplet" if len(items[0][0]) == 3 else "pos_pair",
-        "divisor": len(items),
-    }
-    reduced = reducer({"loss": info}, twins[0].detach(), call.get("labels"))
+    leaf = similarities.detach().requires_grad_()
+    items = values_of(reference, leaf, call, **how)
+    reduced = torch.zeros(())
+    if items:
+        info = {
+            "losses": torch.stack([value for _, value in items]),
+            "indices": tuple(torch.tensor([indices for indices, _ in items]).T),
+            "reduction_type": "triplet" if len(items[0][0]) == 3 else "pos_pair",
+            "divisor": len(items),
+        }
+        reduced = reducer({"loss": info}, twins[0].detach(), call.get("labels"))
     if not reduced.requires_grad:  # of nothing
         return 0.0, [torch.zeros_like(twin) for twin in twins]
-    weights = torch.autograd.grad(reduced, values)[0].tolist()
-    gradient = torch.zeros_like(similarities)
-    for weight, (_, _, derivatives) in zip(weights, items, strict=True):
-        for pair, derivative in derivatives.items():
-            gradient[pair] += weight * derivative
+    (gradient,) = torch.autograd.grad(reduced, leaf)
     return reduced.item(), torch.autograd.grad(similarities, twins, gradient, retain_graph=True)
 
 
@@ -218,11 +224,12 @@ def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST
     torch.testing.assert_close(actual.item(), value, **close)
     close |= {"atol": 10 * tolerance, "rtol": 10 * tolerance}
     for actual_gradient, gradient in zip(torch.autograd.grad(UPSTREAM * actual, leaves), gradients, strict=True):
-        torch.testing.assert_close(actual_gradient.double(), UPSTREAM * gradient, **close)
+        torch.testing.assert_close(actual_gradient.cpu().double(), UPSTREAM * gradient, **close)
 
 
-def check_call(reference, call, *, loss=None, what="", tolerance=None, **how):
+def check_call(reference, call, *, loss=None, what="", tolerance=None, device="cpu", **how):
     """Compare ``loss(**call)`` with the loops."""
     loss = make_loss(reference) if loss is None else loss
     value, gradients = expected(reference, call, **how)
+    call = call if device == "cpu" else moved(call, device)
     check(loss(**call), leaves_of(call), value, gradients, tolerance=tolerance, what=f"{reference} {what}")

@@ -18,14 +18,17 @@ from tests.helpers.loops import (
     embeddings_of,
     expected,
     leaves_of,
+    moved,
     shows_something,
-    values_and_derivatives,
+    values_of,
 )
-from tests.helpers.losses import DIFFERENCES, EACH, LOSSES, SOME, PlainCosine, make, needs_matrix, ways
+from tests.helpers.losses import DIFFERENCES, EACH, EACH_AND_OWN, LOSSES, SOME, PlainCosine, make, needs_matrix, ways
 from tests.helpers.memory import extra_bytes
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
 from vl_plugins import negatives
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +41,9 @@ def masks_of(call):
     return masks, ~masks
 
 
-@EACH
-def test_value_and_gradient_are_those_of_the_loops(name):
+@DEVICES
+@EACH_AND_OWN
+def test_value_and_gradient_are_those_of_the_loops(name, device):
     """Of labels, pairs and triplets; one set and two; both precisions."""
     _, reference = LOSSES[name]
     for way, options in ways(name):
@@ -47,10 +51,11 @@ def test_value_and_gradient_are_those_of_the_loops(name):
             for what, call in calls(dtype):
                 if "tiled" in options and options["tiled"] and "indices_tuple" in call:
                     continue
-                check_call(reference, call, loss=make(name, **options), what=f"{way}, {dtype}, {what}")
+                loss = make(name, **options).to(device)
+                check_call(reference, call, loss=loss, device=device, what=f"{way}, {dtype}, {what}")
 
 
-@EACH
+@EACH_AND_OWN
 def test_a_matrix_of_similarities(name):
     """Value and gradient, both directions and one; second derivatives, but for GOAL, whose weights are constants."""
     call = call_with(2)
@@ -65,8 +70,8 @@ def test_a_matrix_of_similarities(name):
         leaf = similarities.detach().requires_grad_()
         assert torch.autograd.gradgradcheck(lambda s: make(name).from_similarities(s, *masks_of(call)), leaf)
         values = make(name, reducer=reducers.DoNothingReducer()).from_similarities(leaf, *masks_of(call))
-        by_hand = values_and_derivatives(LOSSES[name][1], leaf.tolist(), call)
-        torch.testing.assert_close(values["loss"]["losses"], torch.tensor([v for _, v, _ in by_hand]).double())
+        by_hand = [value for _, value in values_of(LOSSES[name][1], leaf, call)]
+        torch.testing.assert_close(values["loss"]["losses"], torch.stack(by_hand))
 
 
 @SOME
@@ -171,22 +176,24 @@ def test_what_is_not_finite_is_never_hidden(name):
                     assert loss(**call, indices_tuple=pairs).isnan()
 
 
+@DEVICES
 @SOME
-def test_half_precision_is_computed_in_float32_and_rounded_once(name):
+def test_half_precision_is_computed_in_float32_and_rounded_once(name, device):
+    tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
     for way, options in ways(name):
         for dtype in (torch.bfloat16, torch.float16):
-            call = call_with(2, dtype)
-            single = call | {key: call[key].detach().float().requires_grad_() for key in ("embeddings", "ref_emb")}
-            loss = make(name, **options)
+            call = moved(call_with(2, dtype), device)
+            single = moved(call, device, torch.float32)
+            loss = make(name, **options).to(device)
             value = loss(**single)
             gradients = torch.autograd.grad(value, leaves_of(single))
             for autocast in (False, True):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
                     actual = loss(**call)
                 assert actual.dtype == torch.float32
-                assert torch.equal(actual, value), way
+                torch.testing.assert_close(actual, value, **tolerance, msg=way)
                 for gradient, other in zip(torch.autograd.grad(actual, leaves_of(call)), gradients, strict=True):
-                    assert torch.equal(gradient, other.to(dtype)), way
+                    torch.testing.assert_close(gradient, other.to(dtype), **tolerance, msg=way)
 
 
 @SOME
@@ -234,7 +241,7 @@ def test_distances_and_miners(name):
     }
     for options in ({}, {} if needs_matrix(name) else {"tiled": True}):
         check_call(reference, call, loss=make(name, distance=dot, **options), similarity=similarity.dot_product)
-    for key, miner in components.miners().items():
+    for key, miner in components.all_of("miner").items():
         for sets in (1, 2):
             seed_torch(0)  # some miners sample
             drawn = (call | {"indices_tuple": miner(**call)} for call in draw_calls(sets))
@@ -307,9 +314,10 @@ def test_copies(name, tmp_path):
         torch.testing.assert_close(twin(**call), value, rtol=1e-12, atol=1e-12)  # statistics need the matrix
 
 
+@DEVICES
 @pytest.mark.parametrize("name", ["unified", "goal cir sig_ms", "triplet_hn warm"])
-def test_compiled(name):
-    call, loss = call_with(2), make(name)
+def test_compiled(name, device):
+    call, loss = moved(call_with(2), device), make(name).to(device)
     value = loss(**call)
     torch.compiler.reset()
     compiled = torch.compile(loss, backend="eager")

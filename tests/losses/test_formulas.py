@@ -24,32 +24,13 @@ SHAPE = len(LABELS), len(OTHER_LABELS)
 POSITIVES = LABELS[:, None] == OTHER_LABELS
 
 
-def similarities_like(mask, seed=7):
-    return (2 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded(seed)) - 1).requires_grad_()
-
-
 def values(loss, similarities, masks, symmetric=True):
     """The losses of all positive pairs, (M,)."""
     loss.reducer = DoNothingReducer()
     return loss.from_similarities(similarities, *masks, symmetric=symmetric)["loss"]["losses"]
 
 
-def gradients(values, leaves):
-    upstream = 0.5 + 0.25 * torch.arange(values.numel(), dtype=torch.float64).reshape(values.shape)
-    return torch.autograd.grad(values, leaves, upstream, retain_graph=True)
-
-
 # Unified
-
-
-def constant(tensor):
-    table = torch.as_tensor(tensor, dtype=torch.float64).expand(SHAPE).tolist()
-    return lambda row, column, similarity: (table[row][column], 0.0)
-
-
-def elementwise(coefficients):
-    function = reference.polynomial(coefficients)
-    return lambda row, column, similarity: function(similarity)
 
 
 def tensor(*shape, seed=3):
@@ -58,19 +39,12 @@ def tensor(*shape, seed=3):
 
 SSP, RSP = ([0.5, -0.7, 0.2], [0.03, 0.9]), [0.1, 0.8, 0.5, -0.2]
 VARIANTS = {
-    "SSP": lambda: ({"weights": SSP}, {"weights": tuple(map(elementwise, SSP))}),
-    "RSP": lambda: ({"relative": RSP}, {"relative": reference.polynomial(RSP)}),
-    "0-D margin": lambda: ({"margin": (m := tensor())}, {"margin": constant(m)}),
-    "margins of rows": lambda: ({"margin": (m := tensor(6))}, {"margin": constant(m[:, None])}),
-    "margins of pairs": lambda: ({"margin": (m := tensor(*SHAPE))}, {"margin": constant(m)}),
-    "everything": lambda: (
-        {"margin": (m := tensor(6)), "weights": SSP, "relative": RSP},
-        {
-            "margin": constant(m[:, None]),
-            "weights": tuple(map(elementwise, SSP)),
-            "relative": reference.polynomial(RSP),
-        },
-    ),
+    "SSP": {"weights": SSP},
+    "RSP": {"relative": RSP},
+    "0-D margin": {"margin": tensor()},
+    "margins of rows": {"margin": tensor(6)},
+    "margins of pairs": {"margin": tensor(*SHAPE)},
+    "everything": {"margin": tensor(6), "weights": SSP, "relative": RSP},
 }
 
 
@@ -78,48 +52,32 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_unified(name, symmetric):
     """From embeddings and from a matrix; the gradients of margins too."""
-    options, loops = VARIANTS[name]()
-    plain = {"margin": constant(0.2), "weights": (constant(1.0),) * 2, "relative": lambda x: (x, 1.0)}
-    call = call_with(2)
+    options, call = VARIANTS[name], call_with(2)
     similarities = CosineSimilarity()(*leaves_of(call)).detach().requires_grad_()
+    loops = {"scale": 5.0}
+    if "weights" in options:
+        loops["weights"] = tuple(map(reference.polynomial, SSP))
+    if "relative" in options:
+        loops["relative"] = reference.polynomial(RSP)
+    margin = torch.as_tensor(options.get("margin", 0.2), dtype=torch.float64)
+    margins = (margin[:, None] if margin.ndim == 1 else margin).expand(SHAPE)
     pairs, others = (set(map(tuple, mask.nonzero().tolist())) for mask in (POSITIVES, ~POSITIVES))
-    expected, derivatives = reference.unified_variants(
-        similarities.tolist(), pairs, others, symmetric=symmetric, scale=5.0, **(plain | loops)
-    )
-    gradient, margins = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
-    for pair_derivatives in derivatives.values():
-        for (kind, row, column), derivative in pair_derivatives.items():
-            target = {"similarity": gradient, "margin": margins}.get(kind)
-            if target is not None:
-                target[row, column] += derivative / len(expected)
-    value = sum(expected.values()) / len(expected)
-    assert abs(value - make_loss("unified", scale=5.0, symmetric=symmetric)(**call).item()) > 1e-3
+    by_hand = [
+        reference.pair_losses(
+            reference.unified, similarities, {pair}, others, symmetric=symmetric, margin=margins[pair], **loops
+        )[pair]
+        for pair in sorted(pairs)
+    ]
+    value = torch.stack(by_hand).mean()
+    gradient, *of_margin = torch.autograd.grad(value, [similarities, *([margin] if margin.requires_grad else [])])
+    assert abs(value - make_loss("unified", scale=5.0, symmetric=symmetric)(**call)) > 1e-3
 
     loss = UnifiedLoss(**options, scale=5.0, symmetric=symmetric)
-    found = loss.from_similarities(similarities, POSITIVES, ~POSITIVES)
-    check(found, [similarities], value, [gradient])
-    torch.testing.assert_close(loss(**call).item(), value)
-    if isinstance(loss.margin, torch.Tensor):
-        (margin_gradient,) = torch.autograd.grad(loss(**call), loss.margin)
-        torch.testing.assert_close(
-            margin_gradient,
-            margins.sum_to_size(SHAPE if loss.margin.ndim == 2 else (6, 1)[: 2 * loss.margin.ndim]).reshape(
-                loss.margin.shape
-            ),
-        )
+    check(loss.from_similarities(similarities, POSITIVES, ~POSITIVES), [similarities], value.item(), [gradient])
+    torch.testing.assert_close(loss(**call), value)
+    if of_margin:
+        torch.testing.assert_close(torch.autograd.grad(loss(**call), margin)[0], of_margin[0])
     assert not loss.has_independent_pairs
-
-
-def test_identities_of_unified():
-    """Eq. 6 and 7: at a large scale it is the triplet loss; without a margin the contrastive loss by its scale."""
-    similarities, masks = similarities_like(POSITIVES), (POSITIVES, ~POSITIVES)
-    unified = values(UnifiedLoss(margin=0.2, scale=1e5), similarities, masks)
-    triplet = values(TripletHNLoss(margin=0.2), similarities, masks)
-    assert triplet.max() > 0.5
-    torch.testing.assert_close(unified, triplet, atol=1e-4, rtol=0)
-    vlc = values(VLCLoss(scale=7), similarities, masks)
-    found = 7 * values(UnifiedLoss(margin=0, scale=7), similarities, masks)
-    torch.testing.assert_close((found, *gradients(found, similarities)), (vlc, *gradients(vlc, similarities)))
 
 
 class LearnedWeights(nn.Module):
@@ -211,20 +169,21 @@ def test_relative_weights_with_ties_and_steep_exponentials(pair_weight, warm, st
         if not warm:  # of equal hardest negatives, any may have the gradient
             similarities += torch.randperm(54, generator=seeded(seed)).reshape(SHAPE) * 1e-9
         leaf = similarities.float().requires_grad_() if seed % 2 and warm else similarities.requires_grad_()
-        batch = leaf[POSITIVES].tolist()
-        expected, derivatives = reference.pair_losses(
-            partial(formula, batch_positives=batch, **(goal_reference.DEFAULTS | options)),
-            leaf.tolist(),
+        twin = leaf.detach().double().requires_grad_()
+        expected = reference.pair_losses(
+            partial(formula, batch_positives=twin[POSITIVES].tolist(), **(goal_reference.DEFAULTS | options)),
+            twin,
             *(set(map(tuple, mask.nonzero().tolist())) for mask in (POSITIVES, ~POSITIVES)),
             symmetric=True,
         )
+        expected = torch.stack(list(expected.values()))
         loss = GOALLoss(**(goal_reference.DEFAULTS | options), warmup_steps=9 * warm)
         found = values(loss, leaf, (POSITIVES, ~POSITIVES))
-        torch.testing.assert_close(found, found.new_tensor(list(expected.values())), atol=1e-5, rtol=1e-5)
-        weights = dict(zip(expected, (0.5 + 0.25 * torch.arange(len(expected))).tolist(), strict=True))
-        gradient = torch.tensor(reference.weighted_gradient(derivatives, weights, *SHAPE), dtype=leaf.dtype)
-        (actual,) = torch.autograd.grad(found, leaf, found.new_tensor(list(weights.values())))
-        torch.testing.assert_close(actual, gradient, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+        weights = 0.5 + 0.25 * torch.arange(len(expected), dtype=torch.float64)
+        (gradient,) = torch.autograd.grad(expected, twin, weights)
+        (actual,) = torch.autograd.grad(found, leaf, weights.to(found))
+        torch.testing.assert_close(actual.double(), gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pair_weight", PAIR_WEIGHTS)
@@ -242,33 +201,6 @@ def test_a_triplet_given_twice_counts_twice(triplet_weight, pair_weight):
     torch.testing.assert_close(
         torch.autograd.grad(first, leaves_of(call)), torch.autograd.grad(once + extra, leaves_of(call))
     )
-
-
-def test_objectives_that_are_known_losses():
-    """Table 1: the triplet loss, NT-Xent of the hardest negative, circle loss; sig_ms with relative terms 1 is sig."""
-    similarities, masks = similarities_like(POSITIVES), (POSITIVES, ~POSITIVES)
-
-    def same(ours, theirs, leaves=(similarities,)):
-        assert theirs.count_nonzero() >= 4
-        torch.testing.assert_close((ours, *gradients(ours, leaves)), (theirs, *gradients(theirs, leaves)))
-
-    same(
-        values(GOALLoss("con", "con", margin=0.3), similarities, masks),
-        values(TripletHNLoss(margin=0.3), similarities, masks),
-    )
-    hardest = similarities.detach().masked_fill(POSITIVES, -2).argmax(dim=1, keepdim=True)
-    only_hardest = torch.zeros_like(POSITIVES).scatter(1, hardest, True)
-    ours = values(GOALLoss("nca", "con", tau=7.0), similarities, masks, symmetric=False)
-    same(ours, values(VLCLoss(scale=7), similarities, (POSITIVES, only_hardest), symmetric=False) / 7)
-    leaf = embeddings_of(LABELS).detach().abs().requires_grad_()  # in one orthant: all similarities are positive
-    triplets = torch.tensor([0, 1, 4]), torch.tensor([5, 4, 1]), torch.tensor([3, 2, 2])
-    theirs = host.CircleLoss(m=0, gamma=8, reducer=SumReducer())(leaf, LABELS, triplets) / 8
-    ours = GOALLoss("cir", "lin", tau=8, offset=1, reducer=SumReducer())(leaf, LABELS, triplets)
-    check(ours, [leaf], theirs.item(), torch.autograd.grad(theirs, leaf))
-    s_p, s_n = torch.rand(2, 50, dtype=torch.float64, generator=seeded(1)) * 2 - 1
-    options = {"alpha": 3.0, "beta": 5.0, "lam": 0.4}
-    relative = GOALLoss("nca", "sig_ms", **options).pair_weights(s_p, s_n, (1.0, 1.0))
-    torch.testing.assert_close(relative, GOALLoss("nca", "sig", **options).pair_weights(s_p, s_n))
 
 
 # Losses of the hosts

@@ -82,6 +82,6 @@ def test_nothing_to_choose(labels, other_labels):
     assert triplets(HardestNegativeMiner(3)(*call)) == []
 
 
-def test_no_negatives_at_all():
+def test_k_out_of_range():
     with pytest.raises(ValueError, match="k must be an integer >= 1, got 0"):
         HardestNegativeMiner(0)

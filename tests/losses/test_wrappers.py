@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from pytorch_metric_learning import losses, miners
-from pytorch_metric_learning.utils import common_functions
 
 from tests.helpers.loops import check, embeddings_of, expected, make_loss
 from tests.helpers.seeds import first_that, seeded
@@ -181,22 +180,6 @@ def test_nothing_to_queue_or_to_compare():
         assert value == 0
         assert not torch.autograd.grad(value, call[0])[0].any()
         assert (loss.queue_idx, loss.has_been_filled) == (queued, False)
-
-
-@pytest.mark.parametrize("make", [losses.NTXentLoss, UnifiedLoss])
-def test_half_precision_under_autocast_of_any_device(make, monkeypatch):
-    def total(dtype):
-        loss = memory_of(make(), miner=HardestNegativeMiner())
-        batches = [batch(step, dtype=torch.bfloat16) for step in range(3)]
-        return sum(loss(embeddings.detach().to(dtype), labels) for embeddings, labels in batches)
-
-    single = total(torch.float32)
-    assert single > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(total(torch.bfloat16), single)
-        # The host does so under autocast of an accelerator, and then finds two types.
-        monkeypatch.setattr(common_functions, "to_dtype", lambda tensor, **_: tensor)
-        assert torch.equal(total(torch.bfloat16), single)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])

@@ -1,4 +1,4 @@
-"""GOAL as its paper writes it: loops over Python floats, the objective itself as the derivatives.
+"""GOAL as its paper writes it: loops over Python floats, with the objective itself as the gradient.
 
 Xuan and Chen 2023, Dissecting Deep Metric Learning Losses for Image-Text Retrieval, Eq. 5-13.
 """
@@ -47,12 +47,12 @@ def mean(values):
 
 
 def goal_triplet(row, positive, negative, negatives, batch_positives, triplet_weight, pair_weight, **options):
-    """Return V of one triplet and its objective, ``{index: derivative}``.
+    """Return V of one triplet, with its objective as gradient.
 
-    ``row`` holds the anchor's similarities, ``negatives`` the indices of all its negatives, ``batch_positives`` the
-    similarities of all positive pairs of the batch.
+    ``row`` is a tensor of the anchor's similarities, ``negatives`` are the indices of all its negatives,
+    ``batch_positives`` the similarities of all positive pairs of the batch.
     """
-    options = DEFAULTS | options
+    options, leaves, row = DEFAULTS | options, row, row.tolist()
     s_p, s_n = row[positive], row[negative]
     weight, violation = triplet_weight_and_violation(
         triplet_weight, s_p, s_n, options["margin"], options["tau"], options["offset"]
@@ -66,23 +66,19 @@ def goal_triplet(row, positive, negative, negatives, batch_positives, triplet_we
     positive_weight, negative_weight = pair_weights(
         pair_weight, s_p, s_n, other_positives, other_negatives, options["alpha"], options["beta"], options["lam"]
     )
-    return violation, {positive: -weight * positive_weight, negative: weight * negative_weight}
+    objective = weight * (negative_weight * leaves[negative] - positive_weight * leaves[positive])
+    return violation + (objective - objective.detach())
 
 
 def goal_hardest(row, positive, negatives, batch_positives, **options):
     """One pair with the hardest negative of its anchor."""
     if not negatives:
-        return 0.0, {}
+        return 0 * row[positive]
     hardest = max(negatives, key=lambda n: row[n])
     return goal_triplet(row, positive, hardest, negatives, batch_positives, **options)
 
 
 def goal_all(row, positive, negatives, batch_positives, **options):
     """One pair with all negatives of its anchor."""
-    value, derivatives = 0.0, {}
-    for n in negatives:
-        violation, triplet_derivatives = goal_triplet(row, positive, n, negatives, batch_positives, **options)
-        value += violation
-        for index, derivative in triplet_derivatives.items():
-            derivatives[index] = derivatives.get(index, 0.0) + derivative
-    return value, derivatives
+    triplets = (goal_triplet(row, positive, n, negatives, batch_positives, **options) for n in negatives)
+    return sum(triplets, start=0 * row[positive])

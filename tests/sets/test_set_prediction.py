@@ -139,16 +139,6 @@ def test_names_of_the_state_dict():
         torch.testing.assert_close(twin(*inputs), module(*inputs), atol=0, rtol=0)
 
 
-def test_compiled():
-    torch.compiler.reset()
-    module, (local, pooled) = build(), make_inputs()
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
-    outputs = [run(local, pooled, padding_mask=PADDING) for run in (compiled, module)]
-    assert_same(*outputs)
-    leaves = [local, *module.parameters()]
-    assert_same(*(torch.autograd.grad(weighted_sum(output), leaves) for output in outputs))
-
-
 def test_head_adds_positions_to_a_grid_without_them():
     module, (local, pooled) = build(), make_inputs()
     positions = sinusoidal_positions_2d(2, 2, LOCAL_DIM)
@@ -168,13 +158,3 @@ def test_what_would_be_broadcast(name):
     given = {"global_feature": torch.zeros(2, DIM), "padding_mask": PADDING, "positions": local[0]}
     with pytest.raises(ValueError, match=f"^{name} must have the shape"):
         build(torch.float32)(local, **(given | {name: given[name][:1]}))
-
-
-@pytest.mark.gpu
-def test_autocast_on_a_gpu():
-    module, inputs = build(torch.float32), make_inputs(dtype=torch.float32)
-    expected = module(*inputs, padding_mask=PADDING)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        output = module.cuda()(*(tensor.cuda() for tensor in inputs), padding_mask=PADDING.cuda())
-    assert {part.dtype for part in output} == {torch.float32}
-    torch.testing.assert_close(output.embeddings.cpu(), expected.embeddings, atol=0.1, rtol=0.1)

@@ -90,13 +90,6 @@ def test_base_that_is_an_object(base):
     check(loss, base, make_call())
 
 
-def test_the_objective_of_the_paper_by_default():
-    loss = SmoothChamferLoss()
-    assert (type(loss.base), type(loss.distance)) == (TripletHNLoss, SmoothChamferSimilarity)
-    assert (loss.base.margin, loss.distance.alpha, loss.distance.set_size) == (0.2, 16.0, 1)
-    assert (loss.mmd_weight, loss.diversity_weight) == (0.01, 0.01)
-
-
 @pytest.mark.parametrize("given", [["slots"], ["ref_slots"], ["slots", "ref_slots"]])
 def test_diversity_of_slots(given):
     slots = {"slots": normal(5, 2, D, seed=2), "ref_slots": normal(7, K, D, seed=3)}
@@ -173,12 +166,6 @@ def test_options_of_the_base():
     assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")
     for options in (options_of(SmoothChamferLoss), inspect.signature(SmoothChamferLoss).parameters):
         assert {"base", "alpha", "mmd_weight", "margin", "warmup_steps", "reducer"} <= options.keys()
-
-
-def test_scale_and_direction_of_a_call():
-    call, loss = make_call(), SmoothChamferLoss("unified", **WEIGHTS)
-    wanted = SmoothChamferLoss("unified", scale=5, symmetric=False, **WEIGHTS)(**call)
-    torch.testing.assert_close(loss(**call, scale=5, symmetric=False), wanted)
 
 
 @pytest.mark.parametrize("base", ["triplet_hn", losses.NTXentLoss(distance=SmoothChamferSimilarity(set_size=K))])

@@ -140,13 +140,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         return terms
 
 
-def _signature() -> inspect.Signature:
-    """Return the options of the loss and of its default base, for ``help()`` and ``vl-plugins losses``."""
-    *own, rest = inspect.signature(SmoothChamferLoss).parameters.values()
-    known = {parameter.name for parameter in own}
-    base = {name: default for name, default in options_of(TripletHNLoss).items() if name not in known}
-    own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=base[name]) for name in base]
-    return inspect.Signature([*own, rest])
-
-
-SmoothChamferLoss.__signature__ = _signature()
+# For help() and `vl-plugins losses`, with the options of the default base.
+_OPTIONS = options_of(SmoothChamferLoss)
+SmoothChamferLoss.__signature__ = inspect.Signature(
+    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+    for name, default in (_OPTIONS | options_of(TripletHNLoss) | _OPTIONS).items()
+)
