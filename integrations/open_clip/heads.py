@@ -10,7 +10,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vl_plugins.errors import UserError, number, user_errors
+from vl_plugins.errors import number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 
@@ -74,8 +74,8 @@ def add_heads(
 class _WithHeads(nn.Module):
     """Mixed into the class of an open_clip model by :func:`add_heads`."""
 
-    image_head: nn.Module
-    text_head: nn.Module
+    image_head: Any
+    text_head: Any
     similarity: BaseDistance | None
     logit_scale: Tensor
     logit_bias: Tensor | None
@@ -108,13 +108,7 @@ class _WithHeads(nn.Module):
         return self._embed("text", text, normalize)["features"]
 
     def predict_image_sets(self, image: Tensor) -> SetPredictionOutput:
-        """Return the sets of images with slots and attention maps over the ``grid`` of local features.
-
-        Raises:
-            UserError: the head makes no sets.
-        """
-        if not isinstance(self.image_head, SetHead):
-            raise UserError("the model has a linear head, which makes no sets")
+        """Return the sets of images of a set head, with slots and attention maps over the ``grid``."""
         return self.image_head.predict(image_features(self, image))
 
     def _embed(self, tower: str, inputs: Tensor, normalize: bool) -> dict[str, Tensor]:

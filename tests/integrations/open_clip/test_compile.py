@@ -53,18 +53,17 @@ def train(model, loss, trained):
     return results, compiled
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "learned"), [pytest.param(*case, marks=pytest.mark.slow if case[0] in LONG else ()) for case in CASES]
 )
-def test_compiled(name, learned, backend):
+def test_compiled(name, learned):
     torch._dynamo.reset()
     counters.clear()
     towers = Towers()
     plain = copy.deepcopy(towers)
     expected, _ = train(plain, TwoTowerLoss(name, create_loss(name), learned_scale=learned), plain)
     loss = TwoTowerLoss(name, create_loss(name), learned_scale=learned)
-    found, compiled = train(torch.compile(towers, backend=backend), torch.compile(loss, backend=backend), towers)
+    found, compiled = train(torch.compile(towers, backend="eager"), torch.compile(loss, backend="eager"), towers)
     for step, (terms, gradients) in enumerate(expected):
         torch.testing.assert_close(found[step], (terms, gradients), atol=1e-5, rtol=1e-4, msg=f"step {step}")
     has_gradient = {name: bool(parameter.grad.any()) for name, parameter in towers.named_parameters()}

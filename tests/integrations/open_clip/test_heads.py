@@ -104,18 +104,6 @@ def backward(model, output):
     sum((tensor * torch.arange(tensor.numel()).view_as(tensor)).sum() for tensor in output.values()).backward()
 
 
-def test_locked_towers_leave_the_heads_to_train(tmp_path):
-    model = with_heads(make_model(tmp_path))
-    model.set_grad_checkpointing()
-    assert model.visual.transformer.grad_checkpointing
-    model.lock_image_tower()
-    model.lock_text_tower()
-    trained = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {"logit_scale", "image_head", "text_head"}
-    backward(model, model(images_for(model), texts_for()))
-    assert all(parameter.grad is not None for parameter in model.image_head.parameters())
-
-
 @pytest.mark.parametrize("precision", ["bf16", "pure_bf16", "amp_bf16"])
 @pytest.mark.parametrize("head", ["set", "linear"])
 def test_half_precision_towers_under_full_precision_heads(tmp_path, precision, head):

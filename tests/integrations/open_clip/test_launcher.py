@@ -13,8 +13,6 @@ from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_training import (
     LAUNCH,
     TINY,
-    assert_equal_nested,
-    read_checkpoint,
     read_results,
     run,
     small_shard_flags,
@@ -101,28 +99,9 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
         assert main(flags) == 0
-    expected = read_checkpoint(tmp_path / "stock")
-    assert len(expected["state_dict"]) > 50
-    assert_equal_nested(read_checkpoint(tmp_path / "ours"), expected)
-    files = [(tmp_path / folder / "logs/run/checkpoints/epoch_1.pt").read_bytes() for folder in ("stock", "ours")]
-    assert files[0] == files[1]
-    results = [(tmp_path / folder / "logs/run/checkpoints/results.jsonl").read_text() for folder in ("stock", "ours")]
-    assert results[0] == results[1]
-    assert len(results[0].splitlines()) == 1
-
-
-def test_stock_open_clip_trains_and_validates_on_our_shards(tmp_path, data, monkeypatch, capfd):
-    """Its own reader, in a worker process, and none of our code but the model's configuration."""
-    monkeypatch.chdir(tmp_path)
-    assert host_main([*TINY, "--dataset-type", "webdataset", *data, "--workers", "1"]) == 0
-    output = capfd.readouterr().err
-    losses = [float(loss) for loss in re.findall(r"Contrastive_loss: (\S+)", output)]
-    assert len(losses) == 16 / 4
-    assert all(0 < loss < 10 for loss in losses)
-    assert "Handling webdataset error" not in output
-    # Each image and its first caption; open_clip's count is 8 only if it reads every sample.
-    assert read_results(tmp_path)[1]["num_samples"] == 8
-    assert 0 < read_results(tmp_path)[1]["clip_val_loss"] < 10
+    for file in ("epoch_1.pt", "results.jsonl"):
+        stock, ours = (tmp_path / folder / "logs/run/checkpoints" / file for folder in ("stock", "ours"))
+        assert stock.read_bytes() == ours.read_bytes()
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
