@@ -6,8 +6,7 @@ import torch
 from tests.helpers.processes import in_processes
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 
-reason = "needs pip install 'vl_plugins[torchmetrics]'"
-pytest.importorskip("torchmetrics", reason=reason)
+pytest.importorskip("torchmetrics", reason="needs pip install 'vl_plugins[torchmetrics]'")
 CrossModalRecall = pytest.importorskip("vl_plugins.integrations.torchmetrics").CrossModalRecall
 
 IDS = torch.tensor([70, -3, 5, 9, 12, 30])

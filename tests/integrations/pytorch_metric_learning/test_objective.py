@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from tests.helpers.pml_settings import settings
@@ -218,10 +217,3 @@ def test_errors_name_the_part(changes, message):
 
     with pytest.raises(UserError, match=message):
         make_all()
-
-
-def test_half_precision_needs_a_gpu():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(UserError, match="fp16: not on the device cpu"):
-        make_accelerator("fp16", device="cpu")
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import MultipleLosses, NTXentLoss
+from pytorch_metric_learning.losses import NTXentLoss
 from pytorch_metric_learning.miners import BatchHardMiner
 from torch import nn
 from torch.utils.data import Dataset
 
 from vl_plugins import create_loss
 from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import CrossModalLoss
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
 
@@ -135,8 +134,6 @@ def test_names_are_checked():
         make_trainer({"image_trunk": models["image_trunk"]})
     with pytest.raises(AssertionError, match="models keys must be one of image_trunk"):
         make_trainer({**models, "trunk": models["image_trunk"]})
-    with pytest.raises(UserError, match="MultipleLosses takes no ref_emb"):
-        make_trainer(models, loss_funcs={"metric_loss": MultipleLosses([NTXentLoss()])})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
