@@ -6,14 +6,14 @@ from PIL import Image
 
 from vl_plugins.cli import main
 from vl_plugins.data import read_collection
-from vl_plugins.plots import attention, gradients, training
+from vl_plugins.plots import attention, curves, gradients
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """What the commands hand to the plots."""
     calls = []
-    for module, name in ((training, "plot_training_curves"), (gradients, "plot_gradient_sizes")):
+    for module, name in ((curves, "plot_training_curves"), (gradients, "plot_gradient_sizes")):
         plot = getattr(module, name)
         monkeypatch.setattr(module, name, lambda data, out, plot=plot: (calls.append((data, out)), plot(data, out)))
     monkeypatch.setattr(gradients, "POINTS", 7)
