@@ -6,14 +6,14 @@ from PIL import Image
 
 from vl_plugins.cli import main
 from vl_plugins.data import read_collection
-from vl_plugins.plots import attention, gradients, training
+from vl_plugins.plots import attention, curves, gradients
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """What the commands hand to the plots."""
     calls = []
-    for module, name in ((training, "plot_training_curves"), (gradients, "plot_gradient_sizes")):
+    for module, name in ((curves, "plot_training_curves"), (gradients, "plot_gradient_sizes")):
         plot = getattr(module, name)
         monkeypatch.setattr(module, name, lambda data, out, plot=plot: (calls.append((data, out)), plot(data, out)))
     monkeypatch.setattr(gradients, "POINTS", 7)
@@ -119,7 +119,6 @@ def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, m
     [
         ("--checkpoint absent.pt", "checkpoint absent.pt: no such file"),
         ("--shards absent.tar", "1 of 1 shards do not exist: absent.tar"),
-        ("--device nowhere", "nowhere"),
         ("--checkpoint {folder}/linear.pt", "the model has no set head but a linear head, so no slots to draw"),
         ("--keys nothing", "unknown image 'nothing'; known: toy-test-00000000"),
     ],

@@ -6,7 +6,7 @@ each query to its right candidates, as indices; -1 stands for one that is not am
 
 import torch
 
-__all__ = ["by_image_and_by_caption", "direction", "dot", "full_argsort", "matrix", "median", "ranking"]
+__all__ = ["by_image_and_by_caption", "direction", "dot", "full_argsort", "matrix", "ranking"]
 
 
 def dot(left, right):
@@ -65,14 +65,6 @@ def direction(scores, answers, top):
 def ranking(row, right):
     """Candidates from the best to the worst, a wrong one before a right one of equal score."""
     return sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate in right))
-
-
-def median(values):
-    values = sorted(values)
-    middle = len(values) // 2
-    if len(values) % 2:
-        return float(values[middle])
-    return (values[middle - 1] + values[middle]) / 2
 
 
 def full_argsort(images, captions, captions_per_image):

@@ -51,15 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.retrieval.features import check_features_file, save_features
 
     check_features_file(arguments.out)
-    (features,) = encode(arguments, [(arguments.checkpoint, arguments.model)])
+    (features,) = encode(arguments, [arguments.checkpoint])
     if features is not None:  # only the first process has the features
         save_features(features, arguments.out)
         print(f"wrote {arguments.out}: {len(features.images):,} images, {len(features.captions):,} captions")
     return 0
 
 
-def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) -> list[Any]:
-    """Return the features of checkpoints with their models; None in all processes but the first."""
+def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
+    """Return the features of checkpoints; None in all processes but the first."""
     from vl_plugins.data import expand_shards
 
     expand_shards(arguments.shards)  # before torch is imported and the processes meet
@@ -74,12 +74,12 @@ def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) 
             encode_checkpoint(
                 checkpoint,
                 arguments.shards,
-                model,
+                arguments.model,
                 processes=processes,
                 progress=f"encoding {checkpoint}" if sys.stderr.isatty() else None,
                 **options,
             )
-            for checkpoint, model in models
+            for checkpoint in checkpoints
         ]
     finally:
         stop_processes()

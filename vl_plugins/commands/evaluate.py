@@ -44,8 +44,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add("--features", **several, help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors")
     checkpoints = "encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip"
     add("--checkpoint", **several, help=checkpoints)
-    model = "open_clip model, one for all checkpoints or one each (default: that of the run)"
-    add("--model", nargs="+", metavar="NAME", default=[], help=model)
+    add("--model", metavar="NAME", help="open_clip model of all checkpoints (default: that of each run)")
     add("--shards", help="shards to encode, or that features are of; {000000..000004} for several")
     add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
     add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
@@ -62,24 +61,22 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
-    files, checkpoints, models = arguments.features, arguments.checkpoint, arguments.model
+    files, checkpoints = arguments.features, arguments.checkpoint
     if not (files or checkpoints) or (checkpoints and not arguments.shards):
         raise UserError("give --features, or --checkpoint with --shards")
-    if len(models) not in (0, 1, len(checkpoints)):
-        raise UserError(f"give one --model for all checkpoints or one each, got {len(models)} for {len(checkpoints)}")
-    models = models if len(models) > 1 else (models or [None]) * len(checkpoints)
     paths = run_names([*files, *checkpoints])
     if ENSEMBLE in paths:
         raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
-    features, collection = _features(arguments, paths, models)
+    features, collection = _features(arguments, paths)
     if features:  # only the first process has them
         _evaluate(arguments, paths, features, collection)
     return 0
 
 
-def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
+def _features(arguments: argparse.Namespace, paths: Mapping[str, str]) -> tuple[Any, Any]:
     """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
-    shards, names = arguments.shards, [*paths]
+    shards = arguments.shards
+    files, checkpoints = [*paths][: len(arguments.features)], [*paths][len(arguments.features) :]
     collection: Any = None
     if shards:
         from vl_plugins.data import read_collection
@@ -90,14 +87,12 @@ def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: l
 
     for protocol in arguments.protocol if shards else ():
         check_images(protocol, len(collection), shards)
-    files = names[: len(names) - len(models)]
     features = {}
     if os.environ.get("RANK", "0") == "0":  # its errors end the other processes, which wait for this one
         features = {name: load_features(paths[name], normalize=arguments.normalize) for name in files}
-    if models:
-        checkpoints = [(paths[name], model) for name, model in zip(names[len(files) :], models, strict=True)]
-        encoded = zip(names[len(files) :], encode(arguments, checkpoints), strict=True)
-        features |= {name: found for name, found in encoded if found is not None}
+    if checkpoints:
+        encoded = encode(arguments, [paths[name] for name in checkpoints])
+        features |= {name: found for name, found in zip(checkpoints, encoded, strict=True) if found is not None}
     if collection is None:
         return features, None
     from vl_plugins.integrations.encoding import hash_shards

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from vl_plugins.errors import UserError
-from vl_plugins.plots import training
-from vl_plugins.plots.training import plot_training_curves, read_results
+from vl_plugins.plots import curves
+from vl_plugins.plots.curves import plot_training_curves, read_results
 
 
 def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
@@ -38,15 +38,7 @@ def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
     assert [item["rsum"] for item in read_results(file)] == [150.0, 300.0]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'{"epoch": 1, "rsum"',
-        b'{"epoch": 1, "image_to_text_R@1": 0.5}',
-        b'{"epoch": 1, "rsum": "3"}',
-        b"\xff",
-    ],
-)
+@pytest.mark.parametrize("content", [b'{"epoch": 1, "rsum"', b'{"epoch": 1, "image_to_text_R@1": 1}', b"\xff"])
 def test_bad_line_is_named(tmp_path, content):
     file = write_rows(tmp_path / "results.jsonl", row(1))
     file.write_bytes(file.read_bytes() + content)
@@ -63,7 +55,7 @@ def test_missing_results_are_named(tmp_path):
 
 def test_lines_hold_the_rows(monkeypatch):
     figures = []
-    monkeypatch.setattr(training, "write_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(curves, "write_figure", lambda figure, out: figures.append(figure))
     stock = [{"epoch": 1, "rsum": 150.0}, {"epoch": 2, "rsum": 300.0}]
     runs = {"stock": stock, "clip": [row(1, 100, 0.3, 0.2), row(3, 200, 0.5, 0.4)], "unified": [row(1)]}
     plot_training_curves(runs, "curves.png")
