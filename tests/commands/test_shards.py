@@ -62,7 +62,7 @@ def test_restval_and_images_that_are_left_out(toy_scenes, tmp_path, capsys):
     counts, left_out, *reasons = capsys.readouterr().out.splitlines()[2:]
     assert (counts, left_out[:13]) == ("2 shards, 42 images, 210 captions", "left out: 22;")
     assert len(reasons) == 20
-    assert "(toy_train_000003.png): expected captions" in reasons[0]
+    assert "(toy_train_000003.png): it has no captions" in reasons[0]
     assert read_source(tmp_path / "out", "mine-train")["leave_restval"] is True
     assert read_sizes(tmp_path / "out") == {"mine-train-000000.tar": 41, "mine-restval-000000.tar": 1}
 
@@ -176,7 +176,7 @@ def test_splits_and_rejected_rows_of_a_table(toy_scenes, tmp_path, capsys):
     assert read_sizes(tmp_path / "out") == {"t-val-000000.tar": 1}
     # Of a split without any usable image there would be no shards, and not even a line that says so.
     place = f"{table}: line 4 (val/toy_val_000068.png)"
-    reason = "expected captions that are not blank, got ['']"
+    reason = "it has no captions, or a blank one; every image needs at least one"
     for flags, start in ((("--on-error", "skip"), "none of the images of test can be used; "), ((), "")):
         capsys.readouterr()
         assert run_shards(table, toy_scenes, tmp_path / "2", "--split", "test", *flags, source="table") == 2

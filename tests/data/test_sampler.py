@@ -68,11 +68,6 @@ class TestEpochs:
         assert len({tuple(sorted((draw.image, *draw.captions) for draw in draws)) for draws in found.values()}) == 6
         assert len({draw.seed for draws in found.values() for draw in draws}) == 6 * 24
 
-    def test_images_left_over_are_others_in_every_epoch(self):
-        collection = make_collection(numbered([1] * 20))
-        left = [set(range(20)).difference(images_of(epoch(collection, 9, number))) for number in range(10)]
-        assert len(set().union(*left)) > 10
-
     def test_the_process_is_that_of_the_environment(self, monkeypatch):
         collection = make_collection(numbered([1] * 24))
         monkeypatch.setenv("RANK", "1")
@@ -140,16 +135,7 @@ class TestCaptionsPerImage:
 
 
 class TestDistinctCaptions:
-    @pytest.mark.parametrize(
-        ("captions", "expected"),
-        [
-            ("first", [[0], [1]]),
-            ("random", [[0], [1]]),
-            (1, [[0], [1]]),
-            (2, [[0, 0], [1, 1]]),
-            ("all", [[0, 0], [1, 1]]),
-        ],
-    )
+    @pytest.mark.parametrize(("captions", "expected"), [("first", [[0], [1]]), (2, [[0, 0], [1, 1]])])
     def test_another_caption_takes_the_place_of_a_shared_one(self, captions, expected):
         collection = make_collection([["a dog."], [" A  dog.\n", "b"]], images_per_shard=100)
         (batch,) = epoch(collection, 2, captions_per_image=captions, shuffle_window=1)

@@ -75,7 +75,7 @@ class Columns:
         texts = [values.get(name) for name in self.captions]
         if len(texts) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        if caption_lines or not all(type(text) is str for text in texts):
+        if caption_lines or [text for text in texts if type(text) is not str]:
             texts = [text for value in texts for text in _texts(value, caption_lines)]
         image_id = None if self.id is None else values.get(self.id)
         return Row(
