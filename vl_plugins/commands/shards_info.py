@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import textwrap
 from typing import Any
 
 from vl_plugins.errors import UserError, unknown_name
@@ -108,9 +109,9 @@ def _describe(value: Any) -> str:
     if "median" in value:
         return "min {minimum:,}, median {median:,.10g}, max {maximum:,}".format(**value)
     if "share" in value:
-        return "{number:,} ({share:.2%}), {different:,} different, the most frequent {most_frequent:,} times".format(
-            **value
-        )
+        text = "{number:,} ({share:.2%}), {different:,} different, the most frequent {most_frequent:,} times"
+        example = f": {textwrap.shorten(value['example'], 50)!r}" if "example" in value else ""
+        return text.format(**value) + example
     return ", ".join(f"{key:,}: {images:,} ({images / sum(value.values()):.1%})" for key, images in value.items())
 
 

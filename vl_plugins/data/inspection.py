@@ -5,13 +5,14 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from vl_plugins.data.captions import caption_hash, hash64
+from vl_plugins.data.captions import caption_hash, hash64, normalize_caption
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, join, locate, names, read_bytes, sha256
 from vl_plugins.data.images import inspect_image
@@ -19,6 +20,7 @@ from vl_plugins.data.index import INDEX_FOLDER, index_file, make_index, read_hea
 from vl_plugins.data.samples import (
     FEATURES,
     INPUTS,
+    TEXTS,
     Record,
     Sample,
     decode_features,
@@ -82,7 +84,7 @@ def inspect_shards(
     readers can use, their ``captions``, ``unusable`` samples, and images that the conversion ``rejected``; numbers of
     images by ``captions_per_image``; the range of ``words`` per caption; and ``repeated_pictures`` and
     ``repeated_captions``, which several images have: their ``number`` and ``share``, [0, 1], how many ``different``
-    ones, and how many images have the ``most_frequent``. Captions are compared by
+    ones, and how many images have the ``most_frequent``; of captions it is the ``example``. Captions are compared by
     :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are compared by their files;
     JPEG files are not decoded.
 
@@ -102,8 +104,8 @@ def inspect_shards(
             **found.totals,
             "captions_per_image": dict(sorted(found.captions_per_image.items())),
             "words": _range(found.words),
-            "repeated_pictures": _find_repeats(found.pictures),
-            "repeated_captions": _find_repeats(found.captions),
+            "repeated_pictures": _find_repeats(found.pictures)[0],
+            "repeated_captions": _find_repeated_captions(found.captions, [s for s in shards if split_of(s) == name]),
         }
         for name, found in splits.items()
     }
@@ -129,8 +131,8 @@ def _inspect_shard(shard: str) -> _Contents:
     return found
 
 
-def _find_repeats(hashes: array) -> dict[str, Any]:
-    """Return the statistics of values that several images have; sorts the values in place, as there may be many."""
+def _find_repeats(hashes: array) -> tuple[dict[str, Any], int | None]:
+    """Return statistics of values that several images have, and the most frequent one; sorts the values in place."""
     values = np.frombuffer(hashes, np.int64)
     values.sort()
     equal = values[1:] == values[:-1]
@@ -140,7 +142,19 @@ def _find_repeats(hashes: array) -> dict[str, Any]:
     repeated, counts = np.unique(values[is_repeated], return_counts=True)
     number = int(counts.sum())
     share, most = number / max(len(values), 1), int(counts.max(initial=0))
-    return {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
+    statistics = {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
+    return statistics, int(repeated[counts.argmax()]) if number else None
+
+
+def _find_repeated_captions(hashes: array, shards: Sequence[str]) -> dict[str, Any]:
+    """Return statistics of captions that several images have, with the most frequent one as ``example``."""
+    statistics, value = _find_repeats(hashes)
+    for sample in (sample for shard in shards for sample in read_samples(shard, TEXTS) if value is not None):
+        with suppress(UserError):
+            for text in parse_record(sample.key, sample.members).captions:
+                if caption_hash(text) == value:
+                    return statistics | {"example": normalize_caption(text)}
+    return statistics
 
 
 def _range(counts: Counter[int]) -> dict[str, float] | None:
