@@ -78,11 +78,6 @@ class TestItems:
         dataset = ShardDataset(tmp_path / "x.tar", lambda image: image.mode, tokenizer)
         assert [item.image for item in dataset] == ["RGB"] * 5
 
-    @pytest.mark.parametrize("option", ["inputs", "captions", "on_error"])
-    def test_unknown_options(self, shards, option):
-        with pytest.raises(UserError, match=f"unknown {option} 'flatt'"):
-            ShardDataset(shards, transform, tokenizer, **{option: "flatt"})
-
 
 class TestBatches:
     @pytest.mark.parametrize(("captions", "shape"), [("flat", (12, 2)), ("nested", (6, 2, 2))])
