@@ -116,7 +116,8 @@ def test_colors_after_a_resize(image_format, mode, expected):
     picture = Image.new("RGBA", (40, 20), (200, 40, 90, 255) if mode != "1" else "white")
     picture.paste((200, 40, 90, 0), (0, 0, 20, 20))
     stream = io.BytesIO()
-    (picture if expected == "RGBA" else picture.convert("RGB")).convert(mode).save(stream, image_format)
+    picture = picture if expected == "RGBA" else picture.convert("RGB")
+    (picture.quantize(2) if mode == "P" else picture.convert(mode)).save(stream, image_format)
     data = resize_image(stream.getvalue(), 10, quality=100)
     with Image.open(io.BytesIO(data)) as image:
         assert image.mode == expected
