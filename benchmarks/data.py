@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader
 from benchmarks.measurement import print_table, time_rounds
 from tests.helpers.servers import http_server, s3_server
 from vl_plugins.data import CaptionSampler, Collection, ShardDataset, read_collection, training_loader
+from vl_plugins.data.caption_table import read_table
 from vl_plugins.data.index import make_index, write_index
 from vl_plugins.data.samples import Record
-from vl_plugins.data.table import read_table
 from vl_plugins.data.writer import write_shards
 
 BATCH_SIZE = 64

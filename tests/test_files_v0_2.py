@@ -104,9 +104,8 @@ def expected_shards(file):
 
 @pytest.mark.parametrize("kind", ["pictures", "features"])
 def test_verify_shards(kind, capsys):
-    assert main(["shards", "verify", f"shards/{kind}", "--workers", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"shards": 5, "samples": 28, "captions": 110, "problems": []}
+    assert main(["shards", "verify", f"shards/{kind}", "--workers", "1"]) == 0
+    assert capsys.readouterr().out == "5 shards, 28 samples, 110 captions: no problems\n"
 
 
 @pytest.mark.parametrize("shards", EXPECTED["shards"])

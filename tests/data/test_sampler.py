@@ -15,8 +15,6 @@ from tests.helpers.numbered_shards import make_collection, numbered
 from vl_plugins.data import CaptionSampler, Collection, ShardDataset, normalize_caption
 from vl_plugins.data.index import HASHES, IndexHead
 from vl_plugins.data.sampler import parse_captions_per_image
-from vl_plugins.data.sources import read_karpathy
-from vl_plugins.data.toy import write_toy_scenes
 from vl_plugins.errors import UserError
 
 FEW_OR_MANY = [5, 6, 7, 5, 5, 6, 5, 7, 5, 5, 5] * 2
@@ -180,17 +178,6 @@ class TestDistinctCaptions:
         with pytest.raises(UserError, match=r"no 2 images have different captions: .*--allow-duplicate-captions"):
             epoch(collection, 2)
         assert sorted(images_of(epoch(collection, 4, distinct_captions=False))) == list(range(8))
-
-    def test_all_captions_of_toy_scenes(self, tmp_path, caplog):
-        """Their first captions are shared by many scenes."""
-        annotations = write_toy_scenes(tmp_path, train=1024, val=1, test=1, image_size=16)
-        captions = [list(image.captions) for image in read_karpathy(annotations, "coco") if image.split == "train"]
-        assert len({tuple(texts[:1]) for texts in captions}) < 500
-        collection = make_collection(captions, images_per_shard=100)
-        batches = epoch(collection, 16, processes=4, captions_per_image="all")
-        assert len(images_of(batches)) == len(set(images_of(batches))) == 1024
-        assert_distinct(batches, captions)
-        assert not caplog.messages
 
 
 def assert_distinct(batches, captions, groups=None):
