@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,18 +62,44 @@ def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes]:
     return record, data
 
 
+class _Hashes:
+    """Hashes in files ``<prefix><number>``, one of which is in memory at a time."""
+
+    def __init__(self, prefix: str):
+        self.files = [f"{prefix}{number}" for number in range(16)]
+
+    def extend(self, hashes: array) -> None:
+        values = np.frombuffer(hashes, np.int64)
+        for number, file in enumerate(self.files):
+            with open(file, "ab") as stream:
+                stream.write(values[values % len(self.files) == number].tobytes())
+
+    def find_repeats(self) -> tuple[dict[str, Any], int]:
+        """Return statistics of hashes that are there several times, and the most frequent one."""
+        total = number = different = most = value = 0
+        for file in self.files:
+            values, counts = np.unique(np.fromfile(file, np.int64), return_counts=True)
+            repeated = counts[counts > 1]
+            total, number, different = total + counts.sum(), number + repeated.sum(), different + len(repeated)
+            if repeated.max(initial=0) > most:
+                most, value = repeated.max(), values[counts.argmax()]
+        share = float(number / max(total, 1))
+        found = {"number": int(number), "share": share, "different": int(different), "most_frequent": int(most)}
+        return found, int(value)
+
+
 class _Contents:
     """What is in some shards: totals, numbers of images and captions by length, hashes of pictures and captions."""
 
-    def __init__(self) -> None:
+    def __init__(self, pictures: Any, captions: Any):
         self.totals = Counter(dict.fromkeys(TOTALS, 0))
         self.captions_per_image, self.words = Counter[int](), Counter[int]()
-        self.pictures, self.captions = array("q"), array("q")
+        self.pictures, self.captions = pictures, captions
 
     def add(self, other: "_Contents") -> None:
         for name, values in vars(other).items():
             own = getattr(self, name)
-            (own.extend if isinstance(own, array) else own.update)(values)
+            (own.update if isinstance(own, Counter) else own.extend)(values)
 
 
 def inspect_shards(
@@ -96,24 +123,29 @@ def inspect_shards(
         UserError: a shard, or the first line of its index, cannot be read.
     """
     splits: dict[str, _Contents] = {}
-    parts = tqdm(run_jobs(_inspect_shard, shards, workers, executor), "read", len(shards), unit="shard", disable=None)
-    for shard, part in zip(shards, parts, strict=True):
-        splits.setdefault(split_of(shard), _Contents()).add(part)
-    return {
-        name: {
-            **found.totals,
-            "captions_per_image": dict(sorted(found.captions_per_image.items())),
-            "words": _range(found.words),
-            "repeated_pictures": _find_repeats(found.pictures)[0],
-            "repeated_captions": _find_repeated_captions(found.captions, [s for s in shards if split_of(s) == name]),
+    with tempfile.TemporaryDirectory() as folder:
+        parts = run_jobs(_inspect_shard, shards, workers, executor)
+        for shard, part in zip(shards, tqdm(parts, "read", len(shards), unit="shard", disable=None), strict=True):
+            if (name := split_of(shard)) not in splits:
+                splits[name] = _Contents(*(_Hashes(f"{folder}/{name}-{unit}-") for unit in ("pictures", "captions")))
+            splits[name].add(part)
+        return {
+            name: {
+                **found.totals,
+                "captions_per_image": dict(sorted(found.captions_per_image.items())),
+                "words": _range(found.words),
+                "repeated_pictures": found.pictures.find_repeats()[0],
+                "repeated_captions": _find_repeated_captions(
+                    found.captions, [shard for shard in shards if split_of(shard) == name]
+                ),
+            }
+            for name, found in splits.items()
         }
-        for name, found in splits.items()
-    }
 
 
 def _inspect_shard(shard: str) -> _Contents:
     files, path = locate(shard)
-    found = _Contents()
+    found = _Contents(array("q"), array("q"))
     found.totals.update(shards=1, bytes=files.size(path))
     for sample in read_samples(shard):
         try:
@@ -131,29 +163,15 @@ def _inspect_shard(shard: str) -> _Contents:
     return found
 
 
-def _find_repeats(hashes: array) -> tuple[dict[str, Any], int | None]:
-    """Return statistics of values that several images have, and the most frequent one; sorts the values in place."""
-    values = np.frombuffer(hashes, np.int64)
-    values.sort()
-    equal = values[1:] == values[:-1]
-    is_repeated = np.zeros(len(values), bool)
-    is_repeated[1:] = equal
-    is_repeated[:-1] |= equal
-    repeated, counts = np.unique(values[is_repeated], return_counts=True)
-    number = int(counts.sum())
-    share, most = number / max(len(values), 1), int(counts.max(initial=0))
-    statistics = {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
-    return statistics, int(repeated[counts.argmax()]) if number else None
-
-
-def _find_repeated_captions(hashes: array, shards: Sequence[str]) -> dict[str, Any]:
+def _find_repeated_captions(hashes: _Hashes, shards: Sequence[str]) -> dict[str, Any]:
     """Return statistics of captions that several images have, with the most frequent one as ``example``."""
-    statistics, value = _find_repeats(hashes)
-    for sample in (sample for shard in shards for sample in read_samples(shard, TEXTS) if value is not None):
-        with suppress(UserError):
-            for text in parse_record(sample.key, sample.members).captions:
-                if caption_hash(text) == value:
-                    return statistics | {"example": normalize_caption(text)}
+    statistics, value = hashes.find_repeats()
+    for shard in shards if statistics["number"] else ():
+        for sample in read_samples(shard, TEXTS):
+            with suppress(UserError):
+                texts = {caption_hash(text): text for text in parse_record(sample.key, sample.members).captions}
+                if value in texts:
+                    return statistics | {"example": normalize_caption(texts[value])}
     return statistics
 
 
