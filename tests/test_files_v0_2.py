@@ -99,6 +99,12 @@ def expected_shards(file):
     return f"{kind}/{TEST}"
 
 
+@pytest.mark.parametrize("kind", ["pictures", "features"])
+def test_verify_shards(kind, capsys):
+    assert main(["shards", "verify", f"shards/{kind}", "--workers", "1"]) == 0
+    assert capsys.readouterr().out == "5 shards, 28 samples, 110 captions: no problems\n"
+
+
 @pytest.mark.parametrize("shards", EXPECTED["shards"])
 def test_shards_have_the_same_content(shards):
     dataset = ShardDataset(

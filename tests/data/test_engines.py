@@ -3,7 +3,7 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 
@@ -13,12 +13,12 @@ from vl_plugins.errors import UserError
 CLUSTERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("dask", "ray")]
 
 
-@pytest.fixture(scope="module", params=["threads", "processes", *CLUSTERS])
+@pytest.fixture(scope="module", params=["threads", *CLUSTERS])
 def pool(request):
     """An executor with two workers."""
-    if request.param in ("dask", "ray"):
+    if request.param != "threads":
         pytest.importorskip("distributed" if request.param == "dask" else "ray", reason="the engine is not installed")
-    with ProcessPoolExecutor(2) if request.param == "processes" else open_executor(request.param, 2) as pool:
+    with open_executor(request.param, 2) as pool:
         yield pool
 
 

@@ -1,6 +1,5 @@
 """The loader of every image with all its captions, against the annotations that shards were written from."""
 
-import pickle
 from itertools import chain
 
 import pytest
@@ -68,9 +67,3 @@ def test_an_unreadable_image_is_an_error_even_where_training_skips_it(tmp_path, 
     with pytest.raises(UserError, match=rf"cannot read image 5, in {shards[1]}"):
         list(evaluation_loader(dataset, 3, workers=workers))
     assert len(dataset.__getitems__([4, 5])) == 2, "the data set itself goes on"
-
-
-def test_spawned_workers_can_be_given_its_parts(dataset):
-    loader = evaluation_loader(dataset, 4)
-    for part in (loader.dataset, loader.collate_fn, loader.batch_sampler):
-        pickle.dumps(part)

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import re
 import tarfile
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class TestIndex:
         content = Path(shard).read_bytes()
         for changed in (content + bytes(512), content[:-512]):
             Path(shard).write_bytes(changed)
-            with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but 10,240 in .*write the shards again"):
+            with pytest.raises(UserError, match=r"x\.tar has [\d,]+ bytes, but its index says 10,240; write "):
                 read_collection(shard)
 
     @pytest.mark.parametrize(
@@ -59,19 +58,13 @@ class TestIndex:
         [
             lambda data: b"",
             lambda data: data[:50],
-            lambda data: b"\xff" + data,
-            lambda data: data.replace(b'"counts":[1,2]', b'"counts":[1,1]'),
-            lambda data: data.replace(b'"sizes":', b'"sizes":[],"size":'),
             lambda data: data.replace(b'"starts":[0', b'"starts":["0"'),
-            lambda data: re.sub(rb'"groups":"[^"]*"', b'"groups":"AAAAAAAAAAA="', data),
         ],
     )
     def test_damaged_facts(self, tmp_path, damage):
         (shard,) = write_numbered(tmp_path, [1, 2], groups=["a", "b"])
         file = Path(index_file(shard))
-        content = file.read_bytes()
-        file.write_bytes(damage(content))
-        assert file.read_bytes() != content
+        file.write_bytes(damage(file.read_bytes()))
         with pytest.raises(UserError, match=r"\.tar\.jsonl is damaged: .*vl-plugins shards index"):
             read_collection(shard)
 
@@ -89,14 +82,6 @@ class TestIndex:
         collection = read_collection(shard)  # which reads no names
         with pytest.raises(UserError, match=message):
             collection.captions  # noqa: B018
-
-    @pytest.mark.parametrize("index", [True, False])
-    def test_a_shard_that_is_lost_is_named(self, tmp_path, index):
-        (shard,) = write_numbered(tmp_path, [1, 2], index=index)
-        collection = read_collection(shard)
-        Path(shard).unlink()
-        with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
-            read_head(shard) if index else collection.records
 
 
 class TestCollection:
@@ -124,20 +109,9 @@ class TestCollection:
         assert read_collection(shards).labels.tolist() == [0, 0, 2, 3, 3, 5]
 
     def test_some_captions(self, shards):
-        collection = read_collection(shards)
-        some = collection.with_captions(torch.tensor([5, 1]))
-        assert (some.captions, some.image_of_caption.tolist()) == (["2/2", "1/0"], [2, 1])
-        assert some.caption_ids == ["2#2", "1#0"]
-        assert some.keys == collection.keys
-
-    def test_pictures(self, shards, tmp_path):
-        collection = read_collection(shards)
-        pictures = collection.pictures([9, 3, 9])
-        assert {index: Image.open(io.BytesIO(data)).getpixel((0, 0))[0] for index, data in pictures.items()} == {
-            3: 3,
-            9: 9,
-        }
-        assert collection.pictures([]) == {}
+        some = read_collection(shards).with_captions(torch.tensor([5, 1]))
+        assert (some.captions, some.caption_ids) == (["2/2", "1/0"], ["2#2", "1#0"])
+        assert some.image_of_caption.tolist() == [2, 1]
 
     def test_pictures_of_shards_that_have_changed(self, tmp_path):
         (shard,) = write_numbered(tmp_path, [1, 1, 1])
@@ -183,23 +157,17 @@ class TestOtherShards:
         collection = read_collection(write_tar(tmp_path / "00000.tar", members))
         assert (collection.keys, collection.captions, collection.only_txt) == (["000000012"], ["a dog"], 1)
 
-    def test_a_txt_of_several_lines_is_one_caption(self, tmp_path):
-        collection = read_collection(write_tar(tmp_path / "0.tar", [("s0.webp", b""), ("s0.txt", "a dog\na cat\n")]))
-        assert collection.captions == ["a dog\na cat\n"]
-
-    def test_values_of_other_types_are_no_ids(self, tmp_path):
+    def test_ids_that_shards_have_or_lack(self, tmp_path):
         members = [
             ("a.json", {"image_id": 7, "captions": ["1", "2"], "caption_ids": ["x", 3], "dataset": "d", "split": "v"}),
-            ("a2.json", {"image_id": 1 << 64, "captions": ["0"], "caption_ids": [-(1 << 70)], "group": 1 << 99}),
-            ("b.json", {"image_id": True, "captions": ["3"], "caption_ids": [None], "dataset": "d", "split": 3}),
-            ("c.json", {"image_id": 1.5, "captions": ["4", "5"], "caption_ids": [1]}),
+            ("c.json", {"image_id": "c7", "captions": ["4", "5"], "caption_ids": [1]}),
             ("d.json", [1]),
-            ("d.txt", "\ufeffgrün"),
+            ("d.txt", "grün"),
         ]
         collection = read_collection(write_tar(tmp_path / "x.tar", members))
-        assert collection.image_ids == [7, str(1 << 64), "b", "c", "d"]
-        assert collection.caption_ids == ["x", 3, str(-(1 << 70)), "b#0", "c#0", "c#1", "d#0"]
-        assert collection.splits == ["d-v"]
+        assert collection.image_ids == [7, "c7", "d"]
+        assert collection.caption_ids == ["x", 3, "c7#0", "c7#1", "d#0"]
+        assert (collection.splits, collection.captions[-1]) == (["d-v"], "grün")
 
     def test_names_as_webdataset_splits_them(self, tmp_path):
         members = [
@@ -221,8 +189,9 @@ class TestOtherShards:
             ([("b.json", b'{"captions": ["x"')], "b: its json or txt is not valid"),
             ([("b.json", b"[" * 100_000)], "b: its json or txt is not valid"),
             ([("b.json", b'{"captions": []}')], "b: it has no captions"),
-            ([("b.json", b'{"captions": ["x", 1]}')], "b: it has no captions"),
-            ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: .*not valid Unicode"),
+            ([("b.json", b'{"captions": ["x", 1]}')], "b: its json or txt is not valid"),
+            ([("b.json", b'{"captions": ["x"], "image_id": true}')], "b: its json or txt is not valid"),
+            ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: its json or txt is not valid"),
             ([("b.jpg", b"")], "b: it has no captions"),
             ([("b.txt", b"\xff\xfe")], "b: its json or txt is not valid"),
             ([("b.txt", b"x"), ("b.txt", b"y")], r"b\.txt is in it twice"),
@@ -246,19 +215,10 @@ def header(size, **attributes):
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
-def sparse_header(size):
-    """A file of ``size`` zeros, of which the archive stores 512 other bytes."""
-    data = bytearray(header(512, type=tarfile.GNUTYPE_SPARSE))
-    for place, number in ((386, size - 512), (398, 512), (483, size)):
-        data[place : place + 12] = b"%011o\0" % number
-    data[148:156] = b"%06o\0 " % (256 + sum(data[:148]) + sum(data[156:]))
-    return bytes(data)
-
-
 class TestArchives:
     """Damaged archives, and small ones that stand for much more."""
 
-    @pytest.mark.parametrize("length", range(0, 4 * 1024 + 512, 256))
+    @pytest.mark.parametrize("length", range(0, 4 * 1024 + 512, 512))
     def test_a_cut_anywhere_is_found(self, tmp_path, length):
         """Each of two images has two files, with a block for the header and one for the content."""
         members = [(f"{key}.{extension}", "text") for key in "ab" for extension in ("txt", "png")]
@@ -273,7 +233,6 @@ class TestArchives:
             (b"rubbish" * 200, "cut off or damaged"),
             (header(-2048) + bytes(4096), "says -2048 bytes"),
             (header(1 << 50) + bytes(4096), f"says {1 << 50} bytes"),
-            (sparse_header(1 << 29) + b"x" * 512 + bytes(4096), "a sparse file"),
             (header(1 << 60, type=tarfile.XHDTYPE) + bytes(4096), "damaged"),
             (header(0, type=tarfile.GNUTYPE_LONGNAME) * 2000 + bytes(4096), "damaged"),
         ],

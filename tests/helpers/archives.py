@@ -34,8 +34,3 @@ def read_archive(file):
     """Return the contents of an archive by name."""
     with tarfile.open(file) as tar:
         return {member.name: tar.extractfile(member).read() for member in tar}
-
-
-def read_folder(folder):
-    """Return the contents of the files in a folder by name."""
-    return {file.name: file.read_bytes() for file in folder.iterdir()}

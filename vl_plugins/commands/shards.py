@@ -35,7 +35,7 @@ SOURCES = {
     ),
 }
 # Options that are arguments of the reader.
-OPTIONS = dict.fromkeys(("coco", "flickr30k", "coco-captions"), ("dataset_name", "group_key"))
+OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name", "group_key"))
 OPTIONS["table"] = ("dataset_name", "delimiter", "split_name", "val_fraction", "test_fraction")
 OPTIONS[HUB] = ("dataset_name", "config", "revision", "caption_lines")
 # Options of reading that an index records.

@@ -5,14 +5,8 @@ import json
 from typing import Any
 
 from vl_plugins.errors import UserError, unknown_name
-from vl_plugins.tables import printable
 
 __all__ = ["add_engine", "register"]
-
-REPEATS = """\
-A repeat in a batch is a false negative: two images that show or say the same, which a contrastive loss pushes apart.
-The sampler of vl-plugins keeps equal captions of different images apart. It does not compare pictures: leave repeated
-ones out when you write the shards, or give them a common group (--group-key)."""
 
 
 def register(actions: argparse._SubParsersAction) -> None:
@@ -24,8 +18,6 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         parser.add_argument("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
         add_engine(parser, "read")
-        if name == "info":
-            parser.add_argument("--json", action="store_true", help="print JSON")
         parser.set_defaults(run=run)
 
 
@@ -89,29 +81,8 @@ def _info(arguments: argparse.Namespace) -> int:
 
     shards, _ = _find_shards(arguments)
     statistics = inspect_shards(shards, workers=arguments.workers, executor=arguments.engine)
-    if arguments.json:
-        print(json.dumps({"splits": statistics}, indent=2))
-        return 0
-    for name, split in statistics.items():
-        print(printable(name))
-        for label, value in split.items():
-            print(f"  {label.replace('_', ' '):<18}  {_describe(value)}")
-        print()
-    print(REPEATS)
+    print(json.dumps(statistics, indent=2))
     return 0
-
-
-def _describe(value: Any) -> str:
-    """Return a statistic as text: a number, a range, repeats, or numbers of images by their captions."""
-    if not isinstance(value, dict):
-        return f"{value:,}"
-    if "median" in value:
-        return "min {minimum:,}, median {median:,.10g}, max {maximum:,}".format(**value)
-    if "share" in value:
-        return "{number:,} ({share:.2%}), {different:,} different, the most frequent {most_frequent:,} times".format(
-            **value
-        )
-    return ", ".join(f"{key:,}: {images:,} ({images / sum(value.values()):.1%})" for key, images in value.items())
 
 
 # Function, help and description of each subcommand.
@@ -123,9 +94,10 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     ),
     "info": (
         _info,
-        "print statistics of shards",
-        "Print counts, lengths of captions, sizes of images, and repeated images and captions. Shards of img2dataset "
-        "and other programs work too.",
+        "print statistics of shards as JSON",
+        "Print counts, lengths of captions, and repeated images and captions, which are false negatives of each other "
+        "in a batch. The sampler of vl-plugins keeps equal captions of different images apart, but not equal pictures: "
+        "give them a common group (--group-key). Shards of img2dataset and other programs work too.",
     ),
     "index": (
         _index,

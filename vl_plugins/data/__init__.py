@@ -9,6 +9,7 @@ from typing import Any
 from vl_plugins.errors import missing_extra
 
 _MODULES = {
+    "caption_table": ("Columns", "read_table"),
     "captions": ("CaptionedImage", "RejectedImage", "first_captions", "normalize_caption"),
     "collection": ("Collection", "expand_shards", "read_collection"),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
@@ -16,7 +17,6 @@ _MODULES = {
     "inspection": ("inspect_shards", "verify_shards"),
     "sampler": ("CaptionSampler", "training_loader"),
     "sources": ("read_coco_captions", "read_karpathy", "with_annotation_ids"),
-    "table": ("Columns", "read_table"),
     "writer": ("write_shards",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

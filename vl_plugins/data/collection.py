@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import fsspec
 import numpy as np
 from braceexpand import braceexpand
 from fsspec.asyn import reset_lock
@@ -38,7 +39,8 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
             ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
 
     Raises:
-        UserError: the pattern is malformed or names no shard; or a shard does not exist or is named twice.
+        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
+            different file systems.
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
@@ -52,6 +54,8 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
     if len(set(paths)) < len(paths):
         raise UserError(f"the shard {Counter(paths).most_common(1)[0][0]} is listed more than once")
+    if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
+        raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
     if missing:

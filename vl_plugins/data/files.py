@@ -37,9 +37,13 @@ def read_bytes(url: Url) -> bytes:
 
 
 def exists(url: Url) -> bool:
-    """True if there is such a file."""
-    files, path = locate(url)
-    return files.exists(path)
+    """True if there is such a file; a folder does not count."""
+    with file_errors("look for", url):
+        files, path = locate(url)
+        try:
+            return files.info(path)["type"] == "file"  # `exists` and `isfile` would start to download an HTTP file
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def names(folder: Url, pattern: str = "*") -> list[str]:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vl_plugins.data.caption_table import Columns, label_of
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.images import FileFolder
 from vl_plugins.data.out_of_core import KeyedRows
 from vl_plugins.data.sources import Images, join_rows
-from vl_plugins.data.table import Columns, label_of
 from vl_plugins.errors import UserError, require, user_errors
 
 # Those of the image before `id`, which may be that of a caption where each row has one.

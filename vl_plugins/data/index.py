@@ -77,7 +77,9 @@ def index_file(shard: str) -> str:
 def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> ShardIndex:
     """Return the index of images at these places; ``facts`` are other fields of :class:`IndexHead`."""
     captions = (caption_hash(caption) for record in records for caption in record.captions)
-    groups = np.fromiter(map(group_hash, records), HASHES)
+    encode = msgspec.json.encode
+    hashes = (0 if each.group is None else hash64(encode([each.dataset, each.group])) or 1 for each in records)
+    groups = np.fromiter(hashes, HASHES)
     head = IndexHead(
         starts=starts,
         sizes=sizes,
@@ -87,11 +89,6 @@ def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], *
         **facts,
     )
     return ShardIndex(head, list(records))
-
-
-def group_hash(record: Record) -> int:
-    """Hash the data set and group of an image; 0 is none."""
-    return 0 if record.group is None else hash64(msgspec.json.encode([record.dataset, record.group])) or 1
 
 
 def write_index(shard: str, index: ShardIndex) -> None:

@@ -2,23 +2,26 @@
 
 import posixpath
 import re
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from vl_plugins.data.captions import caption_hash, hash64
+from vl_plugins.data.captions import caption_hash, hash64, normalize_caption
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, join, locate, names, read_bytes, sha256
 from vl_plugins.data.images import inspect_image
-from vl_plugins.data.index import INDEX_FOLDER, index_file, make_index, read_head, read_records
+from vl_plugins.data.index import INDEX_FOLDER, index_file, read_head, read_records, scan_shard
 from vl_plugins.data.samples import (
     FEATURES,
     INPUTS,
+    TEXTS,
     Record,
     Sample,
     decode_features,
@@ -59,18 +62,44 @@ def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes]:
     return record, data
 
 
+class _Hashes:
+    """Hashes in files ``<prefix><number>``, one of which is in memory at a time."""
+
+    def __init__(self, prefix: str):
+        self.files = [f"{prefix}{number}" for number in range(16)]
+
+    def extend(self, hashes: array) -> None:
+        values = np.frombuffer(hashes, np.int64)
+        for number, file in enumerate(self.files):
+            with open(file, "ab") as stream:
+                stream.write(values[values % len(self.files) == number].tobytes())
+
+    def find_repeats(self) -> tuple[dict[str, Any], int]:
+        """Return statistics of hashes that are there several times, and the most frequent one."""
+        total = number = different = most = value = 0
+        for file in self.files:
+            values, counts = np.unique(np.fromfile(file, np.int64), return_counts=True)
+            repeated = counts[counts > 1]
+            total, number, different = total + counts.sum(), number + repeated.sum(), different + len(repeated)
+            if repeated.max(initial=0) > most:
+                most, value = repeated.max(), values[counts.argmax()]
+        share = float(number / max(total, 1))
+        found = {"number": int(number), "share": share, "different": int(different), "most_frequent": int(most)}
+        return found, int(value)
+
+
 class _Contents:
     """What is in some shards: totals, numbers of images and captions by length, hashes of pictures and captions."""
 
-    def __init__(self) -> None:
+    def __init__(self, pictures: Any, captions: Any):
         self.totals = Counter(dict.fromkeys(TOTALS, 0))
         self.captions_per_image, self.words = Counter[int](), Counter[int]()
-        self.pictures, self.captions = array("q"), array("q")
+        self.pictures, self.captions = pictures, captions
 
     def add(self, other: "_Contents") -> None:
         for name, values in vars(other).items():
             own = getattr(self, name)
-            (own.extend if isinstance(own, array) else own.update)(values)
+            (own.update if isinstance(own, Counter) else own.extend)(values)
 
 
 def inspect_shards(
@@ -82,7 +111,7 @@ def inspect_shards(
     readers can use, their ``captions``, ``unusable`` samples, and images that the conversion ``rejected``; numbers of
     images by ``captions_per_image``; the range of ``words`` per caption; and ``repeated_pictures`` and
     ``repeated_captions``, which several images have: their ``number`` and ``share``, [0, 1], how many ``different``
-    ones, and how many images have the ``most_frequent``. Captions are compared by
+    ones, and how many images have the ``most_frequent``; of captions it is the ``example``. Captions are compared by
     :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are compared by their files;
     JPEG files are not decoded.
 
@@ -94,24 +123,29 @@ def inspect_shards(
         UserError: a shard, or the first line of its index, cannot be read.
     """
     splits: dict[str, _Contents] = {}
-    parts = tqdm(run_jobs(_inspect_shard, shards, workers, executor), "read", len(shards), unit="shard", disable=None)
-    for shard, part in zip(shards, parts, strict=True):
-        splits.setdefault(split_of(shard), _Contents()).add(part)
-    return {
-        name: {
-            **found.totals,
-            "captions_per_image": dict(sorted(found.captions_per_image.items())),
-            "words": _range(found.words),
-            "repeated_pictures": _find_repeats(found.pictures),
-            "repeated_captions": _find_repeats(found.captions),
+    with tempfile.TemporaryDirectory() as folder:
+        parts = run_jobs(_inspect_shard, shards, workers, executor)
+        for shard, part in zip(shards, tqdm(parts, "read", len(shards), unit="shard", disable=None), strict=True):
+            if (name := split_of(shard)) not in splits:
+                splits[name] = _Contents(*(_Hashes(f"{folder}/{name}-{unit}-") for unit in ("pictures", "captions")))
+            splits[name].add(part)
+        return {
+            name: {
+                **found.totals,
+                "captions_per_image": dict(sorted(found.captions_per_image.items())),
+                "words": _range(found.words),
+                "repeated_pictures": found.pictures.find_repeats()[0],
+                "repeated_captions": _find_repeated_captions(
+                    found.captions, [shard for shard in shards if split_of(shard) == name]
+                ),
+            }
+            for name, found in splits.items()
         }
-        for name, found in splits.items()
-    }
 
 
 def _inspect_shard(shard: str) -> _Contents:
     files, path = locate(shard)
-    found = _Contents()
+    found = _Contents(array("q"), array("q"))
     found.totals.update(shards=1, bytes=files.size(path))
     for sample in read_samples(shard):
         try:
@@ -129,18 +163,16 @@ def _inspect_shard(shard: str) -> _Contents:
     return found
 
 
-def _find_repeats(hashes: array) -> dict[str, Any]:
-    """Return the statistics of values that several images have; sorts the values in place, as there may be many."""
-    values = np.frombuffer(hashes, np.int64)
-    values.sort()
-    equal = values[1:] == values[:-1]
-    is_repeated = np.zeros(len(values), bool)
-    is_repeated[1:] = equal
-    is_repeated[:-1] |= equal
-    repeated, counts = np.unique(values[is_repeated], return_counts=True)
-    number = int(counts.sum())
-    share, most = number / max(len(values), 1), int(counts.max(initial=0))
-    return {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
+def _find_repeated_captions(hashes: _Hashes, shards: Sequence[str]) -> dict[str, Any]:
+    """Return statistics of captions that several images have, with the most frequent one as ``example``."""
+    statistics, value = hashes.find_repeats()
+    for shard in shards if statistics["number"] else ():
+        for sample in read_samples(shard, TEXTS):
+            with suppress(UserError):
+                texts = {caption_hash(text): text for text in parse_record(sample.key, sample.members).captions}
+                if value in texts:
+                    return statistics | {"example": normalize_caption(texts[value])}
+    return statistics
 
 
 def _range(counts: Counter[int]) -> dict[str, float] | None:
@@ -187,32 +219,28 @@ def verify_shards(
 
 
 def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
-    """Return the numbers of samples and captions of a shard, and its problems."""
-    problems, records, starts, sizes, samples = [], [], [], [], 0
+    """Return the numbers of samples and usable captions of a shard, and its problems."""
+    problems, samples, captions = [], 0, 0
     try:
         for sample in read_samples(shard):
             samples += 1
             try:
-                records.append(parse_record(sample.key, sample.members))
-                starts.append(sample.start)
-                sizes.append(sample.end - sample.start)
-                _read_sample(sample, decode=True)
+                record, _ = _read_sample(sample, decode=True)
+                captions += len(record.captions)
             except UserError as error:
                 problems.append(f"{sample.key}: {error}")
         if not samples:
             problems.append("it has no samples")
         if exists(index_file(shard)):
-            found, head = make_index(records, starts, sizes, size=0), read_head(shard)
-            parts = ("starts", "sizes", "counts", "captions", "groups")
+            head = read_head(shard)
+            places = msgspec.structs.replace(head, sha256="", fingerprint="", source={}, options={}, rejected=[])
             if head.sha256 not in ("", sha256(shard)):
                 problems.append("it is not what was written: its index has another SHA-256")
-            elif found.records != read_records(shard) or any(
-                getattr(found.head, name) != getattr(head, name) for name in parts
-            ):
+            elif not problems and (places, read_records(shard)) != scan_shard(shard):
                 problems.append("its index is that of other images")
     except (UserError, OSError) as error:
         problems.append(str(error))
-    return samples, sum(len(record.captions) for record in records), problems
+    return samples, captions, problems
 
 
 def _check_folder(folder: str, samples: Mapping[str, int]) -> Iterator[str]:

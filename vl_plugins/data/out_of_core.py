@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -117,7 +117,8 @@ class _Spool:
 
     def __init__(self, database: Any, stream: Any, kind: type):
         self.database, self.stream = database, stream
-        self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kind).decode
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(kind).decode
         self.position, self.rows = 0, list[tuple[int, ...]]()
 
     def add(self, item: Any, *numbers: int) -> None:

@@ -134,11 +134,9 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     """
     try:
         found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
-        found = found if isinstance(found, dict) else {}
-        captions = found.get("captions")
-        if captions is None and "txt" in members:
-            captions = [members["txt"].decode()]
-        if not captions:
+        if not isinstance(found, dict) or "captions" not in found:  # of another program
+            found = {"captions": [members["txt"].decode()]} if "txt" in members else {}
+        if not (captions := found.get("captions")):
             raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
         image_id, ids = found.get("image_id", key), found.get("caption_ids")
         if not isinstance(ids, list) or len(ids) != len(captions):

@@ -62,6 +62,7 @@ def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
                     raise UserError(f"{kind} id {each} occurs more than once; ids must be unique")
                 used.add((kind, each))
         except ValueError as error:
+            wrong = wrong if wrong is not first else next(filter(_lacks_captions, group), first)
             name = wrong.file if wrong.filename is None else wrong.filename
             label = f"{source}{wrong.place} ({printable(str(name))})"
             yield RejectedImage(label, str(first.split), str(error))
@@ -70,16 +71,20 @@ def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
 
 
 def _check_row(row: Row, first: Row) -> None:
-    """Raise an error about a row whose captions are wrong, or that does not belong to the first one of its image."""
-    row.split = "val" if row.split == "validation" else row.split
+    """Raise an error about a row that does not belong to the first one of its image, or has no path or id."""
+    if row.split == "validation":
+        row.split = "val"
     if row.problem is not None:
         raise UserError(row.problem)
-    if (row.split, row.image_id, row.group) != (first.split, first.image_id, first.group):
+    if row.split != first.split or row.image_id != first.image_id or row.group != first.group:
         raise UserError(f"its split, image id or group is not that of {first.place}, but rows of one image must agree")
-    if not isinstance(row.file, str) or not row.file.strip() or row.image_id == "":
+    if row.file in (None, "") or row.image_id == "" or str(row.file).isspace():
         raise UserError("its path or image id is blank")
-    if not row.captions or not all(isinstance(caption, str) and caption.strip() for caption in row.captions):
-        raise UserError(f"expected captions that are not blank, got {row.captions}"[:200])
+
+
+def _lacks_captions(row: Row) -> bool:
+    """True if a caption of the row is missing, blank or of another type."""
+    return not row.captions or not all(isinstance(caption, str) and caption.strip() for caption in row.captions)
 
 
 class _Sentence(msgspec.Struct):

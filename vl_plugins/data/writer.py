@@ -136,7 +136,8 @@ def write_shards(
             progress.update(len(head.counts) + len(head.rejected))
         _remove_others(out, counts, overwrite)
         _write_sizes(out)
-    return Written(list(counts), *map(sum, zip(*counts.values(), strict=True)), examples)
+    images_written, captions, rejected = map(sum, zip(*counts.values(), strict=True))
+    return Written(list(counts), images_written, captions, rejected, examples)
 
 
 class _Shard(NamedTuple):

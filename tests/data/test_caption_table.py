@@ -172,17 +172,16 @@ CSV = "image,caption\na.jpg,one\n"
 )
 def test_a_wrong_file_raises(write, name, content, options, message):
     file = write(content, name)
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError, match=message):
         list(read_table(file, **options))
-    assert str(file) in str(raised.value)
 
 
 # The object in line 3 of JSON Lines with good ones in lines 1 and 4.
 WRONG_OBJECTS = {
     "no path": ({"image": None}, "its path or image id is blank"),
     "blank path": ({"image": " "}, "its path or image id is blank"),
-    "caption is null": ({"caption": None}, "expected captions that are not blank, got []"),
-    "caption is a number": ({"caption": 3}, "expected captions that are not blank, got [3]"),
+    "caption is null": ({"caption": None}, "it has no captions, or a blank one"),
+    "caption is a number": ({"caption": 3}, "Expected `str`, got `int` - at `$.captions[0]`"),
     "id is null": ({"id": None}, "its path or image id is blank"),
     "same id as text": ({"id": "2"}, "image id 2 occurs more than once"),
     "path of two lines": ({"image": "../b\n.jpg"}, "leads out of the image root"),
@@ -212,7 +211,7 @@ def test_a_wrong_row_is_rejected(write, problem):
     [
         ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "its split, image id or group is not that"),
         ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "its split, image id or group is not that"),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "captions that are not blank, got ['']"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,val,1\n", 4, "it has no captions, or a blank one"),
         ("a.jpg,a,val,1\nb.jpg,x,val,1\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
     ],
 )

@@ -67,7 +67,7 @@ class Columns:
             raise UserError(f"name --image-column and --caption-column; columns: {', '.join(map(repr, names))}")
         return Columns(image, captions, self.split or first(["split"]), self.id or first(id_columns), self.group)
 
-    def row(self, place: int | str, values: Mapping[str | None, Any], split: str, caption_lines: bool = False) -> Row:
+    def row(self, place: int | str, values: Mapping[Any, Any], split: str, caption_lines: bool = False) -> Row:
         """Return a row by its values.
 
         ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
@@ -75,7 +75,7 @@ class Columns:
         texts = [values.get(name) for name in self.captions]
         if len(texts) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        if caption_lines or not all(type(text) is str for text in texts):
+        if caption_lines or [text for text in texts if type(text) is not str]:
             texts = [text for value in texts for text in _texts(value, caption_lines)]
         image_id = None if self.id is None else values.get(self.id)
         return Row(
@@ -118,8 +118,7 @@ def read_table(
             ``val`` and ``test`` instead; other rows of the table do not matter.
 
     Raises:
-        UserError: the file has no rows, or a line that cannot be read; or the columns cannot be found. The message
-            names the file and the line where the row starts.
+        UserError: the file has a line that cannot be read, which the message names; or the columns cannot be found.
     """
     file = Path(file)
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
@@ -127,10 +126,7 @@ def read_table(
     with user_errors(str(file)):
         table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file, delimiter)
         _, names = next(table)
-        try:
-            found = (columns or Columns()).find([*names])
-        except UserError as error:
-            raise UserError(f"{file}: {error}") from error
+        found = (columns or Columns()).find([*names])
         if (val_fraction or test_fraction) and found.split is not None:
             raise UserError(f"{file} has splits in column {found.split!r}; leave out val_fraction and test_fraction")
         root = f"{os.path.abspath(image_root or '')}{os.sep}"
@@ -142,14 +138,14 @@ def read_table(
                 if isinstance(row.file, str):
                     row.file = key = row.file.removeprefix(root)
                 if val_fraction or test_fraction:
-                    group = "" if row.group is None else str(row.group)
-                    row.split = _draw_split(group.strip() or key, val_fraction, test_fraction) or split_name
+                    drawn = _draw(key if row.group in (None, "") else str(row.group))
+                    row.split = "test" if drawn < test_fraction else "val" if drawn >= 1 - val_fraction else split_name
                 yield key, row
 
         yield from join_rows(rows(), label_of(file.stem) if dataset_name is None else dataset_name, f"{file}: line ")
 
 
-Table = Iterator[tuple[int, dict[str | None, Any]]]
+Table = Iterator[tuple[int, dict[Any, Any]]]
 
 
 def _read_objects(file: Path) -> Table:
@@ -191,7 +187,7 @@ def _read_csv(file: Path, delimiter: str | None) -> Table:
             line = reader.line_num + 1
             for fields in reader:
                 if fields:
-                    values: dict[str | None, Any] = dict(zip(names, fields, strict=False))
+                    values: dict[Any, Any] = dict(zip(names, fields, strict=False))
                     if len(fields) != len(names):
                         values[None] = f"{len(fields)} fields, but {len(names)} column names"
                     yield line, values
@@ -205,9 +201,9 @@ def label_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _draw_split(key: str, val_fraction: float, test_fraction: float) -> str | None:
-    position = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
-    return "test" if position < test_fraction else "val" if position >= 1 - val_fraction else None
+def _draw(key: str) -> float:
+    """Hash a text to a number, [0, 1)."""
+    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
 
 
 def _texts(value: Any, lines: bool) -> list[Any]:
