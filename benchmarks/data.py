@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measurement import print_rows, print_table, time_rounds
 from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
-from vl_plugins.data.sources import read_table
+from vl_plugins.data.table import read_table
 from vl_plugins.data.writer import write_shards
 
 BATCH_SIZE = 64

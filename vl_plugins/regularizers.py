@@ -64,8 +64,8 @@ class JoinedSets:
         count = pairs.sum(dim=(1, 2))
         with torch.autocast(self.units.device.type, enabled=False):
             kernels = (2 * scale * (self.units @ self.units.mT - 1)).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
-        # Not masked: 0 times NaN is NaN.
-        return ((kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)) @ self._shares(count > 0)
+            # Not masked: 0 times NaN is NaN.
+            return ((kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)) @ self._shares(count > 0)
 
     def _shares(self, mask: Tensor) -> Tensor:
         """Return 1 / number of True entries of a side, and 0 for others."""

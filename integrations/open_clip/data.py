@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
+from vl_plugins.data.files import read_bytes
 from vl_plugins.data.index import make_index
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record, decode
@@ -116,7 +116,7 @@ class TableDataset(ShardDataset):
 
     def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
         record = self.collection.records[draw.image]
-        picture = decode({"jpg": read_bytes(record.key, max_bytes=MAX_FILE_BYTES)}, max_pixels=self.max_pixels)
+        picture = decode({"jpg": read_bytes(record.key)}, max_pixels=self.max_pixels)
         return picture, [record.captions[number] for number in draw.captions], record.key
 
 

@@ -45,7 +45,7 @@ class Objective(nn.Module):
         super().__init__()
         self.towers, self.chunk_size = towers, chunk_size
         self.compare = DistributedLoss(CrossModalLoss(loss, miner, one_set))
-        self._trainable = [parameter for parameter in towers.parameters() if parameter.requires_grad]
+        self._trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,)."""
@@ -60,17 +60,19 @@ class Objective(nn.Module):
         """The loss, with its parameters."""
         return self.compare.loss.loss
 
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the parts of the towers and the ``"loss"``."""
+        return {**self.towers.parts(), "loss": self.loss}
+
     def set_mode(self, stage: StageConfig) -> None:
         """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode.
 
         Raises:
             UserError: ``freeze`` or ``lr_scale`` has a part that the model does not have.
         """
-        parts = self.towers.parts()
-        for name in stage.freeze:
-            one_of("part in freeze", name, parts)
-        for name in stage.lr_scale:
-            one_of("part in lr_scale", name, [*parts, "loss"])
+        parts = self.parts()
+        for name in (*stage.freeze, *stage.lr_scale):
+            one_of("part", name, parts)
         frozen = {parameter for name in stage.freeze for parameter in parts[name].parameters()}
         for parameter in self._trainable:
             parameter.requires_grad_(parameter not in frozen)
@@ -109,7 +111,7 @@ def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
     """
     name, options = split(stage.optimizer)
     groups = []
-    for part, module in {**objective.towers.parts(), "loss": objective.loss}.items():
+    for part, module in objective.parts().items():
         if trained := [parameter for parameter in module.parameters() if parameter.requires_grad]:
             groups.append({"params": trained, "part": part})
     with user_errors(f"optimizer {name!r}"):

@@ -1,6 +1,7 @@
 """Training of two towers on Hugging Face accelerate: stages, several processes, mixed precision, checkpoints."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, send_to_device
 from omegaconf import OmegaConf
 from timm.layers import convert_sync_batchnorm
@@ -33,7 +33,7 @@ from vl_plugins.integrations.pytorch_metric_learning.objective import Schedule, 
 
 __all__ = ["Run", "make_accelerator"]
 
-logger = get_logger(__name__)  # of the first process
+logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
 # open_clip's names of the precision in which accelerate runs a model.
@@ -118,7 +118,7 @@ class Run:
             _, schedule = self._start(stage)
             if schedule.by == "plateau" and self.validation is None:
                 raise UserError("lr_scheduler ReduceLROnPlateau needs validation: data.val or --val-data")
-            if schedule.mismatch:
+            if schedule.mismatch and self.accelerator.is_main_process:
                 logger.warning(schedule.mismatch)
 
     def train(self) -> list[dict[str, Any]]:
@@ -234,7 +234,8 @@ class Run:
             )
         before, now = saved["settings"], self._settings()
         names = [name for name in before | now if before.get(name) != now.get(name)]
-        if changed := [f"{name} from {before.get(name)} to {now.get(name)}" for name in names]:
+        changed = [f"{name} from {before.get(name)} to {now.get(name)}" for name in names]
+        if changed and self.accelerator.is_main_process:
             logger.warning(f"resuming after epoch {saved['epoch']} with changes: {'; '.join(changed)}")
         return saved
 

@@ -8,19 +8,7 @@ import uuid
 import pytest
 import torch
 
-from vl_plugins.data.files import (
-    exists,
-    join,
-    lock,
-    names,
-    open_regular,
-    read_bytes,
-    remove,
-    remove_partial,
-    sha256,
-    write_complete,
-    write_file,
-)
+from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, sha256, write_complete, write_file
 from vl_plugins.errors import UserError
 
 
@@ -39,8 +27,8 @@ def test_files(folder):
     write_file(b, b"two")
     write_file(a, b"one")
     write_file(join(folder, "in/c.tar"), b"three")
-    assert (names(folder), names(folder, "*.tar"), names(a)) == (["a.tar", "b.txt"], ["a.tar"], [])
-    assert [exists(url) for url in (a, join(folder, "c.tar"), join(folder, "in"))] == [True, False, False]
+    assert (names(folder), names(folder, "*.tar")) == (["a.tar", "b.txt"], ["a.tar"])
+    assert [exists(url) for url in (a, join(folder, "c.tar"))] == [True, False]
     assert read_bytes(b) == b"two"
     assert sha256(a) == "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
     write_file(a, b"other")
@@ -87,61 +75,29 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path, size):
     assert (names(tmp_path), read_bytes(file)) == (["a.pt"], b"before")
 
 
-def test_errors_are_one_line_that_names_the_file(tmp_path, monkeypatch):
+def test_errors_name_the_file(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for call, message in (
         (lambda: read_bytes(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
-        (lambda: read_bytes(tmp_path / "a", name="the file"), "cannot read the file: No such file or directory"),
-        (lambda: read_bytes(__file__, max_bytes=1), f"cannot read {__file__}: it is larger than 0 GiB"),
         (lambda: sha256(tmp_path / "a"), f"cannot read {tmp_path}/a: No such file or directory"),
         (lambda: write_file(tmp_path / "file" / "a", b""), f"cannot write {tmp_path}/file/a: "),
-        (lambda: read_bytes("a\0b"), r"cannot use 'a\x00b': embedded null character"),
-        (lambda: names("foo://bucket/shards"), "cannot use 'foo://bucket/shards': Protocol not known: foo"),
-        (lambda: exists("s3://bucket/shards"), "cannot use 's3://bucket/shards': Install s3fs"),
+        (lambda: names("foo://bucket/shards"), "foo://bucket/shards: Protocol not known: foo"),
+        (lambda: exists("s3://bucket/shards"), "Install s3fs"),
     ):
-        with pytest.raises(UserError, match=re.escape(message)):
+        with pytest.raises(Exception, match=re.escape(message)):
             call()
-
-
-def test_what_killed_processes_left_is_removed_by_the_name_of_the_file(tmp_path):
-    partial = [f".{name}.0123abcd.partial" for name in ("a-000000.tar", "b.tar", "c.txt")]
-    others = ["d.0123abcd.partial", ".a-000000.tar.0123abcd.partial.txt"]
-    for name in [*partial, *others]:
-        (tmp_path / name).touch()
-    for pattern, left in ((r"a|-000000\.tar", partial), (r"a-\d{6}\.tar|x", partial[1:])):
-        remove_partial(tmp_path, pattern)
-        assert names(tmp_path) == sorted([*left, *others])
-    write_file(tmp_path / "b.tar", b"")
-    assert names(tmp_path, ".*.partial") == partial[2:]
-    remove_partial(tmp_path)
-    assert names(tmp_path) == sorted(["b.tar", *others])
 
 
 def test_one_process_holds_a_lock(tmp_path):
     file = tmp_path / "new" / ".lock"
-    with lock(file, "the shards"):
-        with pytest.raises(UserError) as raised, lock(file, "the shards"):
+    with lock(file, "it"):
+        with (
+            pytest.raises(UserError, match="another process is writing it: wait for it"),
+            lock(file, "it"),
+        ):
             pass
-        assert str(raised.value).startswith("another process is writing the shards: wait for it")
-        with lock(tmp_path / ".other"), lock("memory://lock"), lock("memory://lock"):
+        with lock(tmp_path / ".other", ""), lock("memory://lock", ""), lock("memory://lock", ""):
             pass
-    with pytest.raises(OSError, match="of the block"), lock(file):
-        raise OSError("of the block")
-    with lock(file):
+    with lock(file, ""):
         pass
-
-
-def test_only_regular_files_are_opened(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    for file in ("fifo", "zero"):
-        with pytest.raises(OSError, match="not a regular file"):
-            open_regular(tmp_path / file)
-    for file, error in ((tmp_path, IsADirectoryError), (tmp_path / "missing", FileNotFoundError)):
-        with pytest.raises(error):
-            open_regular(file)
-    (tmp_path / "file").write_bytes(b"data")
-    (tmp_path / "link").symlink_to("file")
-    with open_regular(tmp_path / "link") as stream:
-        assert stream.read() == b"data"

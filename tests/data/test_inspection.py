@@ -1,196 +1,260 @@
+"""Statistics of shards, and damage that is found in them."""
+
+import base64
 import io
 import itertools
 import json
 import random
+import shutil
 import statistics
 from collections import Counter
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import webdataset
-from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
-from vl_plugins.data import CaptionedImage, RejectedImage, normalize_caption
-from vl_plugins.data.inspection import draw_contact_sheet, inspect_shards
-from vl_plugins.data.writer import write_shards
+from vl_plugins.data import (
+    CaptionedImage,
+    RejectedImage,
+    inspect_shards,
+    normalize_caption,
+    verify_shards,
+    write_shards,
+)
+from vl_plugins.data.index import index_file
 from vl_plugins.errors import UserError
 
-PICTURE = encode_picture((5, 4))
-NO_REPEATS = {"number": 0, "share": 0.0, "different": 0, "example": None, "example_images": 0}
+FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
+FILES_V0_2 = Path(__file__).parents[1] / "files_v0_2"
+PICTURE = encode_picture((200, 100))
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """5 shards of 30 images with 1 to 4 short captions, some pictures twice or more; one more was rejected."""
-    rng = random.Random(0)
-    root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("shards")
-    for index in range(20):
-        picture = encode_picture((rng.randint(20, 900), rng.randint(20, 300)), rng.choice(["PNG", "JPEG"]), 0)
-        (root / str(index)).write_bytes(picture)
-    images = [RejectedImage("row 7", "train", "no file")]
-    for index in range(30):
-        captions = [
-            " ".join(rng.choices(("a", "A", "Dog ", "dog"), k=rng.randint(1, 3))) for _ in range(rng.randint(1, 4))
-        ]
-        ids = tuple(10 * index + number for number in range(len(captions)))
-        file = str(rng.randrange(20))
-        images.append(CaptionedImage(index, file, tuple(captions), ids, "train", "set", file, index % 3))
-    write_shards(images, root, out, samples_per_shard=7, source={"format": "table"})
-    return sorted(map(str, out.glob("*.tar")))
+def sound(tmp_path_factory):
+    """Folder with the splits ``tiny-train`` (2 + 2 + 1 images, two captions each) and ``tiny-val`` (1 image)."""
+    root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("sound")
+    images = []
+    for index in range(6):
+        (root / f"{index}.png").write_bytes(encode_picture((80 + index, 60)))
+        captions, ids = (f"{index} one", f"{index} two"), (10 * index, 10 * index + 1)
+        split = "val" if index == 5 else "train"
+        images.append(CaptionedImage(index, f"{index}.png", captions, ids, split, "tiny", "x.png", index % 2))
+    write_shards(images, root, out, samples_per_shard=2)
+    return out
 
 
-def value_range(values):
-    return {"minimum": min(values), "median": statistics.median(values), "maximum": max(values)}
+@pytest.fixture
+def folder(sound, tmp_path):
+    return Path(shutil.copytree(sound, tmp_path / "shards"))
 
 
-def find_repeats(images):
-    """Return the values that several images have, given the values of each image."""
-    owners = Counter(value for values in images for value in dict.fromkeys(values))
-    every = list(itertools.chain(*images))
-    number = sum(owners[value] > 1 for value in every)
-    example = max(owners, key=owners.__getitem__)  # the first one of them
-    different = sum(count > 1 for count in owners.values())
-    return dict(zip(NO_REPEATS, (number, number / len(every), different, example, owners[example]), strict=True))
+class TestStatistics:
+    def test_they_are_those_of_plain_loops(self, tmp_path):
+        """5 shards of 30 images with 1 to 4 short captions, some pictures twice or more; one more was rejected."""
+        rng, images = random.Random(0), [RejectedImage("row 7", "train", "no file")]
+        for index in range(20):
+            size = rng.randint(20, 900), rng.randint(20, 300)
+            (tmp_path / str(index)).write_bytes(encode_picture(size, rng.choice(["PNG", "JPEG"]), 0))
+        for index in range(30):
+            words = [rng.choices(("a", "A", "Dog ", "dog"), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 4))]
+            ids, file = tuple(10 * index + number for number in range(len(words))), str(rng.randrange(20))
+            images.append(CaptionedImage(index, file, tuple(map(" ".join, words)), ids, "train", "set", file))
+        shards = write_shards(images, tmp_path, tmp_path / "out", samples_per_shard=7, on_error="skip").shards
 
+        samples = list(webdataset.WebDataset(shards, shardshuffle=False))
+        captions = [json.loads(sample["json"])["captions"] for sample in samples]
+        words = [len(caption.split()) for caption in itertools.chain(*captions)]
 
-def test_statistics_are_those_of_plain_loops(shards):
-    samples = list(webdataset.WebDataset(shards, shardshuffle=False))
-    pictures = [sample.get("jpg", sample.get("png")) for sample in samples]
-    captions = [json.loads(sample["json"])["captions"] for sample in samples]
-    sizes = [Image.open(io.BytesIO(picture)).size for picture in pictures]
-    keys = [samples[pictures.index(picture)]["__key__"] for picture in pictures]
-    words = [len(caption.split()) for caption in itertools.chain(*captions)]
-    assert inspect_shards(shards) == {
-        "set-train": {
-            "shards": 5,
-            "bytes": sum(Path(shard).stat().st_size for shard in shards),
-            "images": 30,
-            "captions": len(words),
-            "unusable": 0,
-            "rejected": 1,
-            "source": {"format": "table"},
-            "groups": 3,
-            "captions_per_image": Counter(map(len, captions)),
-            "words": value_range(words),
-            "widths": value_range([width for width, _ in sizes]),
-            "heights": value_range([height for _, height in sizes]),
-            "features": None,
-            "feature_dims": {},
-            "repeated_pictures": find_repeats([[key] for key in keys]),
-            "repeated_captions": find_repeats([list(map(normalize_caption, texts)) for texts in captions]),
+        def repeats(values_of_images):
+            owners = Counter(itertools.chain(*values_of_images))
+            repeated = [count for count in owners.values() if count > 1]
+            share = sum(repeated) / owners.total()
+            counts = {"number": sum(repeated), "different": len(repeated), "most_frequent": max(repeated)}
+            return {**counts, "share": share}
+
+        assert inspect_shards(shards) == {
+            "set-train": {
+                "shards": 5,
+                "bytes": sum(Path(shard).stat().st_size for shard in shards),
+                "images": 30,
+                "captions": len(words),
+                "unusable": 0,
+                "rejected": 1,
+                "captions_per_image": Counter(map(len, captions)),
+                "words": {"minimum": min(words), "median": statistics.median(words), "maximum": max(words)},
+                "repeated_pictures": repeats([[sample.get("jpg", sample.get("png"))] for sample in samples]),
+                "repeated_captions": repeats([set(map(normalize_caption, texts)) for texts in captions]),
+            }
         }
-    }
+
+    @pytest.mark.parametrize(
+        "members",
+        [
+            {"txt": "a"},
+            {"png": PICTURE},
+            {"png": PICTURE, "json": {"captions": ["a", 5]}},
+            {"png": PICTURE, "txt": b"\xff"},
+            {"png": PICTURE, "json": b'{"captions": ["\\ud800"]}'},
+            {"png": PICTURE[:50], "txt": "a"},
+            {"npy": b"no array", "txt": "a"},
+        ],
+        ids="no-picture no-caption no-text not-utf8 half-a-character damaged-picture damaged-array".split(),
+    )
+    def test_samples_that_cannot_be_used_are_counted(self, tmp_path, members):
+        array = io.BytesIO()
+        np.save(array, np.ones((2, 7)))
+        usable = [("0.png", PICTURE), ("0.json", "[]"), ("0.txt", "a"), ("1.npy", array.getvalue()), ("1.txt", "b")]
+        (tmp_path / "a-0.tar").write_bytes(
+            encode_archive([*usable, *((f"2.{extension}", data) for extension, data in members.items())])
+        )
+        found = inspect_shards([str(tmp_path / "a-0.tar")])["a"]
+        assert (found["images"], found["captions"], found["unusable"]) == (2, 2, 1)
+
+    def test_shards_of_other_programs(self, tmp_path):
+        """As img2dataset writes them, with other files between and beside."""
+        picture, names = encode_picture((50, 30), "JPEG"), {"caption": "A dog", "key": "0"}
+        first = [("0.jpg", picture), ("0.json", names), ("0.txt", "A dog"), ("1.jpeg", picture), ("1.txt", "a  dog")]
+        second = [("readme", "x"), ("a/1.WEBP", encode_picture((5, 7), "WEBP")), ("a/1.txt", "cat")]
+        shards = {"00000.tar": first, "00001.tar": second, "val_7.tar": first, "test.tar": []}
+        for name, members in shards.items():
+            (tmp_path / name).write_bytes(encode_archive(members))
+        found = inspect_shards([str(tmp_path / name) for name in shards])
+        assert {name: (split["shards"], split["images"]) for name, split in found.items()} == {
+            "shards": (2, 3),
+            "val": (1, 2),
+            "test": (1, 0),
+        }
+        assert found["shards"]["repeated_captions"]["number"] == found["shards"]["repeated_pictures"]["number"] == 2
+        assert found["test"]["words"] is None
+
+    def test_damaged_archive(self, tmp_path):
+        (tmp_path / "a-0.tar").write_bytes(encode_archive([("0.png", bytes(500))])[:900])
+        with pytest.raises(UserError, match=r"^cannot read .*a-0\.tar: "):
+            inspect_shards([str(tmp_path / "a-0.tar")])
 
 
-def inspect_members(tmp_path, *members_of_shards):
-    for number, members in enumerate(members_of_shards):
-        (tmp_path / f"a-{number}.tar").write_bytes(encode_archive(members))
-    return inspect_shards([str(tmp_path / f"a-{number}.tar") for number in range(len(members_of_shards))])["a"]
+def verify(folder, **options):
+    shards = [str(file) for file in sorted(folder.glob("*.tar"))]
+    return verify_shards(shards, folders=[str(folder)], **options)
 
 
-def test_more_captions_than_are_in_memory_at_a_time(tmp_path):
-    texts = [*(f"caption {number}" for number in range(199_999)), "b"]
-    common = ["Common 0", "Common 0", *(f"common {number}" for number in range(500))]
-    second = [("1.png", PICTURE + b"1"), ("1.json", {"captions": common})]
-    second += [("2.png", PICTURE + b"2"), ("2.json", {"captions": common[3:]}), ("3.png", b"no"), ("3.txt", "a")]
-    second += [("4.png", PICTURE + b"4"), ("4.txt", "COMMON 0"), ("5.png", PICTURE), ("5.txt", "b")]
-    found = inspect_members(tmp_path, [("0.png", PICTURE), ("0.json", {"captions": texts})], second)
-    # The first of those that two images have.
-    repeats = (1004, 1004 / 201_003, 501, "b", 2)
-    assert found["repeated_captions"] == dict(zip(NO_REPEATS, repeats, strict=True))
-    assert found["repeated_pictures"] == dict(zip(NO_REPEATS, (2, 2 / 5, 1, "0", 2), strict=True))
+def problems(folder, shard=None):
+    """Return the problems of a folder, or of one shard, without its name."""
+    found = verify(folder).problems if shard is None else verify_shards([str(folder / shard)]).problems
+    prefix = f"{folder}/" if shard is None else f"{folder / shard}: "
+    assert all(problem.startswith(prefix) for problem in found)
+    return [problem.removeprefix(prefix) for problem in found]
 
 
-UNUSABLE = {
-    "no picture": {"txt": "a"},
-    "no caption": {"png": PICTURE},
-    "no text": {"png": PICTURE, "json": {"captions": ["a", 5]}},
-    "not Unicode": {"png": PICTURE, "txt": b"\xff"},
-    "half a character": {"png": PICTURE, "json": b'{"captions": ["\\ud800"]}'},
-    "damaged picture": {"png": PICTURE[:50], "txt": "a"},
-    "damaged array": {"npy": b"no array", "txt": "a"},
-    "no JSON": {"png": PICTURE, "json": "{", "txt": "a"},
+CHANGED = "it is not what was written: its index has another SHA-256"
+DAMAGE = {
+    "edited caption": (lambda data: data.replace(b"2 one", b"3 one", 1), CHANGED),
+    "edited padding": (lambda data: data[:-1] + b"x", "it is cut off or damaged"),
+    "zeros at its end": (lambda data: data + bytes(512), " bytes, but its index says "),
+    "cut between samples": (lambda data: data[: data.index(b"tiny-train-00000003")], "it is cut off or damaged"),
+    "cut in a file": (lambda data: data[: data.index(b"IDAT")], "it is damaged or compressed: unexpected end"),
+    "no archive": (lambda data: b"text" * 1000, "it is damaged or compressed: "),
+    "nothing": (lambda data: b"", "it is damaged or compressed: empty file"),
+    "no samples": (lambda data: bytes(len(data)), "it has no samples"),
+    "file twice": (lambda data: encode_archive([("a.png", "")] * 2), "a.png is in it twice"),
 }
 
 
-@pytest.mark.parametrize("members", UNUSABLE.values(), ids=UNUSABLE)
-def test_samples_that_cannot_be_used_are_counted(tmp_path, members):
-    usable = [("0.png", PICTURE), ("0.json", "[]"), ("0.txt", "a")]
-    found = inspect_members(tmp_path, [*usable, *((f"1.{extension}", data) for extension, data in members.items())])
-    assert (found["images"], found["captions"], found["unusable"]) == (1, 1, 1)
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_archive(folder, damage, expected):
+    (folder / SECOND).write_bytes(damage((folder / SECOND).read_bytes()))
+    assert expected in problems(folder, SECOND)[0]
 
 
-def test_features(tmp_path):
-    streams = [io.BytesIO(), io.BytesIO()]
-    for rows, stream in enumerate(streams, 2):
-        np.save(stream, np.ones((rows, 7)))
-    members = [(f"{number}.npy", stream.getvalue()) for number, stream in enumerate(streams)]
-    found = inspect_members(tmp_path, [members[0], ("0.txt", "a"), members[1], ("1.txt", "b")])
-    assert (found["features"], found["feature_dims"]) == ({"minimum": 2, "median": 2.5, "maximum": 3}, {7: 2})
-    assert (found["widths"], found["heights"]) == (None, None)
+def test_any_flipped_bit_is_a_problem(folder):
+    rng, sound = random.Random(0), (folder / SECOND).read_bytes()
+    for _ in range(40):
+        data = bytearray(sound)
+        data[rng.choice([rng.randrange(len(sound)), rng.randrange(512)])] ^= 1 << rng.randrange(8)
+        (folder / SECOND).write_bytes(data)
+        assert problems(folder, SECOND)
 
 
-def test_shards_of_other_programs(tmp_path):
-    """As img2dataset writes them, with other files between and beside."""
-    first = [
-        ("0.jpg", encode_picture((50, 30), "JPEG")),
-        ("0.json", {"caption": "A dog", "key": "0"}),
-        ("0.txt", "A dog"),
-    ]
-    first += [("1.jpeg", encode_picture((60, 40), "JPEG")), ("1.txt", "a  dog"), ("readme", "x")]
-    second = [("a/1.WEBP", encode_picture((5, 7), "WEBP")), ("a/1.txt", "cat"), ("b/1.png", b"no"), ("b/1.txt", "a")]
-    shards = {"00000.tar": first, "00001.tar": second, "val_7.tar": first, "test.tar": []}
-    for name, members in shards.items():
-        (tmp_path / name).write_bytes(encode_archive(members))
-    found = inspect_shards([str(tmp_path / name) for name in shards])
-    counts = {name: (split["shards"], split["images"], split["unusable"]) for name, split in found.items()}
-    assert counts == {"shards": (2, 3, 1), "val": (1, 2, 0), "test": (1, 0, 0)}
-    every = found["shards"]
-    assert (every["rejected"], every["source"], every["groups"]) == (None, None, 0)
-    assert (every["widths"], every["heights"]) == (value_range([5, 50, 60]), value_range([7, 30, 40]))
-    assert (every["repeated_captions"]["number"], every["repeated_captions"]["example"]) == (2, "a dog")
-    assert found["test"]["words"] is None
+def change_head(**changes):
+    return lambda head, *records: [head | {name: change(head[name]) for name, change in changes.items()}, *records]
 
 
-@pytest.mark.parametrize("data", [b"text" * 1000, encode_archive([("0.png", bytes(500))])[:900]], ids=["text", "cut"])
-def test_damaged_archive(tmp_path, data):
-    (tmp_path / "a-0.tar").write_bytes(data)
-    with pytest.raises(UserError, match=r"^cannot read .*a-0\.tar: "):
-        inspect_shards([str(tmp_path / "a-0.tar")])
+def swap(text):
+    return base64.b64encode(base64.b64decode(text)[::-1]).decode()
 
 
-def draw(tmp_path, samples, number=12):
-    """Draw samples, by their key, and return the sheet as an array."""
-    members = [(f"{key}.{name}", data) for key, files in samples.items() for name, data in files.items()]
-    (tmp_path / "a.tar").write_bytes(encode_archive(members))
-    draw_contact_sheet([str(tmp_path / "a.tar")], tmp_path / "new" / "sheet.png", number, "title")
-    with Image.open(tmp_path / "new" / "sheet.png") as sheet:
-        assert sheet.format == "PNG"
-        return np.asarray(sheet.convert("RGB"))
+OTHER = "its index is that of other images"
+INDEXES = {
+    "hash": (change_head(sha256=lambda value: value[::-1]), CHANGED),
+    "size of the shard": (change_head(size=lambda value: value + 1), " bytes, but its index says "),
+    "positions": (change_head(starts=lambda starts: [start + 512 for start in starts]), OTHER),
+    "sizes": (change_head(sizes=lambda sizes: [size + 512 for size in sizes]), OTHER),
+    "numbers of captions": (change_head(counts=lambda counts: [counts[0] + 1, counts[1] - 1]), OTHER),
+    "hashes of captions": (change_head(captions=swap), OTHER),
+    "groups": (change_head(groups=swap), OTHER),
+    "caption": (lambda head, first, *more: [head, first | {"captions": ["other", "2 two"]}, *more], OTHER),
+    "missing record": (lambda head, first, *more: [head, *more], OTHER),
+    "no index": (lambda head, *records: records, "is damaged: "),
+}
 
 
-def test_samples_of_the_contact_sheet_are_spread(tmp_path):
-    colors = [(10 * index, 7, 250 - 10 * index) for index in range(24)]
-    pictures = [encode_picture((30, 20), color=color, mode="RGB") for color in colors]
-    sheet = draw(tmp_path, {index: {"png": picture, "txt": "a"} for index, picture in enumerate(pictures)}, 3)
-    assert sheet.shape == (780, 680, 3)
-    shown = [index for index, color in enumerate(colors) if (sheet == color).all(axis=-1).any()]
-    assert shown == [4, 12, 20]
-    # In rows from left to right.
-    centers = [np.argwhere((sheet == colors[index]).all(axis=-1)).mean(axis=0).tolist() for index in shown]
-    assert centers[0][0] == centers[1][0] < centers[2][0]
-    assert centers[0][1] == centers[2][1] < centers[1][1]
+@pytest.mark.parametrize(("change", "expected"), INDEXES.values(), ids=INDEXES)
+def test_index_that_differs(folder, change, expected):
+    file = Path(index_file(str(folder / SECOND)))
+    lines = change(*map(json.loads, file.read_text().splitlines()))
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (problem,) = problems(folder, SECOND)
+    assert expected in problem
 
 
-def test_odd_samples_are_drawn(tmp_path, recwarn):
-    """Captions that look like formulas, that no font has or no screen can hold; pictures that cannot be shown."""
-    captions = ("It costs $5, or $\\frac{1}{2}$ %", r"$\nosuchcommand$", "一只猫🐶", "b\x00c\x1b[31m", "W " * 9999, " ")
-    samples = {f"$k$/{index}": {"png": PICTURE, "json": {"captions": [text]}} for index, text in enumerate(captions)}
-    samples |= {"cut": {"jpg": PICTURE[:30], "txt": "a"}, "no picture": {"txt": "b"}}
-    samples["wide"] = {"png": encode_picture((4000, 3)), "txt": "c"}
-    height, width, _ = draw(tmp_path, samples).shape
-    assert height == 1140
-    assert 1019 <= width <= 1020  # 10.2 inches of 100 pixels, which matplotlib 3.7 rounds down
-    assert [str(warning.message) for warning in recwarn.list] == []
+SAMPLES = {
+    "cut picture": ({"png": PICTURE[: len(PICTURE) * 3 // 4]}, "the image is damaged: "),
+    # Without the tables that its pixels need; its header and end are whole.
+    "JPEG": ({"png": encode_picture((99, 99), "JPEG").replace(b"\xff\xdb", b"\xff\xfe")}, "the image is damaged: "),
+    "no picture": ({}, "it has no images"),
+    "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
+    "no captions": ({"png": PICTURE, "json": {}, "txt": ...}, "it has no captions"),
+}
+
+
+@pytest.mark.parametrize(("members", "expected"), SAMPLES.values(), ids=SAMPLES)
+def test_unusable_sample_of_another_program_is_named(tmp_path, members, expected):
+    bad = [(f"bad.{extension}", data) for extension, data in ({"txt": "a"} | members).items() if data is not ...]
+    sound = [("good.png", PICTURE), ("good.txt", "a")]
+    (tmp_path / "0.tar").write_bytes(encode_archive([*sound, *bad]))
+    (problem,) = problems(tmp_path)
+    assert problem.startswith(f"0.tar: bad: {expected}")
+    (tmp_path / "0.tar").write_bytes(encode_archive(sound))
+    assert problems(tmp_path) == []
+
+
+def test_shards_that_a_folder_lacks_and_other_sizes(folder):
+    sizes = {FIRST: 2, SECOND: 3, "tiny-val-000000.tar": 1, "../x.tar": 1}
+    (folder / "sizes.json").write_text(json.dumps(sizes))
+    gone = "does not exist, but sizes.json or an index has it"
+    wrong = [f"{SECOND}: has 2 samples, sizes.json says 3", f"{THIRD}: has 1 samples, sizes.json says None"]
+    assert problems(folder) == [f"../x.tar: {gone}", *wrong]
+    (folder / "sizes.json").unlink()
+    (folder / SECOND).unlink()
+    assert problems(folder)[:2] == [f"{FIRST}: has 2 samples, sizes.json says None", f"{SECOND}: {gone}"]
+    (folder / "sizes.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"sizes\.json: "):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", ["features", "pictures"])
+def test_shards_of_version_0_2(name):
+    result = verify(FILES_V0_2 / "shards" / name)
+    assert (result.shards, result.problems) == (5, [])
+
+
+def test_sound_folder_and_its_copy_behind_a_url(sound):
+    result = verify(sound)
+    assert (result.shards, result.samples, result.captions, result.problems) == (4, 6, 12, [])
+    folder = "memory://test_inspection"
+    fsspec.filesystem("memory").put(str(sound), "/test_inspection", recursive=True)
+    shards = [f"{folder}/{name}" for name in (FIRST, SECOND, THIRD, "tiny-val-000000.tar")]
+    assert verify_shards(shards, folders=[folder]).problems == []

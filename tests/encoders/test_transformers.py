@@ -94,14 +94,9 @@ def test_a_tokenizer_of_another_padding(bert):
         trunk.tokenizer  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ({"model_type": "gpt2"}, "gpt2 is not a text encoder"),
-        ({"model_type": "clip"}, "clip is not a text encoder"),
-        ({"model_type": "bert", "pad_token_id": None}, "no pad_token_id"),
-    ],
-)
-def test_models_that_are_no_text_encoders(config, problem):
-    with pytest.raises(UserError, match=problem):
-        HuggingFaceTrunk("m", pretrained=False, config=config)
+@pytest.mark.parametrize("kind", ["gpt2", "clip", "bart"])
+def test_models_that_are_no_text_encoders(kind):
+    with pytest.raises(UserError, match=f"{kind} is not a text encoder"):
+        HuggingFaceTrunk("m", pretrained=False, config={"model_type": kind})
+    with pytest.raises(UserError, match="no pad_token_id"):
+        make(pad_token_id=None)

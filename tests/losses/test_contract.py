@@ -11,7 +11,6 @@ from pytorch_metric_learning import distances, reducers, regularizers
 from tests.helpers import components
 from tests.helpers.loops import (
     LABELS,
-    OTHER_LABELS,
     call_with,
     calls,
     check_call,
@@ -338,14 +337,13 @@ def test_memory(name, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": None}, "^labels must be given without an indices_tuple, got None"),
-        ({"labels": LABELS.tolist()}, "^labels must be a tensor, got list"),
-        ({"ref_labels": OTHER_LABELS.numpy()}, "^ref_labels must be a tensor, got ndarray"),
-        ({"labels": LABELS[:4]}, r"^labels must have the shape \(6,\), got \(4,\)"),
-        ({"ref_labels": LABELS}, r"^ref_labels must have the shape \(9,\), got \(6,\)"),
-        ({"indices_tuple": (LABELS, LABELS)}, r"indices_tuple must have 3 tensors .* or 4 .*, got 2"),
-        ({"scale": torch.ones(2)}, r"scale must have one element, got shape \(2,\)"),
+        ({"labels": None}, "labels must be a tensor"),
+        ({"labels": LABELS.tolist()}, "labels must be a tensor"),
+        ({"ref_labels": LABELS}, "ref_labels must be a tensor"),
+        ({"indices_tuple": (LABELS, LABELS)}, "indices_tuple must have 3 tensors"),
+        ({"scale": torch.ones(2)}, "scale must have one element"),
         ({"scale": 0}, "scale must be a finite number > 0, got 0"),
+        ({"ref_emb": None, "ref_labels": LABELS + 1}, "ref_labels must be the labels"),
     ],
 )
 def test_wrong_input(change, message):
@@ -357,31 +355,27 @@ def test_one_set_and_two():
     call, loss = call_with(1), make("unified")
     twice = {"ref_emb": call["embeddings"], "ref_labels": LABELS.clone()}
     assert torch.equal(loss(**call, **twice), loss(**call))
-    with pytest.raises(ValueError, match="ref_labels must be the labels"):
-        loss(**call, **(twice | {"ref_labels": LABELS + 1}))
     images, texts = embeddings_of(LABELS), embeddings_of(LABELS, seed=1)
     check_call("unified", {"embeddings": images, "labels": LABELS, "ref_emb": texts, "ref_labels": LABELS})
 
 
-@pytest.mark.parametrize("name", ["triplet_sh", "goal cir sig_ms"])
-def test_tiles_that_cannot_be(name):
-    with pytest.raises(ValueError, match=r"tiled=True cannot be used, because .* needs all similarities"):
-        make(name, tiled=True)(**call_with(2))
-    for options in ({"indices_tuple": (LABELS,) * 4}, {"distance": PlainCosine()}):
-        call = call_with(2) | {key: options.pop(key) for key in ("indices_tuple",) if key in options}
-        with pytest.raises(ValueError, match="tiled=True cannot be used, because"):
-            make("unified", tiled=True, **options)(**call)
-    with pytest.raises(ValueError, match="tiled=True cannot be used with warmup_steps"):
-        make("triplet_hn", warmup_steps=1, tiled=True)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("triplet_sh", {}), ("goal cir sig_ms", {}), ("unified", {"distance": PlainCosine()}), ("triplet_hn warm", {})],
+)
+def test_tiles_that_cannot_be(name, options):
+    with pytest.raises(ValueError, match="tiled=True needs"):
+        make(name, tiled=True, **options)(**call_with(2))
+    with pytest.raises(ValueError, match="tiled=True needs"):
+        make("unified", tiled=True)(**call_with(2), indices_tuple=(LABELS,) * 4)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(3, 4), torch.ones(4, 3, dtype=torch.bool)])
 def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"positive_mask must be bool \(3, 4\), got"):
-        make("unified").from_similarities(similarities, mask, right)
-    with pytest.raises(ValueError, match=r"negative_mask must be bool \(3, 4\), got"):
-        make("unified").from_similarities(similarities, right, mask)
+    for name, masks in (("positive_mask", (mask, right)), ("negative_mask", (right, mask))):
+        with pytest.raises(ValueError, match=f"{name} must be bool"):
+            make("unified").from_similarities(similarities, *masks)
 
 
 def test_pairs_of_equal_labels_of_a_large_batch():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytorch_metric_learning import losses as host
 from pytorch_metric_learning import miners
-from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.reducers import DoNothingReducer, MeanReducer, SumReducer
 from torch import nn
 
@@ -17,7 +17,6 @@ from tests.helpers.loops import LABELS, OTHER_LABELS, call_with, calls, check, e
 from tests.helpers.seeds import seeded
 from tests.reference import goal as goal_reference
 from tests.reference import losses as reference
-from vl_plugins import create_loss
 from vl_plugins.losses import GOALLoss, Polynomial, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss, soft_margin
 from vl_plugins.losses.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 
@@ -60,7 +59,6 @@ def tensor(*shape, seed=3):
 SSP, RSP = ([0.5, -0.7, 0.2], [0.03, 0.9]), [0.1, 0.8, 0.5, -0.2]
 VARIANTS = {
     "SSP": lambda: ({"weights": SSP}, {"weights": tuple(map(elementwise, SSP))}),
-    "one weight": lambda: ({"weights": [0.5, 0.3]}, {"weights": (elementwise([0.5, 0.3]),) * 2}),
     "RSP": lambda: ({"relative": RSP}, {"relative": reference.polynomial(RSP)}),
     "0-D margin": lambda: ({"margin": (m := tensor())}, {"margin": constant(m)}),
     "margins of rows": lambda: ({"margin": (m := tensor(6))}, {"margin": constant(m[:, None])}),
@@ -109,9 +107,7 @@ def test_variants_of_unified(name, symmetric):
                 loss.margin.shape
             ),
         )
-    assert loss.has_independent_pairs == (
-        name not in ("SSP", "one weight", "RSP", "everything") and "margin" not in name
-    )
+    assert not loss.has_independent_pairs
 
 
 def test_identities_of_unified():
@@ -138,37 +134,39 @@ class LearnedWeights(nn.Module):
 def test_learned_margins_and_weights_are_parameters_of_the_loss():
     margin, module = nn.Parameter(torch.tensor(0.3)), LearnedWeights()
     assert list(UnifiedLoss(margin=margin).parameters()) == [margin]
-    for weights in (module, (torch.sigmoid, module)):
-        loss = UnifiedLoss(weights=weights)
-        assert list(loss.parameters()) == [module.slope]
-        for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-            assert torch.equal(twin(**call_with(2)), loss(**call_with(2)))
-            with torch.no_grad():
-                next(twin.parameters()).fill_(0.0)
-            assert abs(twin(**call_with(2)) - loss(**call_with(2))) > 1e-3
+    loss = UnifiedLoss(weights=(torch.sigmoid, module))
+    assert list(loss.parameters()) == [module.slope]
+    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(twin(**call_with(2)), loss(**call_with(2)))
+        with torch.no_grad():
+            next(twin.parameters()).fill_(0.0)
+        assert abs(twin(**call_with(2)) - loss(**call_with(2))) > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("make", "option"),
     [
-        ({"margin": -0.1}, "margin must be a finite number >= 0, got -0.1"),
-        ({"margin": "0.2"}, "margin must be a finite number >= 0, got '0.2'"),
-        ({"scale": "learned"}, "scale must be a finite number > 0, got 'learned'"),
-        ({"weights": (torch.sigmoid, "1")}, "coefficients must be a finite number, got '1'"),
-        ({"weights": ([1], [1], [1])}, "weights must be one function or two, for positives and negatives, got 3"),
-        ({"weights": []}, "coefficients must be one number at least"),
-        ({"relative": ["1e-3"]}, "coefficients must be a finite number, got '1e-3'"),
-        ({"relative": torch.ones(2)}, "coefficients must be a finite number, got tensor"),
+        (UnifiedLoss, {"margin": -0.1}),
+        (UnifiedLoss, {"scale": "learned"}),
+        (VLCLoss, {"scale": 0}),
+        (TripletHNLoss, {"margin": -1}),
+        (TripletHNLoss, {"warmup_steps": 1.5}),
+        (TripletSHLoss, {"margin": -1}),
+        *((GOALLoss, {name: -1}) for name in ("margin", "alpha", "beta", "eps")),
+        (GOALLoss, {"tau": 0}),
+        *((GOALLoss, {name: math.nan}) for name in ("offset", "lam")),
+        (GOALLoss, {"triplet_weight": "cirr"}),
+        (GOALLoss, {"pair_weight": "cir"}),
     ],
 )
-def test_wrong_options_of_unified(option, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        UnifiedLoss(**option)
+def test_options_out_of_range(make, option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        make(**option)
 
 
 @pytest.mark.parametrize("shape", [(5,), (9,), (6, 8), (9, 6), (6, 1)])
 def test_margins_of_another_batch(shape):
-    with pytest.raises(ValueError, match=r"margin must have the shape \(6,\) or \(6, 9\), got"):
+    with pytest.raises(ValueError, match="margin must have the shape"):
         UnifiedLoss(margin=torch.rand(shape))(**call_with(2))
 
 
@@ -194,7 +192,8 @@ def test_polynomial():
     x = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
     for coefficients in ([2], [0.5, -0.7], [0.25, -3, 0, 2, 1]):
         torch.testing.assert_close(Polynomial(coefficients)(x), sum(c * x**k for k, c in enumerate(coefficients)))
-    assert repr(Polynomial([0, 1])) == "Polynomial((0.0, 1.0))"
+    with pytest.raises(ValueError, match="coefficients must be a finite number, got '1e-3'"):
+        Polynomial(["1e-3"])
 
 
 # GOAL
@@ -272,19 +271,6 @@ def test_objectives_that_are_known_losses():
     torch.testing.assert_close(relative, GOALLoss("nca", "sig", **options).pair_weights(s_p, s_n))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"tau": 0}, "tau must be a finite number > 0, got 0"),
-        ({"triplet_weight": "cirr"}, r"unknown triplet_weight 'cirr' \(did you mean 'cir'\?\)"),
-        ({"pair_weight": "lin", "distance": LpDistance()}, "needs a similarity such as CosineSimilarity as distance"),
-    ],
-)
-def test_wrong_options_of_goal(option, message):
-    with pytest.raises(ValueError, match=message):
-        GOALLoss(**option)
-
-
 # Losses of the hosts
 
 
@@ -317,6 +303,10 @@ def test_warm_up(name, tmp_path):
     with torch.no_grad():
         assert loss(**call) == loss.eval()(**call) == mined
     assert loss.train().step == 0
+    matrix = CosineSimilarity()(*leaves_of(call)), POSITIVES, ~POSITIVES
+    twin = copy.deepcopy(loss)
+    assert twin.from_similarities(*matrix) > mined + 0.1
+    assert twin.step == 1
     warm = loss(**call)
     assert warm > mined + 0.1
     torch.save(loss.state_dict(), tmp_path / "loss.pt")
@@ -332,9 +322,3 @@ def test_warm_up(name, tmp_path):
     for what, given in calls():
         if "triplets" in what:
             torch.testing.assert_close(make_loss(name, warmup_steps=2)(**given), make_loss(name)(**given))
-
-
-@pytest.mark.parametrize("option", [{"margin": -1}, {"margin": float("nan")}, {"warmup_steps": 1.5}])
-def test_wrong_options_of_triplet_hn(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))} must be a.* >= 0, got"):
-        create_loss("triplet_hn", **option)

@@ -61,7 +61,7 @@ def test_value_and_gradient_of_every_call(classes, name, monkeypatch):
         check_call(reference, call, loss=reduced, what=what, **how)
     tiled = make(**reference.options, tiled=True)
     if name == "SigmoidLoss":
-        with pytest.raises(ValueError, match="tiled=True cannot be used, because SigmoidLoss needs all similarities"):
+        with pytest.raises(ValueError, match="tiled=True needs"):
             tiled(**call_with(2))
     else:
         check_call(reference, call_with(2), loss=tiled)
@@ -87,7 +87,7 @@ def test_a_matrix_and_its_second_derivatives(classes, name):
 def test_a_loss_that_is_already_reduced():
     loss = PairLoss()
     loss.negatives, loss.matrix_losses = "matrix", lambda similarities, *_: similarities.mean()
-    with pytest.raises(ValueError, match=r"PairLoss.matrix_losses .* each of the 4 positive pairs, got shape \(\)"):
+    with pytest.raises(ValueError, match="matrix_losses must return shape"):
         loss(**call_with(1))
 
 

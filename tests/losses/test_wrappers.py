@@ -1,4 +1,4 @@
-"""What holds losses against the loops of the losses: the wrappers, and pytorch-metric-learning's MultipleLosses."""
+"""The wrappers against the loops of the losses."""
 
 import copy
 import itertools
@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from pytorch_metric_learning import losses, miners, reducers
+from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils import common_functions
 
-from tests.helpers.loops import call_with, check, embeddings_of, expected, make_loss
+from tests.helpers.loops import check, embeddings_of, expected, make_loss
 from tests.helpers.seeds import first_that, seeded
 from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, UnifiedLoss, VLCLoss
 from vl_plugins.miners import HardestNegativeMiner
@@ -220,13 +220,8 @@ def test_a_copy_of_a_memory_goes_on_where_it_was(how, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": torch.zeros(3)}, r"embeddings must have the shape \(3, 5\), got \(4, 5\)"),
-        ({"embeddings": torch.ones(12, 5), "labels": torch.ones(12)}, "memory_size must be at least .*, 12, got 11"),
-        ({"enqueue_mask": torch.ones(4)}, r"enqueue_mask must be bool \(4,\), got torch.float32"),
-        (
-            {"enqueue_mask": torch.ones(4, dtype=torch.bool), "indices_tuple": (torch.arange(2),) * 3},
-            "indices_tuple and enqueue_mask are mutually exclusive",
-        ),
+        ({"embeddings": torch.ones(12, 5), "labels": torch.ones(12)}, "memory_size must be at least"),
+        ({"enqueue_mask": torch.ones(4)}, "enqueue_mask must be bool"),
     ],
 )
 def test_wrong_input_of_a_memory_leaves_it_as_it_is(change, message):
@@ -251,8 +246,9 @@ def test_self_supervised(name, symmetric_loss):
     call = {"embeddings": images, "labels": labels, "ref_emb": texts, "ref_labels": labels}
     two_sets = SelfSupervisedLoss(make_loss(name, symmetric=symmetric_loss), symmetric=False)
     check(two_sets(images, texts), [images, texts], *expected(name, call, symmetric=symmetric_loss))
-    with pytest.raises(ValueError, match=r"ref_emb must have the shape \(6, 5\), got \(5, 5\)"):
-        two_sets(images, texts[:5])
+    for loss in (one_set, two_sets):
+        with pytest.raises(ValueError, match="must be a tensor of the shape"):
+            loss(images, texts[:5])
 
 
 @pytest.mark.parametrize("wrapper", [CrossBatchMemory, SelfSupervisedLoss])
@@ -262,20 +258,3 @@ def test_any_loss(wrapper):
     wrapper(losses.VICRegLoss(), **options)
     with pytest.raises(Exception, match="not supported for UnifiedLoss"):  # once it is, this wrapper can go
         getattr(losses, wrapper.__name__)(UnifiedLoss(), **options)
-
-
-@pytest.mark.parametrize("name", ["unified", "goal"])
-def test_multiple_losses(name):
-    call = call_with(1)
-    embeddings, labels = call["embeddings"], call["labels"]
-    pairs, triplets = miners.MultiSimilarityMiner(epsilon=0.5), miners.TripletMarginMiner(margin=0.3)
-    members = {"a": make_loss(name), "b": losses.ContrastiveLoss(), "c": make_loss(name, reducer=reducers.SumReducer())}
-    weights = {"a": 0.5, "b": 2.0, "c": 0.25}
-
-    theirs = 2 * losses.ContrastiveLoss()(embeddings, labels)
-    one = expected(name, call | {"indices_tuple": pairs(embeddings, labels)})
-    other = expected(name, call | {"indices_tuple": triplets(embeddings, labels)}, reducer=reducers.SumReducer())
-    value = theirs.item() + 0.5 * one[0] + 0.25 * other[0]
-    gradient = torch.autograd.grad(theirs, embeddings)[0] + 0.5 * one[1][0] + 0.25 * other[1][0]
-    loss = losses.MultipleLosses(members, {"a": pairs, "c": triplets}, weights)
-    check(loss(embeddings, labels), [embeddings], value, [gradient])

@@ -20,7 +20,7 @@ def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
 def value_and_gradients(values, leaves):
     """Return values and the gradients of their sum with random weights, in float64 on the CPU."""
     weights = torch.randn(values.shape, dtype=torch.float64, generator=seeded(7)).to(values)
-    results = values.detach(), *torch.autograd.grad(values, leaves, weights, materialize_grads=True)
+    results = values.detach(), *torch.autograd.grad(values, leaves, weights, retain_graph=True, materialize_grads=True)
     return [result.cpu().double() for result in results]
 
 
@@ -85,7 +85,7 @@ def matrix(function, xs, ys, **options):
     )
 
 
-def mmd(x, y, gamma=0.5, squared=False):
+def mmd(x, y, gamma=0.5):
     """Eq. 5 of Gretton et al. 2012, biased, of two lists of vectors; coinciding ones have the kernel 1."""
     total = torch.zeros((), dtype=torch.float64)
     for first, first_weight in ((x, 1 / len(x)), (y, -1 / len(y))):
@@ -94,7 +94,7 @@ def mmd(x, y, gamma=0.5, squared=False):
                 for b in second:
                     squares = (a - b).square().sum()
                     # Unit vectors of one direction may differ by rounding.
-                    length = squares if squared or squares < 1e-30 else squares.sqrt()
+                    length = squares if squares < 1e-30 else squares.sqrt()
                     total = total + first_weight * second_weight * torch.exp(-gamma * length)
     return total
 
@@ -144,21 +144,7 @@ def _exp_and_lp_pool(x, y, alpha=16.0):
     return (by_y + by_x)[0] / (2 * alpha)
 
 
-def _exp_and_avg_pool(x, y, alpha=16.0):
-    (_, k1, _), (_, k2, _) = x.shape, y.shape
-    e = torch.exp(alpha * (x.flatten(0, 1) @ y.flatten(0, 1).T))[None]
-    by_y = avg_pool2d((avg_pool2d(e, (1, k2)) * k2).log(), (k1, 1))
-    by_x = avg_pool2d((avg_pool2d(e, (k1, 1)) * k1).log(), (1, k2))
-    return (by_y + by_x)[0] / (2 * alpha)
-
-
-def _exp_and_sum(x, y, alpha=16.0):
-    (a, k1, _), (c, k2, _) = x.shape, y.shape
-    e = torch.exp(alpha * (x.flatten(0, 1) @ y.flatten(0, 1).T)).view(a, k1, c, k2)
-    return (e.sum(3).log().mean(1) + e.sum(1).log().mean(2)) / (2 * alpha)
-
-
-EXP_AND_POOL = {"LP pooling": _exp_and_lp_pool, "average pooling": _exp_and_avg_pool, "reshape and sum": _exp_and_sum}
+EXP_AND_POOL = {"LP pooling": _exp_and_lp_pool}
 
 
 def set_prediction(weights, local_features, global_features, *, iterations, padding=None, positions=None):

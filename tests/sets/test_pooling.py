@@ -8,7 +8,6 @@ from tests.sets.references import normal
 from vl_plugins.modules import (
     POOLINGS,
     average_pooling,
-    max_pooling,
     sinusoidal_positions,
     sinusoidal_positions_2d,
 )
@@ -115,15 +114,6 @@ def test_half_precision_and_autocast(name, dtype):
 
 def test_an_average_of_many_halves_does_not_overflow():
     assert average_pooling(torch.full((1, 50, 1), 60000.0, dtype=torch.float16)).item() == 60000
-
-
-def test_generalized_pooling_goes_from_average_to_max():
-    pool, features = make("gpo"), make_features()
-    with torch.no_grad():
-        pool.to_score.weight.zero_()
-    torch.testing.assert_close(pool(features, PADDING), average_pooling(features, PADDING))
-    pool.coefficients = lambda sizes: torch.eye(1, LENGTH, dtype=torch.float64).expand(len(sizes), -1)
-    torch.testing.assert_close(pool(features, PADDING), max_pooling(features, PADDING))
 
 
 @EACH_POOLING

@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.helpers.capabilities import needs_float16_on_cpu
 from tests.helpers.seeds import seed_torch
 from tests.sets import references
 from tests.sets.references import normal
 from vl_plugins.modules import SetHead, SetPrediction, TowerFeatures, sinusoidal_positions_2d
-from vl_plugins.modules.set_prediction import slot_attention
 
 ITEMS, INPUTS, SLOTS, DIM, LOCAL_DIM, ITERATIONS = 2, 4, 3, 4, 5, 3
 PADDING = torch.tensor([[False, False, True, False], [True, False, False, True]])
@@ -48,10 +46,9 @@ def test_sets_and_gradients_are_the_papers():
     assert_same(torch.autograd.grad(weighted_sum(actual), leaves), torch.autograd.grad(weighted_sum(expected), leaves))
 
 
-@pytest.mark.parametrize("per_item", [False, True])
-def test_padded_inputs_do_not_exist_and_positions_belong_to_keys(per_item):
+def test_padded_inputs_do_not_exist_and_positions_belong_to_keys():
     module, (local, pooled) = build(), make_inputs()
-    positions = normal(*((ITEMS,) if per_item else ()), INPUTS, LOCAL_DIM, seed=3)
+    positions = normal(INPUTS, LOCAL_DIM, seed=3)
     options = {"padding": PADDING.tolist(), "positions": positions.expand(ITEMS, -1, -1), "iterations": ITERATIONS}
     expected = references.set_prediction(dict(module.named_parameters()), local, pooled, **options)
     parameters = list(module.parameters())
@@ -59,8 +56,6 @@ def test_padded_inputs_do_not_exist_and_positions_belong_to_keys(per_item):
 
     damaged = local.detach().clone()
     damaged[0, 2], damaged[1, 0], damaged[1, 3] = float("nan"), 1e300, float("inf")
-    if per_item:
-        positions = positions.detach().masked_fill(PADDING[:, :, None], float("nan")).requires_grad_()
     actual = module(damaged.requires_grad_(), pooled, padding_mask=PADDING, positions=positions)
     at_padding = actual.attention.transpose(1, 2)[PADDING]
     torch.testing.assert_close(at_padding, torch.full_like(at_padding, 1 / SLOTS))
@@ -90,23 +85,20 @@ def test_nan_in_an_input_is_not_hidden():
 
 def test_a_slot_that_no_input_prefers_takes_a_mean_all_the_same():
     """Where A underflows in float32, Eq. 3 to the letter is 0 / 0."""
-    queries = torch.tensor([[[0.0], [-200.0], [1.0]]], requires_grad=True)
-    keys, values = torch.tensor([[[1.0], [1.01], [1.02]]]), torch.tensor([[[1.0], [2.0], [4.0]]])
-    actual, attention = slot_attention(queries, keys, values)
+    exact, (local, pooled) = build(), make_inputs()
+    with torch.no_grad():
+        exact.to_queries.weight.mul_(60)
+    single, half = copy.deepcopy(exact).float(), (local.detach().float().requires_grad_(), pooled.detach().float())
+    wanted, found = exact(local, pooled), single(*half)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(slot_attention(queries, keys, values)[1], attention)
-    assert bool((attention[0, :, 1] == 0).all())
-
-    exact = torch.exp(keys.double() @ queries.detach().double().transpose(1, 2))
-    exact = exact / exact.sum(dim=2, keepdim=True)
-    weights = exact / exact.sum(dim=1, keepdim=True)
-    # Scores of 200 have an error of 200 * 2 ** -24 in float32.
-    torch.testing.assert_close(actual, (weights.transpose(1, 2) @ values.double()).float(), atol=1e-4, rtol=1e-4)
-    assert bool(torch.autograd.grad(actual.sum(), queries)[0].isfinite().all())
+        assert single(*half).attention.dtype == torch.float32
+    assert (found.attention == 0).any()
+    torch.testing.assert_close(found.embeddings.double(), wanted.embeddings, atol=1e-2, rtol=1e-2)
+    assert torch.autograd.grad(found.embeddings.sum(), half[0])[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision():
+    dtype = torch.bfloat16
     module, inputs = build(torch.float32), make_inputs(dtype=torch.float32)
     expected = module(*inputs, padding_mask=PADDING).embeddings
     halves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
@@ -116,8 +108,6 @@ def test_half_precision(dtype):
         assert {part.dtype for part in output} == {torch.float32}
         torch.testing.assert_close(output.embeddings, expected, atol=0.1, rtol=0.1)
     assert torch.autograd.grad(output.embeddings.square().sum(), halves[0])[0].dtype == dtype
-    if dtype == torch.float16:
-        needs_float16_on_cpu()
     output = copy.deepcopy(module).to(dtype)(*halves, padding_mask=PADDING)
     assert [part.dtype for part in output] == [dtype, dtype, torch.float32]
     torch.testing.assert_close(output.embeddings.float(), expected, atol=0.2, rtol=0.2)
@@ -172,21 +162,12 @@ def test_head_adds_positions_to_a_grid_without_them():
         assert_same((output["features"], output["slots"]), expected[:2])
 
 
-LOCAL, GLOBAL = torch.zeros(2, 4, LOCAL_DIM), torch.zeros(2, DIM)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((LOCAL[0], GLOBAL), {}, r"local_features must have the shape \(B, N, 5\), got \(4, 5\)"),
-        ((LOCAL, GLOBAL[:1]), {}, r"global_feature must have the shape \(2, 4\), got \(1, 4\)"),
-        ((LOCAL, GLOBAL), {"padding_mask": PADDING[:1]}, r"padding_mask must have the shape \(2, 4\), got \(1, 4\)"),
-        ((LOCAL, GLOBAL), {"positions": LOCAL[:1]}, r"positions must have the shape \(4, 5\) or \(2, 4, 5\), got .*"),
-    ],
-)
-def test_wrong_shapes(arguments, options, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        build(dtype=torch.float32)(*arguments, **options)
+@pytest.mark.parametrize("name", ["global_feature", "padding_mask", "positions"])
+def test_what_would_be_broadcast(name):
+    local = torch.zeros(2, 4, LOCAL_DIM)
+    given = {"global_feature": torch.zeros(2, DIM), "padding_mask": PADDING, "positions": local[0]}
+    with pytest.raises(ValueError, match=f"^{name} must have the shape"):
+        build(torch.float32)(local, **(given | {name: given[name][:1]}))
 
 
 @pytest.mark.gpu

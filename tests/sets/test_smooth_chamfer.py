@@ -26,8 +26,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 def make_call(sides=2, dtype=torch.float64):
     call = {"embeddings": normal(5, K, D, dtype=dtype), "labels": LABELS}
     if sides == 2:
-        ref_emb = normal(7, K, D, seed=1, dtype=dtype)
-        call |= {"ref_emb": ref_emb, "ref_labels": REF_LABELS}
+        call |= {"ref_emb": normal(7, K, D, seed=1, dtype=dtype), "ref_labels": REF_LABELS}
     return call
 
 
@@ -52,9 +51,9 @@ def terms_by_loops(call):
 def check(loss, base, call, arguments=None):
     """Compare value and gradients with those of the base loss plus the terms, both in float64."""
     leaves = leaves_of(call)
-    twin = {name: value.detach().cpu() for name, value in call.items()}
     twin = {
-        name: value.double().requires_grad_() if value.is_floating_point() else value for name, value in twin.items()
+        name: value.detach().double().requires_grad_() if value.is_floating_point() else value
+        for name, value in call.items()
     }
     plain = base(**{name: value for name, value in twin.items() if "slots" not in name})
     wanted = value_and_gradients(plain + sum(terms_by_loops(twin).values()), leaves_of(twin))
@@ -96,7 +95,6 @@ def test_the_objective_of_the_paper_by_default():
     assert (type(loss.base), type(loss.distance)) == (TripletHNLoss, SmoothChamferSimilarity)
     assert (loss.base.margin, loss.distance.alpha, loss.distance.set_size) == (0.2, 16.0, 1)
     assert (loss.mmd_weight, loss.diversity_weight) == (0.01, 0.01)
-    assert loss._record_these == ["mmd_weight", "diversity_weight"]
 
 
 @pytest.mark.parametrize("given", [["slots"], ["ref_slots"], ["slots", "ref_slots"]])
@@ -104,19 +102,6 @@ def test_diversity_of_slots(given):
     slots = {"slots": normal(5, 2, D, seed=2), "ref_slots": normal(7, K, D, seed=3)}
     call = make_call() | {name: slots[name] for name in given}
     check(SmoothChamferLoss(**WEIGHTS), TripletHNLoss(distance=SmoothChamferSimilarity()), call)
-
-
-@pytest.mark.parametrize(
-    ("slots", "message"),
-    [
-        ({"ref_slots": torch.ones(7, 12)}, r"ref_slots must have the shape \(7, K, D\), got \(7, 12\)"),
-        ({"slots": torch.ones(7, 2, D)}, r"slots must have the shape \(5, K, D\), got \(7, 2, 4\)"),
-        ({"ref_slots": torch.ones(7, 2, D), "ref_emb": None, "ref_labels": None}, "ref_slots need a ref_emb"),
-    ],
-)
-def test_wrong_slots(slots, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        SmoothChamferLoss()(**(make_call() | slots))
 
 
 def test_the_terms_alone():
@@ -133,8 +118,6 @@ def test_the_terms_alone():
 def test_the_embeddings_as_references_are_one_modality():
     call, loss = make_call(1, torch.float16), SmoothChamferLoss(mmd_weight=1e6)
     assert torch.equal(loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS), loss(**call))
-    with pytest.raises(ValueError, match="ref_labels"):
-        loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS.flip(0))
 
 
 def test_padding_and_packed_sets_of_two_sizes():
@@ -158,7 +141,7 @@ def test_plain_embeddings_are_sets_of_one(base):
 
 
 def test_another_distance_and_checkpoints():
-    """Parameters of a base have the names that they have in checkpoints of 0.2."""
+    """Parameters of the base have the names that they have in checkpoints of 0.2."""
     loss = create_loss("smooth_chamfer", base="vlc", distance="MatchProbability", **WEIGHTS)
     check(loss, create_loss("vlc", distance="MatchProbability"), make_call())
     assert list(loss.state_dict()) == ["base.distance.scale", "base.distance.shift"]
@@ -170,10 +153,7 @@ def test_another_distance_and_checkpoints():
         ({"base": TripletHNLoss(), "set_size": 2, "margin": 1}, "TripletHNLoss as base has its own options and"),
         ({"base": TripletHNLoss(), "distance": MILSimilarity()}, "TripletHNLoss as base has its own options and"),
         ({"distance": MILSimilarity(), "alpha": 8}, "MILSimilarity as distance has its own alpha"),
-        ({"base": "smooth_chamfer"}, "base must be another loss than smooth_chamfer"),
-        ({"base": SmoothChamferLoss()}, "base must be another loss than smooth_chamfer"),
         ({"scale": 3}, "loss 'triplet_hn': .*scale"),
-        ({"alpha": 0}, "alpha must be a finite number > 0, got 0"),
         ({"mmd_weight": -1}, "mmd_weight must be a finite number >= 0, got -1"),
     ],
 )
@@ -182,18 +162,12 @@ def test_wrong_options(options, message):
         SmoothChamferLoss(**options)
 
 
-def test_an_option_of_both():
-    """GOAL has an alpha too: that of the similarity stands alone, GOAL's in a mapping."""
-    assert create_loss("smooth_chamfer", base="goal", alpha=8).distance.alpha == 8
-    for make in (lambda **options: create_loss("smooth_chamfer", **options), SmoothChamferLoss):
-        loss = make(base={"name": "goal", "alpha": 3.0}, alpha=8)
-        assert (loss.base.alpha, loss.distance.alpha) == (3.0, 8.0)
-
-
 def test_options_of_the_base():
+    """GOAL has an alpha too: that of the similarity stands alone, GOAL's in a mapping."""
+    loss = create_loss("smooth_chamfer", base={"name": "goal", "alpha": 3.0}, alpha=8)
+    assert (loss.base.alpha, loss.distance.alpha) == (3.0, 8.0)
     loss = create_loss("smooth_chamfer", warmup_steps=3, symmetric=False, embedding_regularizer="LpRegularizer")
     assert (loss.base.warmup_steps, loss.symmetric) == (3, False)
-    assert create_loss("smooth_chamfer", collect_stats=True).collect_stats
     assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
     assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]
     assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")
@@ -223,8 +197,6 @@ def test_a_reducer_for_each_term():
     assert list(loss_dict) == ["loss", *wanted]
     for name, term in wanted.items():
         torch.testing.assert_close(loss_dict[name]["losses"], term)
-    reduced = reducers.MultipleReducers({})(loss_dict, call["embeddings"], LABELS)
-    torch.testing.assert_close(reduced, SmoothChamferLoss(**WEIGHTS)(**call))
 
 
 @NEWEST

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,10 @@ SOURCES = {
         "hugging-face folder-of-parquet-files --out shards",
     ),
 }
+# Options that are arguments of the reader.
+OPTIONS = dict.fromkeys(("coco", "flickr30k", "coco-captions"), ("dataset_name", "group_key"))
+OPTIONS["table"] = ("dataset_name", "delimiter", "split_name", "val_fraction", "test_fraction")
+OPTIONS[HUB] = ("dataset_name", "config", "revision", "caption_lines")
 # Options of reading that an index records.
 RECORDED = ("name", "config", "revision", "annotations", "coco_annotations", "leave_restval", "group_key")
 RECORDED += ("val_fraction", "test_fraction")
@@ -118,27 +121,27 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     quality = "JPEG and WebP quality of resized images, 1 to 100 (default: %(default)s)"
     add("--quality", type=int, default=95, metavar="Q", help=quality)
     add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
-    add = parser.add_argument_group("how to run").add_argument
-    add("--workers", type=int, metavar="N", help="shards written at a time (default: one per core)")
-    engine = "threads here, or a Ray or Dask cluster (default: %(default)s)"
-    add("--engine", choices=("threads", "ray", "dask"), default="threads", help=engine)
+    group = parser.add_argument_group("how to run")
+    shards_info.add_engine(group, "written")
     skip = "stop at an unusable image, or skip it and list it in the index (default: %(default)s)"
-    add("--on-error", choices=("raise", "skip"), default="raise", help=skip)
-    add("--overwrite", action="store_true", help="replace existing shards that differ")
+    group.add_argument("--on-error", choices=("raise", "skip"), default="raise", help=skip)
+    group.add_argument("--overwrite", action="store_true", help="replace existing shards that differ")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shards, and print which they are and what was left out."""
     require(*("datasets", "hub") if arguments.action == HUB else ("msgspec", "data"))
-    from vl_plugins.data.engines import executor
     from vl_plugins.data.writer import write_shards
 
     images, files, source = _read_source(arguments)
     names = ("samples_per_shard", "txt", "resize", "quality", "seed", "workers", "on_error", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
-    options |= {"inputs": "images" if arguments.features is None else "features", "source": source}
-    with executor(arguments.engine, arguments.workers) as pool:
-        written = write_shards(images, files, arguments.out, executor=pool, **options)
+    options |= {
+        "inputs": "images" if arguments.features is None else "features",
+        "source": source,
+        "executor": arguments.engine,
+    }
+    written = write_shards(images, files, arguments.out, **options)
     for _, shards in itertools.groupby(sorted(written.shards), lambda shard: shard.rpartition("-")[0]):
         print(brace_pattern(list(shards)))
     print(f"{len(written.shards):,} shards, {written.images:,} images, {written.captions:,} captions")
@@ -158,38 +161,32 @@ def brace_pattern(shards: Sequence[str]) -> str:
 
 def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dict[str, Any]]:
     """Return the images of the splits asked for, what they or their features are read from, and facts for the index."""
-    from vl_plugins.data import sources
+    from vl_plugins.data import Columns, read_coco_captions, read_karpathy, read_table, with_annotation_ids
     from vl_plugins.data.files import sha256
 
     options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
-    own = {
-        "table": ("delimiter", "split_name", "val_fraction", "test_fraction"),
-        HUB: ("config", "revision", "caption_lines"),
-    }
-    common: dict[str, Any] = {name: options[name] for name in ("dataset_name", "on_error", *own.get(action, ()))}
-    if action in own:
+    common: dict[str, Any] = {name: options[name] for name in OPTIONS[action]}
+    if "group_key" not in common:
         columns = {"image": "image", "captions": "caption", "split": "split", "id": "id"}
         columns = {name: options[f"{column}_column"] for name, column in columns.items()}
-        common["columns"] = sources.Columns(**columns, group=arguments.group_key)
-    else:
-        common["group_key"] = arguments.group_key
+        common["columns"] = Columns(**columns, group=arguments.group_key)
     if "leave_restval" in options:
         common["join_restval"] = not arguments.leave_restval
     if action == HUB:
-        from vl_plugins.data.hugging_face import read_hugging_face
+        from vl_plugins.data import read_hugging_face
 
-        images, files = read_hugging_face(arguments.name, data_files=dict(arguments.data_files or ()) or None, **common)
+        common["data_files"] = dict(arguments.data_files or ()) or None
+        images, files = read_hugging_face(arguments.name, **common)
     elif action == "table":
-        images = sources.read_table(*arguments.annotations, image_root=files, **common)
+        images = read_table(*arguments.annotations, image_root=files, **common)
     elif action == "coco-captions":
-        common["dataset_name"] = arguments.dataset_name or "coco"
-        images = sources.read_coco_captions(arguments.annotations, image_root=arguments.images, **common)
+        images = read_coco_captions(arguments.annotations, image_root=files, **common)
     else:
-        images = sources.read_karpathy(arguments.annotations[0], action, **common)
+        images = read_karpathy(*arguments.annotations, action, **common)
     images = _of_splits(images, arguments.split, arguments.group_key)
     # Only now: the official files need not cover splits that are not written.
     if official := options.get("coco_annotations"):
-        images = sources.with_annotation_ids(images, official, on_error=arguments.on_error)
+        images = with_annotation_ids(images, official)
     facts = {name: options[name] for name in RECORDED if options.get(name)}
     for name in facts.keys() & {"annotations", "coco_annotations"}:
         facts[name] = [{"file": file.name, "sha256": sha256(file)} for file in facts[name]]
@@ -213,6 +210,5 @@ def _of_splits(images: Iterable[Any], splits: Sequence[str] | None, group_key: s
 
 
 def _split_pattern(text: str) -> list[str]:
-    if not re.fullmatch("[^=]+=.+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=PATTERN, such as test='data/test-*'")
-    return text.split("=", 1)
+    split, pattern = text.split("=", 1)
+    return [split, pattern]

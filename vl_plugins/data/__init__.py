@@ -12,10 +12,11 @@ _MODULES = {
     "captions": ("CaptionedImage", "RejectedImage", "first_captions", "normalize_caption"),
     "collection": ("Collection", "expand_shards", "read_collection"),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
-    "hugging_face": ("read_hugging_face",),
+    "hub": ("read_hugging_face",),
+    "inspection": ("inspect_shards", "verify_shards"),
     "sampler": ("CaptionSampler", "training_loader"),
-    "sources": ("Columns", "read_coco_captions", "read_karpathy", "read_table", "with_annotation_ids"),
-    "verification": ("verify_shards",),
+    "sources": ("read_coco_captions", "read_karpathy", "with_annotation_ids"),
+    "table": ("Columns", "read_table"),
     "writer": ("write_shards",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -12,8 +12,6 @@ from vl_plugins.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CaptionedImage", "RejectedImage", "caption_hash", "first_captions", "hash64", "normalize_caption"]
-
 
 @dataclass(frozen=True)
 class CaptionedImage:
@@ -29,7 +27,7 @@ class CaptionedImage:
         group: id shared by images that belong together, such as frames of a video. Blank text means no group.
 
     Raises:
-        UserError: a value is not as above, or a text is not valid Unicode.
+        UserError: a value is not as above.
     """
 
     image_id: int | str
@@ -42,11 +40,9 @@ class CaptionedImage:
     group: int | str | None = None
 
     def __post_init__(self) -> None:
-        # Both become part of keys and shard names, where dots and slashes are separators.
-        if not is_label(self.split):
-            raise UserError(f"{self.split!r} cannot name a split; use letters, digits, '_' and '-'")
-        if not is_label(self.dataset):
-            raise UserError(f"{self.dataset!r} cannot name a data set; use letters, digits, '_' and '-'")
+        for name in (self.split, self.dataset):  # parts of keys and shard names, where dots and slashes separate
+            if not is_label(name):
+                raise UserError(f"{name!r} cannot name a split or data set; use letters, digits, '_' and '-'")
         # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
         if ".." in self.file or ":" in self.file or "\\" in self.file or self.file.startswith("/"):
             path = PureWindowsPath(self.file)
@@ -54,29 +50,21 @@ class CaptionedImage:
                 raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
         if isinstance(self.group, str) and not self.group.strip():
             object.__setattr__(self, "group", None)
-        if not self.captions:
-            raise UserError("it has no captions; every image needs at least one")
+        if not self.captions or not all(map(str.strip, self.captions)):
+            raise UserError("it has no captions, or a blank one; every image needs at least one")
         if len(self.caption_ids) != len(self.captions):
             raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
-        for caption in self.captions:
-            if not caption.strip():
-                raise UserError(f"caption {caption!r} is blank")
-        try:
-            "\n".join((self.file, self.filename, str(self.image_id), str(self.group), *self.captions)).encode()
-        except UnicodeEncodeError as error:
-            text = error.object[: error.end].splitlines()[-1]
-            raise UserError(f"{text[-60:]!r} is not valid Unicode: {error.reason}") from error
 
 
 @functools.lru_cache
 def is_label(name: str) -> bool:
-    """Return whether a name may be a split or a data set."""
+    """True if a name may be a split or a data set."""
     return re.fullmatch("[A-Za-z0-9_-]+", name) is not None
 
 
 @dataclass(frozen=True)
 class RejectedImage:
-    """An image that was left out: its file, or its row in the source; its split; and the reason."""
+    """An image that cannot be used: its file, or its row in the source; its split; and the reason."""
 
     image: str
     split: str

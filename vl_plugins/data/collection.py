@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import fsspec
 import numpy as np
 from braceexpand import braceexpand
 from fsspec.asyn import reset_lock
 
-from vl_plugins.data.files import exists, file_errors
+from vl_plugins.data.files import exists, file_errors, locate
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
 from vl_plugins.errors import UserError
@@ -21,7 +20,6 @@ from vl_plugins.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collection", "expand_shards", "read_collection"]
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
@@ -40,8 +38,7 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
             ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
 
     Raises:
-        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
-            different file systems.
+        UserError: the pattern is malformed or names no shard; or a shard does not exist or is named twice.
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
@@ -55,8 +52,6 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
     if len(set(paths)) < len(paths):
         raise UserError(f"the shard {Counter(paths).most_common(1)[0][0]} is listed more than once")
-    if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
-        raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
     if missing:
@@ -135,21 +130,13 @@ class Collection:
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time.
-
-        Raises:
-            UserError: the HTTP server of the shards does not support ranges.
-        """
+        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
         if not len(images):
             return []
-        files = fsspec.core.url_to_fs(self.shards[0])[0]  # that of this process
+        files, _ = locate(self.shards[0])  # that of this process
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
-        starts, sizes = self.starts[images], self.sizes[images].tolist()
-        found = files.cat_ranges(paths, starts.tolist(), (starts + sizes).tolist(), on_error="return")
-        for path, size, data in zip(paths, sizes, found, strict=True):
-            if isinstance(data, bytes) and len(data) > size:
-                raise UserError(f"cannot read parts of {path}: the server sends the whole file (no HTTP ranges)")
-        return found
+        starts = self.starts[images]
+        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
 
     @cached_property
     def records(self) -> list[Record]:

@@ -20,8 +20,6 @@ from vl_plugins.data.randomness import seeded
 from vl_plugins.data.samples import INPUTS, decode, parse_record, parse_sample
 from vl_plugins.errors import UserError, one_of
 
-__all__ = ["Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -4,13 +4,11 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from vl_plugins.errors import UserError, one_of, require
-
-__all__ = ["ENGINES", "executor", "run_jobs"]
 
 ENGINES = ("threads", "ray", "dask")
 
@@ -19,19 +17,20 @@ Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
-def executor(engine: str = "threads", workers: int | None = None) -> Iterator[Any]:
+def open_executor(engine: str | None = None, workers: int | None = None) -> Iterator[Any]:
     """Yield an executor with the ``submit`` of ``concurrent.futures``.
 
     Args:
-        engine: ``"threads"``; or ``"ray"`` or ``"dask"``: the cluster of the environment variable ``RAY_ADDRESS`` or
-            ``DASK_SCHEDULER_ADDRESS``, or one that is started here. Clusters repeat the job of a killed worker.
+        engine: ``"threads"``, the default; or ``"ray"`` or ``"dask"``: the cluster of the environment variable
+            ``RAY_ADDRESS`` or ``DASK_SCHEDULER_ADDRESS``, or one that is started here. Clusters repeat the job of a
+            killed worker.
         workers: number of threads, or of processes of a cluster that is started here; by default one per core.
 
     Raises:
         UserError: the engine is unknown or not installed.
     """
     workers = _workers(workers)
-    if one_of("engine", engine, ENGINES) == "threads":
+    if one_of("engine", engine or "threads", ENGINES) == "threads":
         with ThreadPoolExecutor(workers) as pool:
             yield pool
     elif engine == "dask":
@@ -57,22 +56,22 @@ def run_jobs(
     Args:
         function, jobs: what to run.
         workers: by default one per core.
-        executor: by default so many threads.
+        executor: ``"ray"`` or ``"dask"``, see :func:`open_executor`, or anything with the ``submit`` of
+            ``concurrent.futures``; by default threads.
 
     Raises:
-        UserError: a worker process was killed. Also whatever ``function`` or ``jobs`` raise; no other job begins then.
+        UserError: the executor is unknown or not installed. Also whatever ``function`` or ``jobs`` raise; no other job
+            begins then.
     """
-    workers, pending = _workers(workers), deque[Any]()
-    with contextlib.nullcontext(executor) if executor is not None else ThreadPoolExecutor(workers) as pool:
+    pending, at_a_time = deque[Any](), 2 * _workers(workers)
+    with contextlib.nullcontext(executor) if hasattr(executor, "submit") else open_executor(executor, workers) as pool:
         try:
             for job in jobs:
-                if len(pending) >= 2 * workers:
+                if len(pending) >= at_a_time:
                     yield pending.popleft().result()
                 pending.append(pool.submit(function, job))
             while pending:
                 yield pending.popleft().result()
-        except BrokenExecutor as error:
-            raise UserError("a worker process was killed, perhaps for lack of memory; try fewer workers") from error
         except Exception as error:
             cause = getattr(error, "cause", None)  # in an error of Ray, whose text is a traceback
             if isinstance(cause, Exception):

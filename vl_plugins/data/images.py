@@ -8,12 +8,10 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
+from vl_plugins.data.files import read_bytes
 from vl_plugins.errors import UserError
 
-__all__ = ["IMAGE_EXTENSIONS", "FileFolder", "inspect_image", "resize_image", "scaled_picture"]
-
-# PIL's name of a format -> extension. MPO is what cameras write: a JPEG with further pictures that readers ignore.
+# PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 # PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
@@ -29,10 +27,10 @@ class FileFolder:
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_bytes(self.place(file), name="the file", max_bytes=MAX_FILE_BYTES)
+        return read_bytes(self.place(file))
 
     def state(self, file: str) -> Any:
-        """Return a JSON value that changes with the content; None of what cannot be read."""
+        """Return a JSON value that changes with the content; None if the file cannot be read."""
         try:
             status = os.stat(self.place(file))
         except (OSError, ValueError):
@@ -53,8 +51,8 @@ def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
             misses damage in between.
 
     Raises:
-        UserError: the content is empty, not an image, of another format, damaged, animated, of more than 8 bits per
-            channel, or of more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
+        UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of more
+            than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
     """
     with _opened(data) as image:
         extension = IMAGE_EXTENSIONS[image.format]
@@ -105,25 +103,17 @@ def scaled_picture(data: bytes, longest_side: int | None = None) -> Image.Image:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image that readers of shards can use, and turn what PIL raises until the end of the block into ours."""
-    if not data:
-        raise UserError("the file is empty")
+    """Open an image that readers of shards can use; whatever PIL raises until the end of the block is a UserError."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.width * image.height > Image.MAX_IMAGE_PIXELS:  # pillow only warns up to twice as many
-                raise Image.DecompressionBombError
             if image.format not in IMAGE_EXTENSIONS:
                 raise UserError(f"the format {image.format} is not supported; supported are JPEG, PNG and WebP")
             if image.mode not in READABLE_MODES:
                 raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
-            if image.format != "MPO" and getattr(image, "is_animated", False):
-                raise UserError(f"the image is animated, with {image.n_frames} frames; readers would see only one")
             yield image
     except UserError:
         raise
-    except UnidentifiedImageError:
+    except UnidentifiedImageError:  # whose text has an address in memory
         raise UserError("the file is not an image") from None
-    except Image.DecompressionBombError:
-        raise UserError(f"the image has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error

@@ -7,31 +7,16 @@ have none, unless ``vl-plugins shards index`` wrote one: they are scanned, heade
 """
 
 import posixpath
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-import fsspec
 import msgspec
 import numpy as np
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
-from vl_plugins.data.files import file_errors, join, sha256, write_complete
+from vl_plugins.data.files import file_errors, join, locate, sha256, write_complete
 from vl_plugins.data.samples import TEXTS, Record, parse_record, read_samples
 from vl_plugins.errors import UserError
-
-__all__ = [
-    "INDEX_FOLDER",
-    "IndexHead",
-    "ShardIndex",
-    "group_hash",
-    "index_file",
-    "index_shard",
-    "make_index",
-    "read_head",
-    "read_records",
-    "scan_shard",
-    "write_index",
-]
 
 INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
 RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
@@ -122,35 +107,35 @@ def read_head(shard: str) -> IndexHead:
     Raises:
         UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
     """
-    file = index_file(shard)
-    with file_errors("read", file):
-        try:
-            files, path = fsspec.core.url_to_fs(file)
-            with files.open(path, block_size=BLOCK_BYTES) as stream:
-                head = msgspec.json.decode(stream.readline(), type=IndexHead)
-        except NO_INDEX:
-            return scan_shard(shard).head
-        except msgspec.DecodeError as error:
-            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
-    number, groups = len(head.starts), len(head.groups) / HASHES.itemsize
-    is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
-    if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
-        raise UserError(f"{file} is damaged: its arrays have different lengths; {RENEW}")
+    head = _read_index(shard, lambda stream: msgspec.json.decode(stream.readline(), type=IndexHead))
+    if head is None:
+        return scan_shard(shard).head
     if (size := _size(shard)) != head.size:
-        raise UserError(f"{shard} has {size:,} bytes, but {head.size:,} in {file}, which is not its index; {RENEW}")
+        raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
     return head
 
 
 def read_records(shard: str) -> list[Record]:
     """Return the names and captions in a shard; errors are those of :func:`read_head`."""
+
+    def read(stream: BinaryIO) -> list[Record]:
+        stream.readline()
+        return msgspec.json.Decoder(Record).decode_lines(stream.read())
+
+    records = _read_index(shard, read)
+    return scan_shard(shard).records if records is None else records
+
+
+def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
+    """Return what ``read`` returns for the index of a shard, or None if it has no index."""
     file = index_file(shard)
     with file_errors("read", file):
         try:
-            with fsspec.open(file, "rb") as stream:
-                stream.readline()
-                return msgspec.json.Decoder(Record).decode_lines(stream.read())
+            files, path = locate(file)
+            with files.open(path, block_size=BLOCK_BYTES) as stream:
+                return read(stream)
         except NO_INDEX:
-            return scan_shard(shard).records
+            return None
         except msgspec.DecodeError as error:
             raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
 
@@ -179,5 +164,5 @@ def index_shard(shard: str) -> int:
 
 def _size(url: str) -> int:
     with file_errors("read", url):
-        files, path = fsspec.core.url_to_fs(url)
+        files, path = locate(url)
         return files.size(path)

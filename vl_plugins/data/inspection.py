@@ -1,26 +1,21 @@
-"""What is in shards: counts, lengths, sizes and repeats, and a contact sheet of samples."""
+"""What is in shards: statistics, and whether it is what was written and can be decoded."""
 
-import io
-import math
-import os
 import posixpath
 import re
-import textwrap
-import warnings
-from collections.abc import Sequence
-from typing import Any
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import fsspec
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from vl_plugins.data.captions import caption_hash, hash64, normalize_caption
-from vl_plugins.data.collection import read_collection
+from vl_plugins.data.captions import caption_hash, hash64
 from vl_plugins.data.engines import run_jobs
-from vl_plugins.data.files import exists, write_file
-from vl_plugins.data.images import inspect_image, scaled_picture
-from vl_plugins.data.index import group_hash, index_file, read_head
-from vl_plugins.data.out_of_core import insert, workspace
+from vl_plugins.data.files import exists, join, locate, names, read_bytes, sha256
+from vl_plugins.data.images import inspect_image
+from vl_plugins.data.index import INDEX_FOLDER, index_file, make_index, read_head, read_records
 from vl_plugins.data.samples import (
     FEATURES,
     INPUTS,
@@ -29,20 +24,12 @@ from vl_plugins.data.samples import (
     decode_features,
     input_of,
     parse_record,
-    parse_sample,
     read_samples,
 )
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.tables import printable
 
-__all__ = ["draw_contact_sheet", "inspect_shards", "read_sample", "split_of"]
-
-LINE_LENGTH = 40  # characters
-FAINT = "#6b7280"
-SIZES = ("widths", "heights", "features", "feature_dims")
-IMAGE_COLUMNS = ("start", "captions_per_image", *SIZES, "picture_hash", "group_hash")
-CAPTION_COLUMNS = ("image", "words", "caption_hash")
-GROUPED_AT_A_TIME = 200_000  # captions, for which DuckDB's memory suffices
+TOTALS = ("shards", "bytes", "images", "captions", "unusable", "rejected")
 
 
 def split_of(shard: str) -> str:
@@ -54,9 +41,8 @@ def split_of(shard: str) -> str:
     return re.sub(r"[-_.]?[0-9]*\.tar$", "", posixpath.basename(shard)) or "shards"
 
 
-def read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, tuple[int, int, int, int]]:
-    """Return the names and captions of a sample, its picture or array file, and width, height, features and their
-    dimension, -1 where there is none.
+def _read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes]:
+    """Return the names and captions of a sample, and its picture or array file.
 
     Without ``decode`` a JPEG file is only looked at, see :func:`~vl_plugins.data.images.inspect_image`.
 
@@ -66,9 +52,25 @@ def read_sample(sample: Sample, *, decode: bool) -> tuple[Record, bytes, tuple[i
     record = parse_record(sample.key, sample.members)
     if FEATURES in sample.members and sample.members.keys().isdisjoint(INPUTS["images"]):
         data = sample.members[FEATURES]
-        return record, data, (-1, -1, *decode_features(data).shape)
-    data = input_of(sample.members)
-    return record, data, (*inspect_image(data, decode=decode)[1:], -1, -1)
+        decode_features(data)
+    else:
+        data = input_of(sample.members)
+        inspect_image(data, decode=decode)
+    return record, data
+
+
+class _Contents:
+    """What is in some shards: totals, numbers of images and captions by length, hashes of pictures and captions."""
+
+    def __init__(self) -> None:
+        self.totals = Counter(dict.fromkeys(TOTALS, 0))
+        self.captions_per_image, self.words = Counter[int](), Counter[int]()
+        self.pictures, self.captions = array("q"), array("q")
+
+    def add(self, other: "_Contents") -> None:
+        for name, values in vars(other).items():
+            own = getattr(self, name)
+            (own.extend if isinstance(own, array) else own.update)(values)
 
 
 def inspect_shards(
@@ -77,13 +79,12 @@ def inspect_shards(
     """Read shards once and return statistics of each split, ready for JSON.
 
     A split is what :func:`split_of` returns. Its statistics are numbers of ``shards``, ``bytes``, ``images`` that
-    readers can use, their ``captions`` and ``groups``, ``unusable`` samples, and images that the conversion
-    ``rejected`` (None, like ``source``, without indexes); numbers of images by ``captions_per_image`` and
-    ``feature_dims``; the range of ``words`` per caption, of ``widths`` and ``heights`` in pixels, and of ``features``
-    per image; and ``repeated_pictures`` and ``repeated_captions``, which several images have: their ``number`` and
-    ``share``, [0, 1], how many ``different`` ones, and as ``example`` the most frequent text or the key of the first
-    image with the most frequent picture. Captions are compared by
-    :func:`~vl_plugins.data.captions.normalize_caption`, pictures by their files; JPEG files are not decoded.
+    readers can use, their ``captions``, ``unusable`` samples, and images that the conversion ``rejected``; numbers of
+    images by ``captions_per_image``; the range of ``words`` per caption; and ``repeated_pictures`` and
+    ``repeated_captions``, which several images have: their ``number`` and ``share``, [0, 1], how many ``different``
+    ones, and how many images have the ``most_frequent``. Captions are compared by
+    :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are compared by their files;
+    JPEG files are not decoded.
 
     Args:
         shards: paths or URLs.
@@ -92,163 +93,135 @@ def inspect_shards(
     Raises:
         UserError: a shard, or the first line of its index, cannot be read.
     """
-    splits: dict[str, dict[str, Any]] = {}
-    images = captions = 0
-    with workspace() as (database, _):
-        for table, columns in (("images", IMAGE_COLUMNS), ("captions", CAPTION_COLUMNS)):
-            names = ", ".join(f"{name} BIGINT" for name in ("split", "shard", "position", *columns))
-            database.execute(f"CREATE TEMP TABLE {table} ({names})")
-        parts = run_jobs(_inspect_shard, shards, workers, executor)
-        for shard, part in enumerate(tqdm(parts, "read", len(shards), unit="shard", disable=None)):
-            totals, image_rows, caption_rows = part
-            name = split_of(shards[shard])
-            found = splits.setdefault(name, {"shards": 0, "bytes": 0, "unusable": 0, "rejected": None, "source": None})
-            for key in ("shards", "bytes", "unusable"):
-                found[key] += totals[key]
-            if "source" in totals:
-                found["rejected"] = (found["rejected"] or 0) + totals["rejected"]
-                found["source"] = found["source"] or totals["source"]
-            caption_rows[:, 0] += images
-            for table, rows, first in (("images", image_rows, images), ("captions", caption_rows, captions)):
-                place = np.full((2, len(rows)), [[list(splits).index(name)], [shard]])
-                insert(database, table, [*place, np.arange(first, first + len(rows)), *rows.T])
-            images, captions = images + len(image_rows), captions + len(caption_rows)
-        for number, (name, found) in enumerate(splits.items()):
-            splits[name] = found | _summarize(database, number, shards)
-    return splits
-
-
-def _inspect_shard(shard: str) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
-    """Return facts about a shard, and the columns of its images and of their captions, int64."""
-    images: list[tuple[int, ...]] = []
-    captions: list[tuple[int, ...]] = []
-    unusable = 0
-    for sample in read_samples(shard):
-        try:
-            record, data, sizes = read_sample(sample, decode=False)
-        except UserError:
-            unusable += 1
-            continue
-        captions += [(len(images), len(text.split()), caption_hash(text)) for text in record.captions]
-        images.append((sample.start, len(record.captions), *sizes, hash64(data), group_hash(record)))
-    files, path = fsspec.core.url_to_fs(shard)
-    facts = {"shards": 1, "bytes": files.size(path), "unusable": unusable}
-    if exists(index_file(shard)):
-        head = read_head(shard)
-        facts |= {"rejected": len(head.rejected), "source": head.source}
-    return facts, np.array(images, np.int64).reshape(-1, 8), np.array(captions, np.int64).reshape(-1, 3)
-
-
-def _summarize(database: Any, split: int, shards: Sequence[str]) -> dict[str, Any]:
-    def counts(column: str, table: str = "images") -> dict[int, int]:
-        where = f"FROM {table} WHERE split = {split} AND {column} >= 0"
-        return dict(database.execute(f"SELECT {column}, count(*) {where} GROUP BY 1 ORDER BY 1").fetchall())
-
-    words, captions_per_image = counts("words", "captions"), counts("captions_per_image")
-    images, captions = sum(captions_per_image.values()), sum(words.values())
-    parts = 1 + captions // GROUPED_AT_A_TIME
-    where = f"split = {split} AND group_hash != 0 AND abs(group_hash % {parts}) ="
-    groups = f"SELECT count(DISTINCT group_hash) FROM images WHERE {where} "
+    splits: dict[str, _Contents] = {}
+    parts = tqdm(run_jobs(_inspect_shard, shards, workers, executor), "read", len(shards), unit="shard", disable=None)
+    for shard, part in zip(shards, parts, strict=True):
+        splits.setdefault(split_of(shard), _Contents()).add(part)
     return {
-        "images": images,
-        "captions": captions,
-        "groups": sum(database.execute(f"{groups}{part}").fetchone()[0] for part in range(parts)),
-        "captions_per_image": captions_per_image,
-        "feature_dims": counts("feature_dims"),
-        "words": _range(words),
-        **{name: _range(counts(name)) for name in ("widths", "heights", "features")},
-        "repeated_pictures": _find_repeats(database, split, shards, "images", "picture_hash", images, parts),
-        "repeated_captions": _find_repeats(database, split, shards, "captions", "caption_hash", captions, parts),
+        name: {
+            **found.totals,
+            "captions_per_image": dict(sorted(found.captions_per_image.items())),
+            "words": _range(found.words),
+            "repeated_pictures": _find_repeats(found.pictures),
+            "repeated_captions": _find_repeats(found.captions),
+        }
+        for name, found in splits.items()
     }
 
 
-def _find_repeats(
-    database: Any, split: int, shards: Sequence[str], table: str, column: str, total: int, parts: int
-) -> dict[str, Any]:
-    """Return the statistics of values that several images have, given their number in all."""
-    image = "position" if table == "images" else "image"
-    database.execute("CREATE OR REPLACE TEMP TABLE repeats (value BIGINT, number BIGINT, images BIGINT, first BIGINT)")
-    for part in range(parts):
-        of_images = (
-            f"SELECT {column} AS value, count(*) AS number, min(position) AS first FROM {table} "
-            f"WHERE split = {split} AND abs({column} % {parts}) = {part} GROUP BY {column}, {image}"
-        )
-        database.execute(
-            "INSERT INTO repeats SELECT value, sum(number), count(*), min(first) "
-            f"FROM ({of_images}) GROUP BY value HAVING count(*) > 1"
-        )
-    number, different = database.execute("SELECT coalesce(sum(number), 0)::BIGINT, count(*) FROM repeats").fetchone()
-    found = {"number": number, "share": 0.0, "different": different, "example": None, "example_images": 0}
-    if different:
-        value, owners, shard, start = database.execute(
-            "SELECT value, best.images, images.shard, images.start "
-            "FROM (SELECT * FROM repeats ORDER BY images DESC, first LIMIT 1) AS best "
-            f"JOIN {table} AS rows ON rows.position = first JOIN images ON images.position = rows.{image}"
-        ).fetchone()
-        sample = next(read_samples(shards[shard], start=start))
-        texts = {caption_hash(text): text for text in parse_record(sample.key, sample.members).captions}
-        example = sample.key if table == "images" else normalize_caption(texts[value])
-        found |= {"share": number / total, "example": example, "example_images": owners}
+def _inspect_shard(shard: str) -> _Contents:
+    files, path = locate(shard)
+    found = _Contents()
+    found.totals.update(shards=1, bytes=files.size(path))
+    for sample in read_samples(shard):
+        try:
+            record, data = _read_sample(sample, decode=False)
+        except UserError:
+            found.totals["unusable"] += 1
+            continue
+        found.totals.update(images=1, captions=len(record.captions))
+        found.captions_per_image[len(record.captions)] += 1
+        found.words.update(len(text.split()) for text in record.captions)
+        found.pictures.append(hash64(data))
+        found.captions.extend({caption_hash(text) for text in record.captions})
+    if exists(index_file(shard)):
+        found.totals["rejected"] = len(read_head(shard).rejected)
     return found
 
 
-def _range(counts: dict[int, int]) -> dict[str, float] | None:
+def _find_repeats(hashes: array) -> dict[str, Any]:
+    """Return the statistics of values that several images have; sorts the values in place, as there may be many."""
+    values = np.frombuffer(hashes, np.int64)
+    values.sort()
+    equal = values[1:] == values[:-1]
+    is_repeated = np.zeros(len(values), bool)
+    is_repeated[1:] = equal
+    is_repeated[:-1] |= equal
+    repeated, counts = np.unique(values[is_repeated], return_counts=True)
+    number = int(counts.sum())
+    share, most = number / max(len(values), 1), int(counts.max(initial=0))
+    return {"number": number, "share": share, "different": len(repeated), "most_frequent": most}
+
+
+def _range(counts: Counter[int]) -> dict[str, float] | None:
+    """Return the range of values given their frequencies, or None without any."""
     if not counts:
         return None
-    values, ends = list(counts), np.cumsum(list(counts.values()))
+    values = sorted(counts)
+    ends = np.cumsum([counts[value] for value in values])
     middle = [values[np.searchsorted(ends, place, side="right")] for place in ((ends[-1] - 1) // 2, ends[-1] // 2)]
     return {"minimum": values[0], "median": sum(middle) / 2, "maximum": values[-1]}
 
 
-def draw_contact_sheet(shards: Sequence[str], file: str | os.PathLike, number: int, title: str) -> None:
-    """Draw samples, evenly from all, with their keys and first captions to a PNG file.
+class Verification(NamedTuple):
+    """Numbers of shards, samples and captions, and problems: ``<shard>: <problem>`` or ``<shard>: <key>: ...``."""
 
-    A sample whose picture is missing or damaged becomes an empty frame with a note. Letters that the fonts of
-    matplotlib's ``font.family`` lack are drawn as boxes.
+    shards: int
+    samples: int
+    captions: int
+    problems: list[str]
+
+
+def verify_shards(
+    shards: Sequence[str], *, folders: Sequence[str] = (), workers: int | None = None, executor: Any = None
+) -> Verification:
+    """Compare shards with their indexes, and decode all pictures and arrays; without an index they are only decoded.
 
     Args:
         shards: paths or URLs.
-        file: appears complete or not at all; its folder is made when missing.
-        number: of samples, at least 1.
-        title: stands at the top, before the number of samples.
+        folders: those with all of their shards in ``shards``; their other files are checked too.
+        workers, executor: see :func:`~vl_plugins.data.engines.run_jobs`; a job is a shard.
 
     Raises:
-        UserError: a shard cannot be read, or the file cannot be written.
+        UserError: a folder cannot be listed, or its ``sizes.json`` cannot be read.
     """
-    collection = read_collection(shards)
-    total, number = len(collection), min(number, len(collection))
-    columns = math.ceil(math.sqrt(number))
-    rows = math.ceil(number / columns)
-    # A Figure of its own, not pyplot's, needs no display. Captions hold dollar signs, which are no formulas.
-    figure = require("matplotlib.figure", extra="eval").Figure(
-        (3.4 * columns, 0.6 + 3.6 * rows), dpi=100, layout="constrained"
-    )
-    plain = {"parse_math": False}
-    figure.suptitle(_wrap(f"{title}: {number:,} of {total:,} samples", LINE_LENGTH * columns), **plain)
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in grid[number:]:
-        axes.set_axis_off()
-    chosen = [(2 * index + 1) * total // (2 * number) for index in range(number)]  # the middles of equal parts
-    for axes, data in zip(grid, collection.read(chosen), strict=False):
-        if isinstance(data, Exception):
-            raise data
-        sample = parse_sample(data)
-        axes.set(xticks=[], yticks=[], anchor="N")
-        axes.set_title(printable(sample.key)[-LINE_LENGTH:], color=FAINT, fontsize=8, **plain)
-        axes.set_xlabel(_wrap(parse_record(sample.key, sample.members).captions[0]), fontsize=9, **plain)
-        try:
-            axes.imshow(scaled_picture(input_of(sample.members), 300))
-        except UserError as error:
-            axes.set_box_aspect(0.75)
-            note = {"color": FAINT, "fontsize": 8, "ha": "center", "va": "center", **plain}
-            axes.text(0.5, 0.5, _wrap(str(error)), transform=axes.transAxes, **note)
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that no font has
-        figure.savefig(picture, format="png")
-    write_file(file, picture.getbuffer())
+    results = run_jobs(_verify_shard, shards, workers, executor)
+    results = list(tqdm(results, "verify", len(shards), unit="shard", disable=None))
+    problems = [f"{shard}: {each}" for shard, (*_, found) in zip(shards, results, strict=True) for each in found]
+    samples = {shard: number for shard, (number, *_) in zip(shards, results, strict=True)}
+    for folder in folders:
+        here = {posixpath.basename(shard): samples[shard] for shard in shards if posixpath.dirname(shard) == folder}
+        problems += _check_folder(folder, here)
+    captions = sum(number for _, number, _ in results)
+    return Verification(len(shards), sum(samples.values()), captions, list(map(printable, problems)))
 
 
-def _wrap(text: str, length: int = LINE_LENGTH) -> str:
-    lines = textwrap.wrap(printable(" ".join(text[: 16 * length].split())), length, max_lines=8, placeholder=" …")
-    return "\n".join(lines)
+def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
+    """Return the numbers of samples and captions of a shard, and its problems."""
+    problems, records, starts, sizes, samples = [], [], [], [], 0
+    try:
+        for sample in read_samples(shard):
+            samples += 1
+            try:
+                records.append(parse_record(sample.key, sample.members))
+                starts.append(sample.start)
+                sizes.append(sample.end - sample.start)
+                _read_sample(sample, decode=True)
+            except UserError as error:
+                problems.append(f"{sample.key}: {error}")
+        if not samples:
+            problems.append("it has no samples")
+        if exists(index_file(shard)):
+            found, head = make_index(records, starts, sizes, size=0), read_head(shard)
+            parts = ("starts", "sizes", "counts", "captions", "groups")
+            if head.sha256 not in ("", sha256(shard)):
+                problems.append("it is not what was written: its index has another SHA-256")
+            elif found.records != read_records(shard) or any(
+                getattr(found.head, name) != getattr(head, name) for name in parts
+            ):
+                problems.append("its index is that of other images")
+    except (UserError, OSError) as error:
+        problems.append(str(error))
+    return samples, sum(len(record.captions) for record in records), problems
+
+
+def _check_folder(folder: str, samples: Mapping[str, int]) -> Iterator[str]:
+    """Yield the problems of a folder, given the number of samples of each shard in it."""
+    indexes, file = names(join(folder, INDEX_FOLDER), "*.tar.jsonl"), join(folder, "sizes.json")
+    with user_errors(file):
+        sizes = msgspec.json.decode(read_bytes(file), type=dict[str, int]) if exists(file) else {}
+    for name in sorted({*samples, *sizes, *(index.removesuffix(".jsonl") for index in indexes)}):
+        if name not in samples:
+            yield f"{join(folder, name)}: does not exist, but sizes.json or an index has it"
+        elif (indexes or sizes) and sizes.get(name) != samples[name]:
+            yield f"{join(folder, name)}: has {samples[name]:,} samples, sizes.json says {sizes.get(name)}"

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-__all__ = ["derived_seed", "seed_everything", "seeded"]
-
 
 def derived_seed(*parts: int | str) -> int:
     """Return a seed, [0, 2^32), that is another for every other ``parts``."""

@@ -14,8 +14,6 @@ from vl_plugins.data.collection import Collection
 from vl_plugins.data.dataset import Draw, ShardDataset
 from vl_plugins.errors import UserError
 
-__all__ = ["CaptionSampler", "parse_captions_per_image", "training_loader"]
-
 logger = logging.getLogger(__name__)
 
 # Images whose captions are drawn at a time.

@@ -13,22 +13,11 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vl_plugins.data.files import MAX_FILE_BYTES, file_errors
+from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError, one_of
 
-__all__ = [
-    "FEATURES",
-    "INPUTS",
-    "Record",
-    "Sample",
-    "decode",
-    "decode_features",
-    "input_of",
-    "parse_record",
-    "parse_sample",
-    "read_samples",
-    "scan",
-]
+# Far above any image, array of features or text; more would fill the memory of a process that reads it.
+MAX_FILE_BYTES = 1 << 30
 
 TEXTS = ("json", "txt")
 FEATURES = "npy"
@@ -72,10 +61,9 @@ class Sample:
     members: dict[str, bytes]
 
 
-def read_samples(shard: str, extensions: Collection[str] = MEMBERS, start: int = 0) -> Iterator[Sample]:
-    """Yield the samples of a shard as :func:`scan` does, from a byte on; errors begin with the shard."""
+def read_samples(shard: str, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
+    """Yield the samples of a shard as :func:`scan` does; errors begin with the shard."""
     with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
-        stream.seek(start)
         try:
             yield from scan(stream, extensions)
         except UserError as error:
@@ -91,41 +79,37 @@ def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sa
         UserError: there is no archive, or it is compressed, cut off or damaged; or a sample has a file twice. Complete
             samples before that place have been yielded.
     """
+    sample = None
     try:
-        yield from _scan(stream, extensions)
+        # Never `r:*`: a compressed archive of kilobytes may go on without end.
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # or the list of a large archive fills the memory
+                if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
+                    raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
+                name = NAME.fullmatch(member.name)
+                if not member.isreg() or not name or META_NAME.match(member.name):
+                    continue
+                key, extension = name[1], name[2].lower()
+                if sample is None or key != sample.key:
+                    if sample is not None:
+                        yield sample
+                    sample = Sample(key, member.offset, 0, {})
+                if extension in sample.members:
+                    raise UserError(f"{member.name} is in it twice")
+                wanted = extension in extensions
+                sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
+                sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
+            stream.seek(archive.offset)
+            rest = stream.read(tarfile.RECORDSIZE)
+            if len(rest) < tarfile.BLOCKSIZE or any(rest):
+                raise UserError("it is cut off or damaged: an archive ends with zeros")
     except UserError:
         raise
     # What tarfile raises for headers that lie about sizes and names.
     except (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
         raise UserError(f"it is damaged or compressed: {error or type(error).__name__}") from error
-
-
-def _scan(stream: BinaryIO, extensions: Collection[str]) -> Iterator[Sample]:
-    sample = None
-    # Never `r:*`: a compressed archive of kilobytes may go on without end.
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        for member in archive:
-            archive.members.clear()  # type: ignore[attr-defined]  # the list of a large archive would fill the memory
-            if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
-                raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
-            name = NAME.fullmatch(member.name)
-            if not member.isreg() or not name or META_NAME.match(member.name):
-                continue
-            key, extension = name[1], name[2].lower()
-            if sample is None or key != sample.key:
-                if sample is not None:
-                    yield sample
-                sample = Sample(key, member.offset, 0, {})
-            if extension in sample.members:
-                raise UserError(f"{member.name} is in it twice")
-            wanted = extension in extensions
-            sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
-            sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        # tarfile takes a cut between two members, garbage, or the end of the first of two joined archives for the end.
-        stream.seek(archive.offset)
-        rest = stream.read(tarfile.RECORDSIZE)
-        if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise UserError("it is cut off or damaged: an archive ends with zeros")
     if sample is not None:
         yield sample
 
@@ -146,7 +130,7 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     """Return the names and captions of a sample: the captions of ``json``, or else ``txt`` as the only one.
 
     Raises:
-        UserError: there are no captions, or something else in their place.
+        UserError: there are no captions, or something else in place of these or other fields.
     """
     try:
         found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
@@ -154,30 +138,21 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         captions = found.get("captions")
         if captions is None and "txt" in members:
             captions = [members["txt"].decode()]
+        if not captions:
+            raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
+        image_id, ids = found.get("image_id", key), found.get("caption_ids")
+        if not isinstance(ids, list) or len(ids) != len(captions):
+            ids = [f"{image_id}#{number}" for number in range(len(captions))]
+        fields = {"key": key, "captions": captions, "image_id": image_id, "caption_ids": ids}
+        fields |= {name: found.get(name) for name in ("dataset", "split", "group")}
+        record = msgspec.convert(fields, Record)
+        msgspec.json.encode(record)  # which finds half a character, as JSON can have it
+        return record
+    except UserError:
+        raise
     # Also for numbers of thousands of digits, and for brackets nested thousands of times.
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"its json or txt is not valid: {error}") from error
-    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
-        raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
-    image_id = _id(found.get("image_id"), key)
-    ids = found.get("caption_ids")
-    caption_ids = [_id(value) for value in ids] if isinstance(ids, list) else []
-    if len(caption_ids) != len(captions) or None in caption_ids:
-        caption_ids = [f"{image_id}#{number}" for number in range(len(captions))]
-    dataset, split = (value if isinstance(value := found.get(name), str) else None for name in ("dataset", "split"))
-    record = Record(key, tuple(captions), image_id, tuple(caption_ids), dataset, split, _id(found.get("group")))
-    try:
-        msgspec.json.encode(record)
-    except UnicodeEncodeError as error:  # half a character, as JSON can have it
-        raise UserError(f"its texts are not valid Unicode: {error}") from error
-    return record
-
-
-def _id(value: Any, otherwise: Any = None) -> Any:
-    """Return an id, as text if it is an integer that msgspec cannot write; ``otherwise`` for anything else."""
-    if type(value) is int:
-        return value if -(1 << 63) <= value < 1 << 64 else str(value)
-    return value if isinstance(value, str) else otherwise
 
 
 def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:

@@ -10,8 +10,6 @@ from PIL import Image, ImageDraw
 
 from vl_plugins.errors import UserError
 
-__all__ = ["TOY_ANNOTATIONS", "write_toy_scenes"]
-
 TOY_ANNOTATIONS = "dataset_toy.json"
 
 COLORS = {

@@ -17,14 +17,13 @@ from tqdm import tqdm
 
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, hash64
 from vl_plugins.data.engines import run_jobs
-from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, remove_partial, sha256, write_complete
+from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, sha256, write_complete, write_file
 from vl_plugins.data.images import FileFolder, inspect_image, resize_image
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, index_file, make_index, read_head, write_index
 from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features
+from vl_plugins.data.sources import Images
 from vl_plugins.errors import UserError, one_of, user_errors
-
-__all__ = ["Written", "write_shards"]
 
 # Tar headers have room for 100 characters, and "-00000000.webp" follows.
 LONGEST_NAME = 86
@@ -34,8 +33,6 @@ HEADER_END = HEADER[156:]  # after name, mode, owner, size, time and checksum
 
 SIZES_FILE = "sizes.json"
 MOST_EXAMPLES = 20
-
-Images = Iterable[CaptionedImage | RejectedImage]
 
 
 class Written(NamedTuple):
@@ -88,7 +85,8 @@ def write_shards(
     Different splits can be written into one folder at the same time.
 
     Args:
-        images: what to write, of one or several splits. Those rejected before are listed in the indexes of their split.
+        images: what to write, of one or several splits, as sources yield it. Rejected ones are treated as ``on_error``
+            says.
         files: the folder that ``CaptionedImage.file`` is relative to, or an object with the methods of ``FileFolder``.
             With features the folder of array files ``<image id>.npy``, or else ``<name of the image file>.npy``.
         out: folder for the shards, a path or a URL of fsspec; made when missing.
@@ -100,8 +98,8 @@ def write_shards(
         quality: of JPEG and WebP images that are resized, 1 to 100.
         seed: shuffles the splits ``train...`` and ``restval...``; by default all splits are in the order of ``images``.
         workers: number of shards that are written at a time; by default one per core.
-        executor: runs the jobs in place of threads, see :func:`~vl_plugins.data.engines.executor`; anything with the
-            ``submit`` of ``concurrent.futures``. Its workers must see the same files.
+        executor: runs the jobs in place of threads, see :func:`~vl_plugins.data.engines.run_jobs`. Its workers must see
+            the same files.
         on_error: ``"raise"`` stops at an image that cannot be used; ``"skip"`` lists it in the index.
         overwrite: whether shards of the same data set and split with other contents are replaced.
         source: where the images come from, for the index; values must be JSON.
@@ -114,17 +112,17 @@ def write_shards(
     one_of("inputs", inputs, INPUTS)
     one_of("txt", txt, ("first", "all"))
     one_of("on_error", on_error, ("raise", "skip"))
-    for name, value in {"samples_per_shard": samples_per_shard, "resize": resize, "quality": quality}.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    if samples_per_shard < 1:
+        raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
     out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
+    images = _usable(images) if on_error == "raise" else images
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
     options: dict[str, Any] = {"inputs": inputs, "txt": txt, "on_error": on_error}
     options |= {} if resize is None else {"resize": resize, "quality": quality}
     facts = {"source": dict(source or {}), "options": {"samples_per_shard": samples_per_shard, "seed": seed, **options}}
     writer = _ShardWriter(files, options, facts, overwrite)
-    heads: dict[str, tuple[int, int, int]] = {}
+    counts: dict[str, tuple[int, int, int]] = {}
     examples: list[RejectedImage] = []
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
     with (
@@ -133,13 +131,12 @@ def write_shards(
         tqdm(unit="image", disable=None) as progress,
     ):
         for shard, head in written:
-            heads[shard] = len(head.counts), sum(head.counts), len(head.rejected)
+            counts[shard] = len(head.counts), sum(head.counts), len(head.rejected)
             examples += head.rejected[: MOST_EXAMPLES - len(examples)]
             progress.update(len(head.counts) + len(head.rejected))
-        _remove_others(out, heads, overwrite)
+        _remove_others(out, counts, overwrite)
         _write_sizes(out)
-    images_written, captions, rejected = map(sum, zip(*heads.values(), strict=True))
-    return Written(list(heads), images_written, captions, rejected, examples)
+    return Written(list(counts), *map(sum, zip(*counts.values(), strict=True)), examples)
 
 
 class _Shard(NamedTuple):
@@ -185,14 +182,14 @@ def _remove_others(out: str, shards: Iterable[str], overwrite: bool) -> None:
     written = {os.path.basename(shard) for shard in shards}
     if lost := sorted(written - {*names(out, "*.tar")}):
         raise UserError(f"{lost[0]} is not in {out}: its worker wrote it to a disk or memory of its own")
-    ours = rf"({'|'.join({name.rpartition('-')[0] for name in written})})-\d{{6,}}\.tar(\.jsonl)?"
+    splits = "|".join({name.rpartition("-")[0] for name in written})
+    ours = re.compile(rf"\.?((?:{splits})-\d{{6,}}\.tar)(?:\.jsonl)?(\.[0-9a-f]{{8}}\.partial)?")
     for folder in (out, join(out, INDEX_FOLDER)):
         for name in names(folder):
-            if re.fullmatch(ours, name) and name.removesuffix(".jsonl") not in written:
-                if folder == out and not overwrite:
+            if (match := ours.fullmatch(name)) and (match[2] or match[1] not in written):
+                if name == match[1] and not overwrite:
                     raise _conflict(join(out, name))
                 remove(join(folder, name))
-        remove_partial(folder, ours)
 
 
 @dataclass(frozen=True)
@@ -289,7 +286,8 @@ def _write_sizes(out: str) -> None:
     """Renew the number of images of all shards in a folder; those without an index keep theirs."""
     file = join(out, SIZES_FILE)
     with lock(join(out, f"{INDEX_FOLDER}/.{SIZES_FILE}.lock"), file, wait=True):
-        remove_partial(out, re.escape(SIZES_FILE))
+        for name in names(out, f".{SIZES_FILE}.*.partial"):  # of killed processes
+            remove(join(out, name))
         before, sizes = read_bytes(file) if exists(file) else b"{}", {}
         with user_errors(file):
             old = msgspec.json.decode(before, type=dict[str, int])
@@ -302,11 +300,17 @@ def _write_sizes(out: str) -> None:
             elif name in old:
                 sizes[name] = old[name]
         if (after := _to_json(sizes, indent=2)) != before:
-            with write_complete(file) as stream:
-                stream.write(after)
+            write_file(file, after)
 
 
-def _with_array_files(images: Images, files: FileFolder) -> Iterator[CaptionedImage | RejectedImage]:
+def _usable(images: Images) -> Iterator[CaptionedImage]:
+    for image in images:
+        if isinstance(image, RejectedImage):
+            raise UserError(f"{image.image}: {image.reason}")
+        yield image
+
+
+def _with_array_files(images: Images, files: FileFolder) -> Images:
     """Yield the images with the array file of each as their ``file``: all by id if the first has one, or all by name.
 
     Raises:

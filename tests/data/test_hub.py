@@ -12,8 +12,8 @@ import webdataset
 from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
-from vl_plugins.data.hugging_face import HuggingFaceFiles, read_hugging_face
-from vl_plugins.data.sources import Columns, read_karpathy
+from vl_plugins.data import Columns, read_karpathy
+from vl_plugins.data.hub import HubFiles, read_hugging_face
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 
@@ -82,8 +82,8 @@ def test_coco_with_a_row_per_caption_is_read_once(items, toy_scenes, tmp_path, m
     assert len(images) == 112
     for name in ("image_id", "filename", "captions", "split"):
         assert [getattr(image, name) for image in images] == [getattr(image, name) for image in expected]
-    read, reads = HuggingFaceFiles.read, []
-    monkeypatch.setattr(HuggingFaceFiles, "read", lambda self, file: reads.append(file) or read(self, file))
+    read, reads = HubFiles.read, []
+    monkeypatch.setattr(HubFiles, "read", lambda self, file: reads.append(file) or read(self, file))
     write_shards(images, files, tmp_path / "out", workers=1)
     assert sorted(reads) == sorted(image.file for image in images)
 
@@ -109,7 +109,7 @@ def test_columns_and_configurations_that_are_named(items, tmp_path):
         ]
     for wrong, message in (
         (Columns("cocoid", ["words"]), "cannot load .*mirror: "),
-        (Columns("image", id="text"), "which column has the captions\\? name it with --caption-column; columns: "),
+        (Columns("image", id="text"), "name --image-column and --caption-column; columns: "),
     ):
         with pytest.raises(UserError, match=message):
             read(wrong)
@@ -135,19 +135,16 @@ def test_a_folder_of_images(items, tmp_path):
     assert files.state("train/1/2.png") != state
 
 
-def test_a_row_does_not_name_a_file_of_ones_own(items, tmp_path):
-    (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
+def test_rows_without_an_image_or_a_caption(items, tmp_path):
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [{"path": str(tmp_path / "own.png"), "bytes": None}, None, None], "caption": ["a", "b", " "]}
-    (tmp_path / "set").mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train.parquet")
-    images, files = read_hugging_face(str(tmp_path / "set"), on_error="skip")
-    own, none, rejected = images
-    with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
-        files.read(own.file)
-    with pytest.raises(UserError, match="the row has no image"):
-        files.read(none.file)
-    assert rejected.image == f"{tmp_path}/set: train row 2 (2)"
+    rows = {"image": [None, None, items[0]["image"]], "caption": ["a", "b", " "]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    images, files = read_hugging_face(str(tmp_path))
+    *unusable, rejected = images
+    for image in unusable:
+        with pytest.raises(UserError, match="the row has no image"):
+            files.read(image.file)
+    assert rejected.image.startswith(f"{tmp_path}: train row 2 (")
 
 
 def test_tars_of_clip_benchmark(items, tmp_path):
@@ -174,4 +171,5 @@ def test_the_hub_without_a_network(tmp_path):
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == 2
     (line,) = finished.stderr.splitlines()
-    assert line.startswith("vl-plugins shards: error: cannot load someone/birds: ")
+    assert line.startswith("vl-plugins shards: error: ")
+    assert "someone/birds" in line

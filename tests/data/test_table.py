@@ -3,7 +3,6 @@
 import csv
 import json
 import random
-from functools import partial
 
 import pandas
 import pytest
@@ -11,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip_train.data import CsvDataset
 
-from tests.helpers.rejected_images import check_rejected
-from vl_plugins.data.captions import CaptionedImage, RejectedImage
+from vl_plugins.data import CaptionedImage, Columns, RejectedImage, read_table
 from vl_plugins.data.out_of_core import shuffled
-from vl_plugins.data.sources import Columns, read_table
 from vl_plugins.errors import UserError
 
 
@@ -43,9 +40,9 @@ def joined(rows):
 
 
 def test_rows_of_one_image_are_joined_where_it_appears_first(write):
-    table = "image,caption,split,id,object\n./b.jpg,one,validation,7,f\na/a.jpg,two,train,5,\nb.jpg,x,validation,7,f\n"
+    table = "image,caption,split,id,object\nb.jpg,one,validation,7,f\na/a.jpg,two,train,5,\nb.jpg,x,validation,7,f\n"
     assert list(read_table(write(table), Columns(group="object"))) == [
-        CaptionedImage(7, "b.jpg", ("one", "x"), (0, 1), "val", "birds", "./b.jpg", "f"),
+        CaptionedImage(7, "b.jpg", ("one", "x"), (0, 1), "val", "birds", "b.jpg", "f"),
         CaptionedImage(5, "a/a.jpg", ("two",), (2,), "train", "birds", "a/a.jpg"),
     ]
 
@@ -54,7 +51,6 @@ def test_rows_of_one_image_are_joined_where_it_appears_first(write):
     ("count", "length"),
     [
         (30_000, 0),
-        pytest.param(300_000, 0, marks=pytest.mark.slow),
         pytest.param(20_000, 10_000, marks=pytest.mark.slow),  # more than DuckDB may hold in memory
     ],
 )
@@ -80,24 +76,18 @@ def test_the_tables_of_kaggles_flickr_data_sets(write):
     assert facts(read_table(file)) == [(0, "a.jpg", ("one , two .", "three ."), (0, 1), "train")]
     table = 'image_name| comment_number| comment\na.jpg| 0| "One" , two .\na.jpg| 1| three .\nb.jpg| 4   four .\n'
     file, columns = write(table, "results.csv"), Columns(image="image_name", captions=["comment"])
-    image, rejected = read_table(file, columns, on_error="skip")
+    image, rejected = read_table(file, columns)
     assert image.captions == ('"One" , two .', "three .")
     assert rejected == RejectedImage(f"{file}: line 4 (b.jpg)", "train", "2 fields, but 3 column names")
 
 
 def test_absolute_paths_inside_the_root(write, tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "root")
     root = tmp_path / "root"
-    file = write(f"image,caption\n{root}//a/1.jpg,one\na/1.jpg,two\n{root}/./2.jpg,three\n")
-    for given_root in (root, f"{root}/", tmp_path / "link"):
-        images = list(read_table(file, image_root=given_root))
-        assert [(image.file, image.filename, image.captions) for image in images] == [
-            ("a/1.jpg", "a/1.jpg", ("one", "two")),
-            ("2.jpg", "2.jpg", ("three",)),
-        ]
-    for path in (f"{root}2/1.jpg", f"{root}/../1.jpg", f"{root}/a/../../1.jpg"):
-        with pytest.raises(UserError, match="leads out of the image root"):
-            list(read_table(write(f"image,caption\n{path},one\n"), image_root=root))
+    file = write(f"image,caption\n{root}/a/1.jpg,one\na/1.jpg,two\n{root}/../1.jpg,x\n{root}2/1.jpg,y\n")
+    for given_root in (root, f"{root}/"):
+        image, *rejected = read_table(file, image_root=given_root)
+        assert (image.file, image.filename, image.captions) == ("a/1.jpg", "a/1.jpg", ("one", "two"))
+        assert ["leads out of the image root" in item.reason for item in rejected] == [True, True]
 
 
 def test_fractions_of_images_whose_split_stays_when_rows_are_added(write):
@@ -168,65 +158,69 @@ CSV = "image,caption\na.jpg,one\n"
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.csv", "", {}, "a.csv has no rows"),
         ("a.csv", CSV, {"columns": Columns(id="capton")}, "unknown column 'capton' .*; known: caption, image"),
-        ("a.csv", "file,caption\na,b\n", {}, "has the images.* --image-column; columns: 'file', 'caption'"),
-        ("a.csv", "image,words\na,b\n", {}, "has the captions.* --caption-column; columns: 'image', 'words'"),
+        ("a.csv", "file,caption\na,b\n", {}, "name --image-column and --caption-column; columns: 'file', 'caption'"),
+        ("a.csv", "image,words\na,b\n", {}, "name --image-column and --caption-column; columns: 'image', 'words'"),
         ("a.csv", "image,caption,image\na.jpg,one,b.jpg\n", {}, "two columns have the same name: 'image', 'caption', "),
-        ("a.csv", CSV, {"delimiter": "::"}, "line 1: .*delimiter.* must be a .*character"),
-        ("a.csv", f"{CSV}a.jpg,{'x' * 131073}\n", {}, "line 3: field larger than field limit"),
-        ("a.csv", f'{CSV}\na.jpg,"one\ntwo', {}, "line 4: unexpected end of data; is a quote missing"),
+        ("a.csv", CSV, {"delimiter": "ab"}, "delimiter"),
+        ("a.csv", f'{CSV}\n"b.jpg,"two"\n', {}, "line 4: .*; is a quote missing, or one too many"),
         ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
         ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: it is not UTF-8"),
-        ("a.csv", "image,caption,split\na.jpg,one,a.b\n", {}, r"line 2 \(a.jpg\): 'a.b' cannot name a split"),
         ("a.jsonl", f"\n{CSV}", {}, "line 2: it is not a JSON object: JSON is malformed"),
         ("a.jsonl", '["a.jpg", "one"]', {}, "line 1: it is not a JSON object: Expected `object`, got `array`"),
-        ("a.jsonl", '{"image": "\\ud800", "caption": "a"}\n', {}, "line 1: it is not a JSON object: "),
     ],
 )
-def test_a_wrong_file_always_raises(write, name, content, options, message):
+def test_a_wrong_file_raises(write, name, content, options, message):
     file = write(content, name)
     with pytest.raises(UserError, match=message) as raised:
-        list(read_table(file, **options, on_error="skip"))
-    assert "\n" not in str(raised.value)
+        list(read_table(file, **options))
     assert str(file) in str(raised.value)
 
 
 # The object in line 3 of JSON Lines with good ones in lines 1 and 4.
 WRONG_OBJECTS = {
-    "no path": ({"image": None}, "line 3", "Expected `str`, got `null`"),
-    "blank path": ({"image": " "}, "line 3 ( )", "its path is blank"),
-    "caption is null": ({"caption": None}, "line 3 (b.jpg)", "it has no captions"),
-    "caption is a number": ({"caption": 3}, "line 3 (b.jpg)", "Expected `str`, got `int` - at `$.captions[0]`"),
-    "id is null": ({"id": None}, "line 3 (b.jpg)", "its image id is blank"),
-    "id is true": ({"id": True}, "line 3 (b.jpg)", "Expected `int | str`, got `bool` - at `$.image_id`"),
-    "same id as text": ({"id": "2"}, "line 3 (b.jpg)", "image id 2 occurs more than once"),
-    "path of two lines": ({"image": "../b\n.jpg"}, r"line 3 (../b\n.jpg)", "leads out of the image root"),
-    "nested": ({"caption": json.loads("[" * 900 + "]" * 900)}, "line 3 (b.jpg)", "Expected `str`, got `array`"),
+    "no path": ({"image": None}, "its path or image id is blank"),
+    "blank path": ({"image": " "}, "its path or image id is blank"),
+    "caption is null": ({"caption": None}, "expected captions that are not blank, got []"),
+    "caption is a number": ({"caption": 3}, "expected captions that are not blank, got [3]"),
+    "id is null": ({"id": None}, "its path or image id is blank"),
+    "same id as text": ({"id": "2"}, "image id 2 occurs more than once"),
+    "path of two lines": ({"image": "../b\n.jpg"}, "leads out of the image root"),
+    "group": ({"film": [1]}, "Expected `int | str | null`, got `array` - at `$.group`"),
+    "split": ({"split": "a.b"}, "'a.b' cannot name a split"),
 }
 
 
 @pytest.mark.parametrize("problem", WRONG_OBJECTS)
-def test_a_wrong_row_raises_or_is_rejected(write, problem):
-    changes, place, message = WRONG_OBJECTS[problem]
-    first, wrong, last = ({"image": f"{name}.jpg", "caption": "one", "id": ord(name) % 16 + 1} for name in "abc")
-    file = write([first, "", {**wrong, **changes}, last], "birds.jsonl")
-    check_rejected(partial(read_table, file), f"{file}: {place}", "train", message, ["a.jpg", None, "c.jpg"])
+def test_a_wrong_row_is_rejected(write, problem):
+    changes, reason = WRONG_OBJECTS[problem]
+    rows = [
+        {"image": f"{name}.jpg", "caption": "one", "id": ord(name) % 16 + 1, "film": 1, "split": "train"}
+        for name in "abc"
+    ]
+    rows[1] |= changes
+    file = write([rows[0], "", *rows[1:]], "birds.jsonl")
+    first, rejected, last = read_table(file, Columns(group="film"))
+    assert (first.file, last.file) == ("a.jpg", "c.jpg")
+    assert rejected.image.startswith(f"{file}: line 3 (")
+    assert "\n" not in rejected.image
+    assert reason in rejected.reason
 
 
 @pytest.mark.parametrize(
     ("rows", "line", "reason"),
     [
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "split 'test', but 'val' in "),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "image_id 3, but 1 in "),
-        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "caption '' is blank"),
-        ("a.jpg,a,val,\nb.jpg,x,val,2\na.jpg,b,val,1\n", 2, "its image id is blank"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,test,1\na.jpg,,val,1\n", 4, "its split, image id or group is not that"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,b,val,3\na.jpg,,val,1\n", 4, "its split, image id or group is not that"),
+        ("a.jpg,a,val,1\nb.jpg,x,val,2\na.jpg,,val,1\na.jpg,b,test,1\n", 4, "captions that are not blank, got ['']"),
         ("a.jpg,a,val,1\nb.jpg,x,val,1\na.jpg,b, c,val,1\n", 4, "5 fields, but 4 column names"),
     ],
 )
 def test_an_image_is_rejected_with_all_rows_and_its_id_stays_free(write, rows, line, reason):
     file = write(f"image,caption,split,id\n{rows}")
-    check_rejected(partial(read_table, file), f"{file}: line {line} (a.jpg)", "val", reason, [None, "b.jpg"])
+    rejected, image = read_table(file)
+    assert (rejected.image, rejected.split, image.file) == (f"{file}: line {line} (a.jpg)", "val", "b.jpg")
+    assert reason in rejected.reason
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
