@@ -3,8 +3,9 @@
 import hashlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from vl_plugins.retrieval.protocols import evaluate
 __all__ = ["encode_checkpoint", "find_checkpoint", "hash_shards", "log_metrics", "validate"]
 
 logger = logging.getLogger(__name__)
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+PROBE = "A photo of two dogs, no. 7, it's 4:30 p.m."  # a tokenizer is known by the tokens of this text
 
 
 def encode_checkpoint(
@@ -53,8 +57,8 @@ def encode_checkpoint(
         progress: label of a progress bar on standard error; None for no bar.
 
     Returns:
-        Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights and shards in
-        their description. None in all processes but the first.
+        Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights, configuration,
+        preprocessing and shards in their description. None in all processes but the first.
 
     Raises:
         UserError: the checkpoint or a shard does not exist or cannot be read.
@@ -83,6 +87,8 @@ def encode_checkpoint(
         "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
         "splits": list(collection.splits),
         "weights_sha256": _hash(part for name in sorted(weights) for part in (name, weights[name])),
+        "configuration_sha256": _hash(_settings(loaded)),
+        "preprocessing_sha256": _hash([repr(transform), repr(tokenizer), tokenizer([PROBE])]),
         "shards_sha256": hash_shards(collection),
     }
     names = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
@@ -186,13 +192,20 @@ def _features(model: Any, encoded: Sequence[EvaluationBatch], description: dict[
     )
 
 
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Yield the type and the plain attributes of each module, such as a number of heads, which no weight tells."""
+    for name, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and key[0] != "_"}
+        yield f"{name} {type(module).__name__} {module.extra_repr()} {sorted(plain.items())}"
+
+
 def _hash(parts: Iterable[str | Tensor]) -> str:
-    """Return the SHA-256 of texts and tensors."""
+    """Return the SHA-256 of tensors and texts, without the addresses of objects in memory."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:
-            digest.update(part.encode())
+            digest.update(re.sub(r" at 0x[0-9a-f]+", "", part).encode())
     return digest.hexdigest()

@@ -13,7 +13,7 @@ from clip_benchmark.metrics import zeroshot_retrieval
 from tests.helpers.open_clip_training import checkpoint_with_heads
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
-from vl_plugins.distances import MatchProbability, match_probability
+from vl_plugins.distances import MatchProbability
 from vl_plugins.integrations.encoding import find_checkpoint
 from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.models import register_models
@@ -123,7 +123,7 @@ def test_sets_are_compared_by_their_similarity(encode, evaluate, capsys):
     file = encode("sets")
     features, metrics = load_features(file), evaluate("evaluate", "--features", file)["sets"]["metrics"]["plain"]
     assert features.images.shape == (24, 3, 128)
-    similarities = match_probability(features.images, features.captions, 3.0, -0.5)
+    similarities = MatchProbability(3.0, -0.5, learnable=False)(features.images, features.captions)
     expected = retrieval_metrics(similarity_ranks(similarities, features.image_of_caption))
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for kind, sets in (("image", features.images), ("caption", features.captions)):
@@ -141,7 +141,7 @@ def test_an_ensemble_averages_similarities(flags, folder, encode, evaluate, caps
     results = evaluate(*arguments)
     assert [*results] == ["ensemble", "sets", "run", "ours"]
     sets, one, two = map(load_features, files)
-    mean = match_probability(sets.images, sets.captions, 3.0, -0.5)
+    mean = MatchProbability(3.0, -0.5, learnable=False)(sets.images, sets.captions)
     mean = (mean + one.images @ one.captions.T + two.images @ two.captions.T) / 3
     expected = retrieval_metrics(similarity_ranks(mean, one.image_of_caption))
     found = results["ensemble"]["metrics"]["plain"]
@@ -190,7 +190,7 @@ def test_the_checkpoint_of_a_run_folder(folder, flags, tmp_path, capsys):
         assert find_checkpoint(tmp_path / "towers") == tmp_path / "towers" / name
 
 
-def test_hashes_tell_what_was_computed(encode, toy_shards):
+def test_hashes_tell_what_was_computed(encode, toy_shards, folder, tmp_path, capsys):
     """Each changes with what it is of."""
 
     def hashes(file):
@@ -200,10 +200,17 @@ def test_hashes_tell_what_was_computed(encode, toy_shards):
     def changed(one, other):
         return {name.removesuffix("_sha256") for name in one if one[name] != other[name]}
 
-    plain = hashes(encode("epoch_1"))
-    assert len(plain) == 2
+    plain, sets = hashes(encode("epoch_1")), hashes(encode("sets"))
+    assert len(plain) == 4
     assert changed(plain, hashes(encode("other"))) == {"weights"}
+    assert changed(sets, hashes(encode("fewer_iterations"))) == {"configuration"}
     assert changed(plain, hashes(encode("epoch_1", of=f"{toy_shards}/toy-test-{{000000..000002}}.tar"))) == {"shards"}
+    run = tmp_path / "brighter" / "checkpoints" / "epoch_1.pt"
+    run.parent.mkdir(parents=True)
+    run.symlink_to(folder / "epoch_1.pt")
+    (run.parents[1] / "params.txt").write_text("model: vl-tiny\nimage_mean: (0.1, 0.1, 0.1)\n")
+    assert main(["encode", str(run), f"{toy_shards}/toy-val-{{000000..000002}}.tar", f"{tmp_path}/b.npz"]) == 0
+    assert changed(plain, hashes(tmp_path / "b.npz")) == {"configuration", "preprocessing"}
 
 
 @pytest.mark.parametrize(("processes", "batch_size"), [("2", "5"), pytest.param("3", "20", marks=pytest.mark.slow)])

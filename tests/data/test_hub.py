@@ -135,16 +135,20 @@ def test_a_folder_of_images(items, tmp_path):
     assert files.state("train/1/2.png") != state
 
 
-def test_rows_without_an_image_or_a_caption(items, tmp_path):
+def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tmp_path):
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [None, None, items[0]["image"]], "caption": ["a", "b", " "]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
-    images, files = read_hugging_face(str(tmp_path))
-    *unusable, rejected = images
-    for image in unusable:
-        with pytest.raises(UserError, match="the row has no image"):
-            files.read(image.file)
-    assert rejected.image.startswith(f"{tmp_path}: train row 2 (")
+    (tmp_path / "own.png").write_bytes(items[0]["image"]["bytes"])
+    own = {"path": str(tmp_path / "own.png"), "bytes": None}
+    rows = {"image": [None, own, items[0]["image"]], "caption": ["a", "b", " "]}
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set/train.parquet")
+    images, files = read_hugging_face(str(tmp_path / "set"))
+    no_image, of_another_folder, rejected = images
+    with pytest.raises(UserError, match="the row has no image"):
+        files.read(no_image.file)
+    with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
+        files.read(of_another_folder.file)
+    assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
 
 
 def test_tars_of_clip_benchmark(items, tmp_path):

@@ -1,6 +1,6 @@
 """Image-caption data sets of the Hugging Face hub, and local folders of Parquet files, images or WebDataset tars."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,18 +19,27 @@ ROWS_TOGETHER = 1000
 
 
 class HubFiles(FileFolder):
-    """Images named ``<split>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``."""
+    """Images named ``<split>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    def __init__(self, name: str, splits: dict[str, Any]):
+    A row may have the path of a file in place of its bytes, if the file is in one of the folders.
+    """
+
+    def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[str | Path]):
         super().__init__(name)
         self.splits = splits
+        self.folders = [Path(folder).resolve() for folder in folders]
 
     def read(self, file: str) -> bytes:
         split, row, _ = file.split("/", 2)
         (image,) = self.splits[split][int(row)].values()
         if image is None or (image["bytes"] is None and image["path"] is None):
             raise UserError("the row has no image")
-        return read_bytes(image["path"]) if image["bytes"] is None else image["bytes"]
+        if image["bytes"] is not None:
+            return image["bytes"]
+        path = Path(image["path"]).resolve()
+        if not any(path.is_relative_to(folder) for folder in self.folders):
+            raise UserError(f"the row names the file {path}, which is not of the data set")
+        return read_bytes(path)
 
     def state(self, file: str) -> str:
         return self.splits[file.partition("/")[0]]._fingerprint  # of all rows, so that no image is read twice
@@ -85,7 +94,8 @@ def read_hugging_face(
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
     rows = _rows(splits, columns, caption_lines, join_restval)
     dataset_name = dataset_name or label_of(Path(name).resolve().name)
-    files = HubFiles(name, splits.select_columns([columns.image]))
+    caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
+    files = HubFiles(name, splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
     return join_rows(rows, dataset_name, f"{name}: "), files
 
 
