@@ -12,6 +12,8 @@ import csv
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -29,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measurement import print_rows, print_table, time_rounds
-from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
+from vl_plugins.data import CaptionSampler, ShardDataset, read_collection, training_loader
 from vl_plugins.data.caption_table import read_table
 from vl_plugins.data.writer import write_shards
 
@@ -86,7 +88,7 @@ def no_tokens(texts: str | Sequence[str]) -> Tensor:
     return torch.zeros(1 if isinstance(texts, str) else len(texts), 77, dtype=torch.int64)
 
 
-def our_loader(shards: str, transform: Callable) -> DataLoader:
+def our_loader(shards: str | Sequence[Path], transform: Callable) -> DataLoader:
     dataset = ShardDataset(shards, transform, no_tokens)
     return training_loader(dataset, CaptionSampler(dataset.collection, BATCH_SIZE), workers=0)
 
@@ -122,19 +124,42 @@ def measure_writing(folder: Path, number: int, rounds: int) -> None:
     print_table(f"writing {number:,}", seconds, "ShardWriter")
 
 
+# Prints the processor time of a command, and its peak memory in MB. Its workers are threads. The peak of `getrusage`
+# would be that of the process that starts it, if this is larger.
+RUN = """
+import re, sys, time
+from vl_plugins.cli import main
+status = main(sys.argv[1:])
+print(time.process_time(), 1.024e-3 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]))
+sys.exit(status)
+"""
+
+
+def run_command(*arguments: str | Path) -> tuple[str, str]:
+    """Run ``vl-plugins``; return its processor time in seconds and its peak memory in MB."""
+    output = subprocess.check_output([sys.executable, "-c", RUN, *map(str, arguments)], text=True)
+    seconds, peak = map(float, output.splitlines()[-1].split())
+    return f"{seconds:.1f}", f"{peak:,.0f}"
+
+
 def measure_growth(folder: Path, sizes: Sequence[int]) -> None:
-    """Print the time from a table to shards and from these to the first batch, and memory, at several sizes."""
-    rows = [["images", "writing, s", "first batch, s", "bytes an image"]]
+    """Print processor time and peak memory of commands, and the start of an epoch, at several sizes."""
+    rows = [["images", "table, s", "MB", "info, s", "MB", "names, s", "first batch, s", "bytes an image"]]
     for number in sizes:
-        make_pictures(folder / str(number), number, (64, 48))
+        root, shards = folder / str(number), folder / str(number) / "shards"
+        options = ["--annotations", make_pictures(root, number, (64, 48)), "--images", root / "pictures"]
+        commands = [run_command("shards", "table", *options, "--out", shards), run_command("shards", "info", shards)]
         started = time.process_time()
-        shards = write(folder / str(number))
-        written = time.process_time()
-        loader = our_loader(shards, open_clip.image_transform(224, is_train=True))
+        collection = read_collection(sorted(shards.glob("*.tar")))
+        if len(collection.captions) != CAPTIONS * number:
+            raise ValueError("captions are missing")
+        named = time.process_time()
+        loader = our_loader(sorted(shards.glob("*.tar")), open_clip.image_transform(224, is_train=True))
         next(iter(loader))
         first, held = time.process_time(), len(pickle.dumps((loader.dataset, loader.sampler)))
-        rows.append([f"{number:,}", f"{written - started:.1f}", f"{first - written:.1f}", f"{held / number:.1f}"])
-        shutil.rmtree(folder / str(number))
+        epoch = [f"{named - started:.2f}", f"{first - named:.2f}", f"{held / number:.1f}"]
+        rows.append([f"{number:,}", *commands[0], *commands[1], *epoch])
+        shutil.rmtree(root)
     print_rows(rows)
 
 
