@@ -209,12 +209,15 @@ def run_study(content: dict[str, Any], out: Path) -> None:
     prepare = [command.format(out=out, seed=seed) for command in content["prepare"] for seed in content["seeds"]]
     for command in dict.fromkeys(prepare):  # those with a seed once for each
         once(command, out / "prepared" / f"{zlib.crc32(command.encode()):08x}")
-    texts = []
-    for tuned, title in ((baseline, f"all at the best learning rate of {baseline}"), (None, "each loss at its own")):
+    tables: dict[tuple, str] = {}
+    titles = {baseline: f"all at the best learning rate of {baseline}", None: "each loss at its own best learning rate"}
+    for tuned, title in titles.items():
         for setting in content["settings"]:
             rates = {loss: study.best_lr(setting, tuned or loss) for loss in content["losses"]}
-            texts.append(f"## {setting}, {title}\n\n{study.table(setting, rates)}\n")
-            (out / "study.md").write_text("\n".join(texts))
+            key = setting, *rates.values()  # the two tables may be one
+            if key not in tables:
+                tables[key] = f"## {setting}, {title}\n\n{study.table(setting, rates)}\n"
+            (out / "study.md").write_text("\n".join(tables.values()))
             study.write_runs()
     print((out / "study.md").read_text())
 

@@ -138,19 +138,21 @@ def _examples(ranks: Ranks, number: int) -> list[tuple[str, str, int, list[Examp
         is_hit = part.rank[worst_first] == 1
         for outcome, order in (("failures", worst_first[~is_hit]), ("successes", worst_first[is_hit].flip(0))):
             spread = torch.linspace(0, len(order) - 1, min(number, len(order))).round().long()
-            shown = []
-            for query in order[spread].tolist():
-                own = slice(starts[query], ends[query])
-                both = part.positives[own].tolist(), part.positive_similarity[own].tolist()
-                right = [(*pair, True) for pair in zip(*both, strict=True)]
-                wrong = zip(part.negatives[query].tolist(), part.negative_similarity[query].tolist(), strict=True)
-                answers = [(*pair, False) for pair in wrong if pair[0] >= 0] + right
-                answers.sort(key=lambda answer: -answer[1])  # of equal ones the wrong ones stay first
-                rank, rows = int(part.rank[query]), [(place, *answer) for place, answer in enumerate(answers, 1)]
-                best = [(rank, *right[0])] if rank > ANSWERS else []
-                shown.append(Example(int(part.queries[query]), rank, rows[:ANSWERS] + best))
+            shown = [_example(part, query, slice(starts[query], ends[query])) for query in order[spread].tolist()]
             groups.append((queries, outcome, len(order), shown))
     return groups
+
+
+def _example(part: DirectionRanks, query: int, own: slice) -> Example:
+    """Return an example, given the position of a query and those of its right answers."""
+    both = part.positives[own].tolist(), part.positive_similarity[own].tolist()
+    right = [(*pair, True) for pair in zip(*both, strict=True)]
+    wrong = zip(part.negatives[query].tolist(), part.negative_similarity[query].tolist(), strict=True)
+    answers = [(*pair, False) for pair in wrong if pair[0] >= 0] + right
+    answers.sort(key=lambda answer: -answer[1])  # of equal ones the wrong ones stay first
+    rank, rows = int(part.rank[query]), [(place, *answer) for place, answer in enumerate(answers, 1)]
+    best = [(rank, *right[0])] if rank > ANSWERS else []
+    return Example(int(part.queries[query]), rank, rows[:ANSWERS] + best)
 
 
 def _thumbnails(collection: Collection, images: set[int]) -> dict[int, dict[str, Any]]:
