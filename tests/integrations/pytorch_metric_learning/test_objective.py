@@ -208,12 +208,10 @@ def test_schedules_of_another_length_than_the_stage(by, length):
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by 'batch'"),
         ({"training": {"lr_scheduler": "StepLR"}}, "lr_scheduler 'StepLR': .*step_size"),
         ({"head": {"name": "set", "num_slots": 0}}, "head: num_slots must be"),
-        ({"loss": {"name": "unified", "scale": "learned"}}, "scale of loss 'unified' must be a number"),
         ({"loss": {"name": "unified", "scale": 0}}, "loss: scale must be a finite number"),
         ({"loss": {"scale": 9}}, "loss must be a name or a mapping"),
         ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "miner: k must be"),
         ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "LpDistance does not compare"),
-        ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb.*one_set: true"),
     ],
 )
 def test_errors_name_the_part(changes, message):
