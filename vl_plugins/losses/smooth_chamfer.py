@@ -143,6 +143,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
 # For help() and `vl-plugins losses`, with the options of the default base.
 _OPTIONS = options_of(SmoothChamferLoss)
 SmoothChamferLoss.__signature__ = inspect.Signature(
-    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-    for name, default in (_OPTIONS | options_of(TripletHNLoss) | _OPTIONS).items()
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in (_OPTIONS | options_of(TripletHNLoss) | _OPTIONS).items()
+    ]
 )
