@@ -132,7 +132,7 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
     if imports and ":" in name:
         providers = [EntryPoint(name, name, GROUP)]
     for provider in providers:
-        with user_errors(f"loss {name!r} ({provider.value})"):
+        with user_errors(f"loss {name!r}"):
             return provider.load()
     classes = _classes(kind)
     name = SHORT_NAMES.get(name, name) if kind == "distance" else name
