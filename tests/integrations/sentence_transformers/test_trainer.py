@@ -1,6 +1,5 @@
 """The trainer and the evaluator of sentence-transformers with our losses and metrics."""
 
-import csv
 import os
 import tempfile
 
@@ -96,7 +95,7 @@ def recalls(similarities, answers):
 
 
 @pytest.mark.parametrize("similarity", [None, lambda x, y: -torch.cdist(x, y)], ids=["cosine", "distance"])
-def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes, tmp_path):
+def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes):
     """Of 24 images with 2 or 3 captions, which 12 of them have in two rows."""
     model, test = host.SentenceTransformer(clip_folder, device="cpu"), scenes[1]
     rows = [*range(24), *range(12)]
@@ -104,8 +103,7 @@ def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes, 
     evaluator = ours.CrossModalRetrievalEvaluator(
         [test["image"][row] for row in rows], captions, rows, name="toy", similarity_fct=similarity
     )
-    found = evaluator(model, str(tmp_path), epoch=1, steps=2)
-    evaluator(model, str(tmp_path), epoch=2, steps=4)
+    found = evaluator(model)
     texts = [
         (row, text)
         for row, part in zip(rows, captions, strict=True)
@@ -125,7 +123,3 @@ def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes, 
     ]
     assert list(found.values()) == pytest.approx(right, abs=1e-9)
     assert evaluator.primary_metric == "toy_rsum"
-    heading, *lines = csv.reader((tmp_path / "cross_modal_retrieval_toy_results.csv").open(encoding="utf-8"))
-    assert [f"toy_{name}" for name in heading[2:]] == list(found)
-    assert [line[:2] for line in lines] == [["1", "2"], ["2", "4"]]
-    assert [float(value) for value in lines[1][2:]] == list(found.values())
