@@ -86,18 +86,14 @@ def find_config(name: str | Path, folder: str) -> Path:
     return Path(str(shipped)) if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
-def read_yaml(path: Path, extra: str) -> Any:
+def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file: plain data only.
-
-    Args:
-        path: of the file.
-        extra: the extra with PyYAML.
 
     Raises:
         UserError: it is not YAML, or contains objects or a duplicate key.
         OSError: it cannot be opened.
     """
-    yaml = require("yaml", extra=extra)
+    yaml = require("yaml", extra="open-clip")
     base: Any = yaml.SafeLoader
 
     class UniqueKeys(base):

@@ -40,10 +40,10 @@ def test_yaml_that_is_no_configuration(tmp_path, monkeypatch, text, problem):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=f"^{path}: not valid YAML: {problem}"):
-        read_yaml(path, extra="pml")
+        read_yaml(path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_keys_may_be_merged(tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n")
-    assert read_yaml(tmp_path / "a.yaml", extra="pml")["b"] == {"x": 3, "y": 2}
+    assert read_yaml(tmp_path / "a.yaml")["b"] == {"x": 3, "y": 2}
