@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import pytest
@@ -100,3 +101,12 @@ def test_models_that_are_no_text_encoders(kind):
         HuggingFaceTrunk("m", pretrained=False, config={"model_type": kind})
     with pytest.raises(UserError, match="no pad_token_id"):
         make(pad_token_id=None)
+
+
+def test_code_of_a_folder_is_not_run(tmp_path):
+    config = {"model_type": "planted", "auto_map": {"AutoConfig": "planted.PlantedConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w').close()")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        HuggingFaceTrunk(str(tmp_path))
+    assert not (tmp_path / "made").exists()
