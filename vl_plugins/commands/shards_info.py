@@ -95,7 +95,7 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     "info": (
         _info,
         "print statistics of shards as JSON",
-        "Print counts, lengths of captions, and repeated images and captions, which are false negatives of each other "
+        "Print counts, and repeated images and captions, which are false negatives of each other "
         "in a batch. The sampler of vl-plugins keeps equal captions of different images apart, but not equal pictures: "
         "give them a common group (--group-key). Shards of img2dataset and other programs work too.",
     ),

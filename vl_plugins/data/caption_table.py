@@ -133,10 +133,12 @@ def read_table(
 
         def rows() -> KeyedRows:
             for line, values in table:
-                row, key = found.row(line, values, split_name), f"{line}/"  # no path ends so
+                row = found.row(line, values, split_name)
                 row.problem = values.get(None)
                 if isinstance(row.file, str):
                     row.file = key = row.file.removeprefix(root)
+                else:
+                    key = f"{line}/"  # no path ends so
                 if val_fraction or test_fraction:
                     drawn = _draw(key if row.group in (None, "") else str(row.group))
                     row.split = "test" if drawn < test_fraction else "val" if drawn >= 1 - val_fraction else split_name

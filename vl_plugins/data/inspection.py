@@ -89,12 +89,11 @@ class _Hashes:
 
 
 class _Contents:
-    """What is in some shards: totals, numbers of images and captions by length, hashes of pictures and captions."""
+    """What is in some shards: totals, images by number of captions, and hashes of pictures and captions."""
 
     def __init__(self, pictures: Any, captions: Any):
         self.totals = Counter(dict.fromkeys(TOTALS, 0))
-        self.captions_per_image, self.words = Counter[int](), Counter[int]()
-        self.pictures, self.captions = pictures, captions
+        self.captions_per_image, self.pictures, self.captions = Counter[int](), pictures, captions
 
     def add(self, other: "_Contents") -> None:
         for name, values in vars(other).items():
@@ -109,9 +108,9 @@ def inspect_shards(
 
     A split is what :func:`split_of` returns. Its statistics are numbers of ``shards``, ``bytes``, ``images`` that
     readers can use, their ``captions``, ``unusable`` samples, and images that the conversion ``rejected``; numbers of
-    images by ``captions_per_image``; the range of ``words`` per caption; and ``repeated_pictures`` and
-    ``repeated_captions``, which several images have: their ``number`` and ``share``, [0, 1], how many ``different``
-    ones, and how many images have the ``most_frequent``; of captions it is the ``example``. Captions are compared by
+    images by ``captions_per_image``; and ``repeated_pictures`` and ``repeated_captions``, which several images have:
+    their ``number`` and ``share``, [0, 1], how many ``different`` ones, and how many images have the
+    ``most_frequent``; of captions it is the ``example``. Captions are compared by
     :func:`~vl_plugins.data.captions.normalize_caption` and count once an image, pictures are compared by their files;
     JPEG files are not decoded.
 
@@ -133,7 +132,6 @@ def inspect_shards(
             name: {
                 **found.totals,
                 "captions_per_image": dict(sorted(found.captions_per_image.items())),
-                "words": _range(found.words),
                 "repeated_pictures": found.pictures.find_repeats()[0],
                 "repeated_captions": _find_repeated_captions(
                     found.captions, [shard for shard in shards if split_of(shard) == name]
@@ -155,7 +153,6 @@ def _inspect_shard(shard: str) -> _Contents:
             continue
         found.totals.update(images=1, captions=len(record.captions))
         found.captions_per_image[len(record.captions)] += 1
-        found.words.update(len(text.split()) for text in record.captions)
         found.pictures.append(hash64(data))
         found.captions.extend({caption_hash(text) for text in record.captions})
     if exists(index_file(shard)):
@@ -173,16 +170,6 @@ def _find_repeated_captions(hashes: _Hashes, shards: Sequence[str]) -> dict[str,
                 if value in texts:
                     return statistics | {"example": normalize_caption(texts[value])}
     return statistics
-
-
-def _range(counts: Counter[int]) -> dict[str, float] | None:
-    """Return the range of values given their frequencies, or None without any."""
-    if not counts:
-        return None
-    values = sorted(counts)
-    ends = np.cumsum([counts[value] for value in values])
-    middle = [values[np.searchsorted(ends, place, side="right")] for place in ((ends[-1] - 1) // 2, ends[-1] // 2)]
-    return {"minimum": values[0], "median": sum(middle) / 2, "maximum": values[-1]}
 
 
 class Verification(NamedTuple):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import operator
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -70,14 +71,15 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
             "GROUP BY image) SELECT position, size, first, images.id IN (SELECT id FROM images GROUP BY id HAVING "
             "count(*) > 1) FROM rows JOIN images USING (image) ORDER BY first, position"
         )
-        for (_, may_repeat), members in itertools.groupby(spool.select(query), lambda found: found[1:]):
-            group = [row for row, *_ in members]
+        for _, members in itertools.groupby(spool.select(query), operator.itemgetter(1)):
+            found = list(members)
+            group = [row for row, *_ in found]
             for row in group:
                 if integers and row.image_id is not None:
                     row.image_id = int(row.image_id)
                 elif type(row.image_id) is int:
                     row.image_id = str(row.image_id)
-            yield group, bool(may_repeat)
+            yield group, bool(found[0][2])
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
