@@ -1,0 +1,83 @@
+"""Commands in forked processes: a parent has imported torch and the package, so that each takes milliseconds."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.helpers.processes import start_process
+
+__all__ = ["EVALUATE", "LAUNCH", "TRAIN_TOWERS", "Finished", "forked"]
+
+EVALUATE = "vl_plugins.cli"
+LAUNCH = "vl_plugins.integrations.open_clip.launcher"
+TRAIN_TOWERS = "vl_plugins.integrations.pytorch_metric_learning.command_line"
+MODULES = (EVALUATE, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure", "duckdb")
+MODULES += ("vl_plugins.integrations.pytorch_metric_learning.training", "safetensors.torch", "transformers")
+SECONDS, MEGABYTES = 60, 1000  # of the processor; and beyond the memory of the parent
+
+
+class Finished(NamedTuple):
+    """Exit status, negative for a signal; standard output and error; and megabytes at most beyond the parent's."""
+
+    status: int
+    output: str
+    error: str
+    megabytes: float
+
+
+@contextlib.contextmanager
+def forked():
+    """Yield a function ``(folder, module, arguments) -> Finished`` that runs ``module.main(arguments)`` in a folder."""
+    ours, theirs = multiprocessing.Pipe()
+    process = start_process(_serve, theirs)
+
+    def run(folder, module, arguments):
+        ours.send((str(folder), module, arguments.split()))
+        status, megabytes = ours.recv()
+        texts = (Path(folder, name).read_bytes().decode(errors="replace") for name in ("output", "error"))
+        return Finished(status, *texts, megabytes)
+
+    yield run
+    ours.send(None)
+    process.join()
+
+
+def _serve(connection):
+    for module in MODULES:
+        importlib.import_module(module)
+    while (case := connection.recv()) is not None:
+        child = os.fork()
+        if not child:
+            _run(*case)
+        status, usage = os.wait4(child, 0)[1:]
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        connection.send((os.waitstatus_to_exitcode(status), (usage.ru_maxrss - own) / 1024))
+
+
+def _run(folder, module, arguments):
+    status = 1
+    try:
+        os.chdir(folder)
+        sys.path.insert(0, folder)  # as with `python -m`
+        for number, name in enumerate(("/dev/null", "output", "error")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MEGABYTES * 2**20,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
+        signal.alarm(10 * SECONDS)
+        status = importlib.import_module(module).main(arguments)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status or 0)

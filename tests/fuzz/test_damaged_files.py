@@ -1,0 +1,243 @@
+"""Real files of each kind, damaged at random: the commands end with the numbers of what is left, or with one line."""
+
+import copy
+import json
+import os
+import random
+import re
+import shutil
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tests.fuzz.damage import MARKER, PLANTED, change_folder, damage
+from tests.fuzz.forked import EVALUATE, LAUNCH, TRAIN_TOWERS, forked
+from tests.fuzz.readers import captions_of_shards, captions_of_source, embeddings, recall_bounds, samples_of
+from vl_plugins.integrations.checkpoints import load_model
+
+FILES = Path(__file__).parents[1] / "files_v0_2"
+TEST, TRAIN = "shards/pictures/toy-test-{000000..000001}.tar", "shards/pictures/toy-train-{000000..000002}.tar"
+PICTURES, FEATURES = ([f"shards/{kind}/toy-test-00000{number}.tar" for number in range(2)] for kind in ("pictures", "features"))
+CHECKPOINTS = ["triplet/checkpoints/epoch_5.pt", "linear/checkpoints/epoch_20.pt", "set/checkpoints/epoch_10.pt"]
+CHECKPOINTS = [*(f"logs/{name}" for name in CHECKPOINTS), *(f"runs/{n}/latest.pt" for n in ("pictures", "features"))]
+NEW = ["logs/new/checkpoints/epoch_1.pt", "runs/new/latest.pt"]
+TINY = "--model tiny --model-config model/tiny.json --device cpu --precision fp32 --workers 0 --batch-size 8 "
+TINY += f"--train-data {TRAIN} --epochs 1 --warmup 0 --loss smooth_chamfer --head set --name"
+PML = {
+    "data": {"train": TRAIN, "val": TEST, "batch_size": 8, "workers": 0},
+    "image": {"trunk": {"name": "timm", "model": "vit_tiny_patch16_224", "image_size": 32, "patch_size": 8}},
+    "text": {"trunk": {"name": "gru", "word_dim": 16, "hidden_dim": 16}, "projection": "none"},
+    "dim": 16,
+    "loss": {"name": "triplet_sh", "margin": 0.2},
+    "training": {"epochs": 1, "optimizer": {"name": "Adam", "lr": 0.01}, "lr_scheduler": {"name": "StepLR"}},
+    "seed": 7,
+}
+PML["image"]["trunk"] |= {"embed_dim": 16, "depth": 1, "num_heads": 2}
+PML["training"]["lr_scheduler"]["step_size"] = 1
+OPEN_CLIP = dict(zip(*[iter(TINY.replace("--", "").split()[:-1])] * 2, strict=True)) | {
+    "loss-kwargs": {"base": "triplet_sh", "alpha": 8},
+    "head-kwargs": {"num_slots": 2, "num_iters": 2, "hidden_dim": 16},
+    "aug-cfg": {"scale": "(0.9, 1.0)"},
+    "captions-per-image": 2,
+    "lr": 0.001,
+    "seed": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, toy_scenes):
+    """Files of version 0.2, and of this one: a run of each trainer, indexes, features, sources and configurations."""
+    folder = shutil.copytree(FILES, tmp_path_factory.mktemp("whole"), dirs_exist_ok=True)
+    (folder / "planted.py").write_text(PLANTED)
+    (folder / "pml.yaml").write_text(yaml.safe_dump(PML))
+    (folder / "open_clip.yaml").write_text(yaml.safe_dump(OPEN_CLIP))
+    shutil.copytree(toy_scenes, folder / "scenes")
+    karpathy = json.loads((folder / "scenes/dataset_toy.json").read_text())
+    karpathy["images"] = karpathy["images"][:8]
+    (folder / "karpathy.json").write_text(json.dumps(karpathy))
+    names = [f"{image.get('filepath', '')}/{image['filename']}".lstrip("/") for image in karpathy["images"]]
+    captions = [[sentence["raw"] for sentence in image["sentences"]] for image in karpathy["images"]]
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    texts = [(number, text) for number, part in enumerate(captions) for text in part]
+    annotations = [{"id": id, "image_id": number, "caption": text} for id, (number, text) in enumerate(texts)]
+    (folder / "captions_val.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    rows = [f'{names[number]},"{text}",{number}' for number, text in texts]
+    (folder / "table.csv").write_text("\n".join(["image,caption,id", *rows]) + "\n")
+    lines = [json.dumps({"image": name, "captions": part}) for name, part in zip(names, captions, strict=True)]
+    (folder / "table.jsonl").write_text("\n".join(lines) + "\n")
+    with forked() as run:
+        for module, words in (
+            (EVALUATE, "shards coco --annotations karpathy.json --images scenes --out shards/new --samples-per-shard 4"),
+            (LAUNCH, "--config open_clip.yaml --name new"),
+            (TRAIN_TOWERS, "--config pml.yaml --out runs/new --device cpu"),
+        ):
+            finished = run(folder, module, words)
+            assert finished.status == 0, finished
+    return folder
+
+
+class Case:
+    """Links to the whole files in a folder, of which some are replaced by damaged copies before a command runs."""
+
+    def __init__(self, whole, folder, draw, run):
+        self.whole, self.folder, self.draw = whole, folder, draw
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder, copy_function=os.link)
+        self.run = partial(run, folder)
+
+    def damage(self, name):
+        """Damage a file, or anything in a folder."""
+        file = self.folder / name
+        for each in [file] if file.is_file() else [each for each in file.rglob("*") if each.is_file()]:
+            data = each.read_bytes()
+            each.unlink()
+            each.write_bytes(data)
+        (damage if file.is_file() else change_folder)(file, self.draw)
+        return file
+
+    def encode(self, checkpoint, shards):
+        """Encode with a checkpoint; compare what it writes with what plain readers find, if they know its settings."""
+        command = f"encode {checkpoint} {'::'.join(shards)} out.npz --workers 0 --device cpu"
+        finished = self.run(EVALUATE, command)
+        if finished.status == 0:
+            file, original = self.folder / checkpoint, self.whole / checkpoint
+            weights, settings = weights_of(torch.load(file, weights_only=True))
+            if settings == weights_of(torch.load(original, weights_only=True))[1]:
+                shards = [self.folder / shard for shard in shards]
+                found = embeddings(copy.deepcopy(model_of(original)), weights, shards)
+                written = np.load(self.folder / "out.npz")
+                for name, expected in zip(("image_features", "caption_features"), found, strict=True):
+                    np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
+        return finished
+
+
+@cache
+def model_of(file):
+    return load_model(file)
+
+
+def weights_of(content):
+    """Return the weights by name and the settings of a checkpoint of either trainer."""
+    if "models" in content:
+        names = {name: name.replace("_", ".", 1) for name in content["models"]}
+        parts = {f"{names[n]}.{key}": v for n, part in content["models"].items() for key, v in part.items()}
+        return parts, {key: content[key] for key in ("version", "config", "vocabulary")}
+    weights = {name.removeprefix("clip."): v for name, v in content["state_dict"].items()}
+    return weights, [content.get("args"), weights.get("_extra_state")]
+
+
+def features(case):
+    file = case.damage(f"features/{case.draw.choice(sorted(os.listdir(case.folder / 'features')))}")
+    finished = case.run(EVALUATE, f"evaluate --json --features {file}")
+    if finished.status == 0:
+        metrics = json.loads(finished.output)["results"][0]["metrics"]["plain"]
+        for name, (least, greatest) in recall_bounds(file).items():
+            assert least - 1e-6 <= metrics[name] <= greatest + 1e-6, name
+    return finished
+
+
+def checkpoint(case):
+    name = case.draw.choice([*CHECKPOINTS, *NEW])
+    case.damage(name)
+    return case.encode(name, FEATURES if "features" in name else PICTURES)
+
+
+def run_folder(case):
+    """The folder of a run, or ``params.txt`` or a model's settings in it."""
+    name = case.draw.choice(["logs/triplet", "logs/set", "runs/pictures", "logs/new", "model"])
+    case.damage(name)
+    run = "logs/triplet" if name == "model" else name
+    finished = case.run(EVALUATE, f"evaluate --json --checkpoint {run} --shards {TEST} --workers 0 --device cpu")
+    if finished.status == 0:
+        assert 0 <= json.loads(finished.output)["results"][0]["metrics"]["plain"]["image_to_text_R@1"] <= 1
+    return finished
+
+
+def results(case):
+    case.damage("runs/pictures/results.jsonl")
+    return case.run(EVALUATE, "plot training runs/pictures")
+
+
+def configuration(case):
+    name = case.draw.choice(["pml", "open_clip"])
+    if re.search(r"(epochs|accum.freq)\W+\d\d", case.damage(f"{name}.yaml").read_text(errors="replace")):
+        return None  # nothing is wrong with a long training
+    if name == "open_clip":
+        return case.run(LAUNCH, "--config open_clip.yaml --name again")
+    return case.run(TRAIN_TOWERS, "--config pml.yaml --out runs/again --device cpu")
+
+
+def resumed(case):
+    if case.draw.random() < 0.5:
+        case.damage(NEW[0])
+        return case.run(LAUNCH, "--config open_clip.yaml --name new --resume latest --epochs 2")
+    case.damage(NEW[1])
+    return case.run(TRAIN_TOWERS, "--config pml.yaml --out runs/new --device cpu --resume --set training.epochs=2")
+
+
+def source(case):
+    kind = case.draw.choice(["coco --annotations karpathy.json", "coco-captions --annotations captions_val.json"])
+    kind = case.draw.choice([kind, f"table --annotations table.{case.draw.choice(['csv', 'jsonl'])}"])
+    file = case.damage(kind.split()[-1])
+    finished = case.run(EVALUATE, f"shards {kind} --images scenes --out again")
+    if finished.status == 0:
+        found = captions_of_shards(sorted((case.folder / "again").glob("*.tar")))
+        assert found == captions_of_source(file)
+    return finished
+
+
+def shards(case):
+    names = sorted(str(file.relative_to(case.whole)) for file in (case.whole / "shards/new").rglob("*.*"))
+    name = case.draw.choice(names)
+    file = case.damage(name)
+    is_changed = file.read_bytes() != (case.whole / name).read_bytes()
+    archives = [name for name in names if name.endswith(".tar")]
+    command = case.draw.choice(["verify", "info", "encode"])
+    if command == "encode":
+        return case.encode(CHECKPOINTS[0], archives)
+    finished = case.run(EVALUATE, f"shards {command} shards/new --json")
+    if command == "verify" and file.suffix == ".tar":
+        assert finished.status == is_changed
+    if command == "verify" and finished.status == 1:
+        assert json.loads(finished.output)["problems"]
+        return finished._replace(status=0)
+    if finished.status == 0:
+        found = json.loads(finished.output)
+        texts = captions_of_shards([case.folder / name for name in archives])
+        if command == "verify":
+            assert (found["samples"], found["captions"]) == (len(texts), sum(map(len, texts)))
+    return finished
+
+
+KINDS = [features, checkpoint, run_folder, results, configuration, resumed, source, shards]
+ONE_LINE = re.compile(r"vl[-_]plugins[^\n]*: error: [^\n]+\n$")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 255), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_numbers_of_what_is_left_or_one_line(kind, seeds, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(whole)
+    failures, seeds = [], os.environ.get("FUZZ", "") and range(*map(int, os.environ["FUZZ"].split(","))) or seeds
+    with forked() as run:
+        for seed in seeds:
+            case = Case(whole, tmp_path / "files", random.Random(f"{kind.__name__} {seed}"), run)
+            try:
+                finished = kind(case)
+                if finished is not None:
+                    check(case, finished)
+            except Exception as error:
+                texts = [(case.folder / name).read_text(errors="replace")[-3000:] for name in ("output", "error")]
+                failures.append((seed, repr(error)[:600]))
+                print(f"=== {kind.__name__} {seed}: {error!r:.600}", *texts, sep="\n")
+    assert not failures
+
+
+def check(case, finished):
+    assert not (case.folder / MARKER).exists(), "a planted program has run"
+    assert "Traceback" not in finished.error
+    lines = [line for line in finished.error.splitlines() if ": error: " in line]
+    assert (finished.status, len(lines)) in ((0, 0), (2, 1)), finished.status
