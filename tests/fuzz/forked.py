@@ -71,7 +71,7 @@ def _run(folder, module, arguments):
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEGABYTES * 2**20,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
-        signal.alarm(10 * SECONDS)
+        signal.alarm(3 * SECONDS)
         status = importlib.import_module(module).main(arguments)
     except SystemExit as end:
         status = end.code
