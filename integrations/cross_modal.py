@@ -1,38 +1,23 @@
 """Any pytorch-metric-learning loss on two modalities, in both directions."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance
 from vl_plugins.errors import UserError
 from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.registry import create, create_loss
 
-__all__ = [
-    "check_compares_sets",
-    "check_takes_references",
-    "compares_sets",
-    "cross_modal_loss",
-    "regularization",
-    "without_regularization",
-]
+__all__ = ["CrossModalLoss", "create_loss_and_miner", "loss_of_pairs"]
 
 
-def cross_modal_loss(
-    loss: nn.Module,
-    image_embeddings: Tensor,
-    image_labels: Tensor,
-    text_embeddings: Tensor,
-    text_labels: Tensor,
-    miner: Callable | None = None,
-    image_slots: Tensor | None = None,
-    text_slots: Tensor | None = None,
-    **options: Tensor,
-) -> Tensor:
-    """Return the loss of images and texts: image to text plus text to image.
+class CrossModalLoss(nn.Module):
+    """Image to text plus text to image, by any loss; made for :class:`~vl_plugins.distributed.DistributedLoss`.
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
     is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
@@ -42,98 +27,131 @@ def cross_modal_loss(
 
     Args:
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
-        image_embeddings: (B, D), or sets (B, K, D) where the loss's distance compares those.
-        image_labels: (B,).
-        text_embeddings: (C, D) or (C, K, D).
-        text_labels: (C,); a text belongs to the images of its label.
-        miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)``.
-        image_slots: (B, K, D), from which the sets of images were made; for the regularization.
-        text_slots: (C, K, D), from which the sets of texts were made.
-        options: other arguments of the loss's call, such as ``scale``.
+        miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
+        one_set: compare images and texts as one set, for losses without ``ref_emb``.
+        own_rows: let each process compare only its own images and texts with those of all, if the loss allows it.
 
     Raises:
-        UserError: a loss that cannot compare two sets, or a miner that fails with a ``TypeError``.
+        UserError: the loss takes no ``ref_emb``, and ``one_set`` is not set.
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
             image's own caption.
     """
-    if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
-        raise ValueError(
-            "DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption: give its miner to "
-            "vl_plugins.distributed.DistributedLoss"
-        )
-    if text_labels is image_labels:
-        text_labels = text_labels.clone()  # the same object makes pytorch-metric-learning take both for one set
-    pair_loss = without_regularization(loss)
-    images, texts = (image_embeddings, image_labels), (text_embeddings, text_labels)
-    if miner is None and hasattr(pair_loss, "symmetric"):
-        value = pair_loss(*images, None, *texts, **options)
-    else:
-        steps = {module: module.step for module in pair_loss.modules() if isinstance(module, HardestNegativeLoss)}
-        value = _one_direction(pair_loss, miner, *images, *texts, **options)
-        if getattr(pair_loss, "symmetric", True):
-            for module, step in steps.items():
-                module.step = step  # both directions are one step
-            value = value + _one_direction(pair_loss, miner, *texts, *images, **options)
-    terms = regularization(loss, image_embeddings, text_embeddings, image_slots, text_slots)
-    return value + sum(terms.values()) if terms else value
+
+    def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False, own_rows: bool = False):
+        super().__init__()
+        if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
+            raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
+        if not one_set:
+            _check_takes_references(loss)
+        self.loss: Any = loss
+        self.miner, self.one_set, self.own_rows = miner, one_set, own_rows
+
+    @property
+    def symmetric(self) -> bool:
+        """True if text to image is added."""
+        return getattr(loss_of_pairs(self.loss), "symmetric", True)
+
+    @property
+    def has_independent_pairs(self) -> bool:
+        """True if ``own_rows`` is set and the loss allows it, see :class:`~vl_plugins.losses.PairLoss`."""
+        return self.own_rows and self.miner is None and getattr(self.loss, "has_independent_pairs", False)
+
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        indices_tuple: None,
+        texts: Tensor,
+        text_labels: Tensor,
+        slots: Tensor | None = None,
+        ref_slots: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            images, texts: (B, D) and (C, D), or sets (B, K, D) and (C, K, D) where the loss's distance compares those.
+            labels, text_labels: (B,) and (C,); a text belongs to the images of its label.
+            indices_tuple: None, because the miner chooses the pairs.
+            slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
+            options: others of the loss's call, such as ``scale``.
+        """
+        assert indices_tuple is None
+        with torch.autocast(images.device.type, enabled=False):
+            if self.one_set:
+                both = torch.cat([images, texts]), torch.cat([labels, text_labels])
+                return self.loss(*both, None if self.miner is None else self.miner(*both))
+            pair_loss, sides = loss_of_pairs(self.loss), ((images, labels), (texts, text_labels))
+            if self.miner is None and hasattr(pair_loss, "symmetric"):
+                value = pair_loss(*sides[0], None, *sides[1], **options)
+            else:
+                steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
+                value = self._one_direction(pair_loss, *sides, options)
+                if self.symmetric:
+                    for module, step in steps.items():
+                        module.step = step  # both directions are one step
+                    value = value + self._one_direction(pair_loss, *sides[::-1], options)
+            if pair_loss is self.loss:
+                return value
+            return value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
+
+    def _one_direction(
+        self, loss: Any, queries: tuple[Tensor, Tensor], candidates: tuple[Tensor, Tensor], options: dict[str, Any]
+    ) -> Tensor:
+        pairs = None if self.miner is None else self.miner(*queries, *candidates)
+        return loss(*queries, pairs, *candidates, **options)
 
 
-def _one_direction(loss, miner, queries, query_labels, candidates, candidate_labels, **options) -> Tensor:
-    try:
-        pairs = None if miner is None else miner(queries, query_labels, candidates, candidate_labels)
-    except TypeError as error:  # raised by pytorch-metric-learning for most options of a wrong type
-        raise UserError(f"miner {type(miner).__name__} fails, see its options: {error}") from error
-    try:
-        return loss(queries, query_labels, pairs, candidates, candidate_labels, **options)
-    except ValueError as error:
-        if "ref_emb is not supported" in str(error):  # raised by many losses of pytorch-metric-learning
-            raise _takes_no_references(loss) from error
-        raise
-
-
-def without_regularization(loss: Any) -> nn.Module:
-    """Return the loss of pairs: the ``base`` of a loss that has a method ``regularization``, otherwise the loss."""
+def loss_of_pairs(loss: Any) -> Any:
+    """Return the ``base`` of a loss that has a method ``regularization``, as of ``smooth_chamfer``, or the loss."""
     return loss.base if hasattr(loss, "regularization") else loss
 
 
-def regularization(
-    loss: Any, images: Tensor, texts: Tensor, image_slots: Tensor | None, text_slots: Tensor | None
-) -> dict[str, Tensor]:
-    """Return the terms by name that a loss adds to that of the pairs; most losses add none."""
-    return loss.regularization(images, texts, image_slots, text_slots) if hasattr(loss, "regularization") else {}
+def create_loss_and_miner(
+    loss: str | Mapping[str, Any], miner: str | Mapping[str, Any] | None = None, sets: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """Return the loss and the miner of a configuration, the latter None if none is given.
+
+    Args:
+        loss: name, or a mapping of ``name`` and options, as for :func:`~vl_plugins.registry.create_loss`.
+        miner: the same, as for :func:`~vl_plugins.registry.create`.
+        sets: whether embeddings are sets. They are compared by smooth-Chamfer similarity if no ``distance`` is given,
+            and the miner compares them as the loss does.
+        options: ``reducer`` and ``distance`` of the loss; None for its own.
+
+    Raises:
+        UserError: an unknown name or option, one that is given twice, or a distance that cannot compare sets.
+        ValueError: an option out of its range.
+    """
+    named: dict[str, Any] = {"name": loss} if isinstance(loss, str) else dict(loss)
+    options = {name: value for name, value in options.items() if value is not None}
+    made = create_loss(named, **options)
+    if sets and not _compares_sets(made) and "distance" not in named | options:
+        made = create_loss(named, **options, distance="smooth_chamfer")
+    if sets and not _compares_sets(made):
+        raise UserError(
+            f"head set: {type(made.distance).__name__} does not compare sets; give distance smooth_chamfer, chamfer, "
+            "mil or match_probability"
+        )
+    if miner is None:
+        return made, None
+    mined = {"name": miner} if isinstance(miner, str) else miner
+    return made, create("miner", {"distance": made.distance, **mined} if sets else mined)
 
 
-def compares_sets(loss: Any) -> bool:
-    """Return whether a loss compares sets of embeddings."""
+def _compares_sets(loss: Any) -> bool:
     return isinstance(getattr(loss, "distance", None), SetDistance)
 
 
-def check_compares_sets(loss: Any) -> None:
-    """Raise ``UserError`` unless :func:`compares_sets`."""
-    if not compares_sets(loss):
-        name = type(getattr(loss, "distance", loss)).__name__
-        raise UserError(
-            f"head set: {name} does not compare sets; give distance smooth_chamfer, chamfer, mil or match_probability"
-        )
-
-
-def check_takes_references(loss: nn.Module) -> None:
-    """Raise ``UserError`` for a loss that compares one set of embeddings with itself only.
-
-    >>> from pytorch_metric_learning.losses import MultipleLosses, NTXentLoss
-    >>> check_takes_references(NTXentLoss())
-    >>> check_takes_references(MultipleLosses([NTXentLoss()]))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    vl_plugins.errors.UserError: MultipleLosses takes no ref_emb...
-    """
+def _check_takes_references(loss: nn.Module) -> None:
     parameters = inspect.signature(loss.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_any and not {"labels", "ref_emb", "ref_labels"} <= parameters.keys():
-        raise _takes_no_references(loss)
-
-
-def _takes_no_references(loss: nn.Module) -> UserError:
-    return UserError(
-        f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
-        "one_set: true in the configuration of the trainer compares both as one set"
-    )
+    computes: Any = getattr(loss, "compute_loss", None)
+    refuses = (
+        computes is not None and "ref_not_supported" in computes.__code__.co_names
+    )  # pytorch-metric-learning's way
+    if refuses or not (takes_any or {"labels", "ref_emb", "ref_labels"} <= parameters.keys()):
+        raise UserError(
+            f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
+            "one_set: true in the configuration of the trainer compares both as one set"
+        )

@@ -2,11 +2,11 @@
 
 import hashlib
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,28 +15,15 @@ from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, first_captions
-from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.checkpoints import load_model
-from vl_plugins.integrations.precision import autocast, input_dtype
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
 from vl_plugins.retrieval import format_metrics_table
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
 
-__all__ = ["encode", "encode_checkpoint", "find_checkpoint", "hash_shards", "log_metrics", "validate"]
+__all__ = ["encode_checkpoint", "find_checkpoint", "hash_shards", "log_metrics", "validate"]
 
 logger = logging.getLogger(__name__)
-
-PLAIN = (bool, int, float, str, tuple, type(None))
-PROBE = "A photo of two dogs, no. 7, it's 4:30 p.m."  # a tokenizer is known by the tokens of this text
-
-
-class _Encoded(NamedTuple):
-    """The embeddings of an :class:`~vl_plugins.data.EvaluationBatch`, in float32 on the CPU."""
-
-    images: Tensor
-    captions: Tensor
-    image_of_caption: Tensor
-    start: int
 
 
 def encode_checkpoint(
@@ -45,31 +32,61 @@ def encode_checkpoint(
     model: str | None = None,
     *,
     model_config: str | Path | None = None,
+    max_captions: int | None = None,
+    batch_size: int = 64,
+    workers: int = 1,
     device: str | torch.device = "cpu",
     precision: str = "fp32",
-    **options: Any,
+    processes: tuple[int, int] = (0, 1),
+    progress: str | None = None,
 ) -> Features | None:
-    """Encode every image and every caption of shards with a checkpoint.
+    """Encode every image and every caption of shards once; the processes share out the batches.
 
     Args:
-        checkpoint, model, model_config, device, precision: as for
-            :func:`vl_plugins.integrations.checkpoints.load_model`; or ``checkpoint`` is the folder of a run, see
-            :func:`find_checkpoint`.
+        checkpoint, model, model_config, device, precision: as for :func:`vl_plugins.integrations.loading.load_model`;
+            or ``checkpoint`` is the folder of a run, see :func:`find_checkpoint`.
         shards: as for :func:`vl_plugins.data.expand_shards`.
-        options: ``max_captions``, ``batch_size``, ``workers``, ``processes`` and ``progress`` of :func:`encode`.
+        max_captions: only the first so many captions of each image.
+        batch_size: images in a batch.
+        workers: loader processes.
+        processes: rank of this process and number of processes.
+        progress: label of a progress bar on standard error; None for no bar.
 
     Returns:
-        As :func:`encode`. The description of the features has ``checkpoint``, ``model`` and ``shards`` besides.
+        Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights and shards in
+        their description. None in all processes but the first.
+
+    Raises:
+        UserError: the checkpoint or a shard does not exist or cannot be read.
     """
-    file = find_checkpoint(checkpoint)
-    with user_errors(f"checkpoint {file}"):
-        loaded = load_model(file, model, model_config=model_config, device=device, precision=precision)
-    features = encode(loaded, shards, device=device, precision=precision, **options)
-    if features is None:
+    file, (rank, world_size) = find_checkpoint(checkpoint), processes
+    loaded, transform, tokenizer = load_model(
+        file, model, model_config=model_config, device=device, precision=precision
+    )
+    dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(loaded, "inputs", "images"))
+    collection = dataset.collection
+    batches = evaluation_loader(
+        dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
+    )
+    bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
+    encoded = _gather(_encode_batches(loaded, bar, device, precision), rank, world_size)
+    if rank > 0:
         return None
-    names = {"model": model, "checkpoint": str(file), "shards": shards}
-    known = {name: value for name, value in names.items() if value is not None}
-    return replace(features, description=known | features.description)
+    if max_captions is not None:
+        collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
+    weights = {name: value for name, value in loaded.state_dict().items() if isinstance(value, Tensor)}
+    description = {
+        **({} if model is None else {"model": model}),
+        "checkpoint": str(file),
+        "shards": shards,
+        "precision": precision,
+        "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
+        "splits": list(collection.splits),
+        "weights_sha256": _hash(part for name in sorted(weights) for part in (name, weights[name])),
+        "shards_sha256": hash_shards(collection),
+    }
+    names = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
+    return _features(loaded, encoded, description, **names)
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
@@ -84,77 +101,14 @@ def find_checkpoint(checkpoint: str | Path) -> str | Path:
     folder = Path(checkpoint)
     if not folder.is_dir():
         return checkpoint
-    epochs = {
-        int(number[1]): file
-        for file in folder.glob("checkpoints/epoch_*.pt")
-        if (number := re.search(r"_(\d+)\.pt$", file.name))
-    }
-    found = [folder / "best.pt", *(epochs[number] for number in sorted(epochs, reverse=True))]
-    found += [folder / "checkpoints" / "epoch_latest.pt", folder / "latest.pt"]
-    file = next((file for file in found if file.is_file()), None)
-    if file is None:
+    # epoch_9, epoch_10, epoch_latest
+    epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
+    found = [file for file in (folder / "latest.pt", *epochs, folder / "best.pt") if file.is_file()]
+    if not found:
         raise UserError(f"{folder} is no run folder with checkpoints: no best.pt, latest.pt or checkpoints/epoch_*.pt")
-    logger.warning(f"{folder}: the checkpoint is {file}")
-    return file
-
-
-def encode(
-    loaded: tuple[nn.Module, Callable, Callable],
-    shards: str | Sequence[str] | Collection,
-    *,
-    max_captions: int | None = None,
-    batch_size: int = 64,
-    workers: int = 1,
-    device: str | torch.device = "cpu",
-    precision: str = "fp32",
-    processes: tuple[int, int] = (0, 1),
-    progress: str | None = None,
-) -> Features | None:
-    """Encode every image and every caption of shards once; the processes share out the batches.
-
-    Args:
-        loaded: model, transform and tokenizer of :func:`vl_plugins.integrations.checkpoints.load_model`.
-        shards: as for :class:`vl_plugins.data.ShardDataset`.
-        max_captions: only the first so many captions of each image.
-        batch_size: images in a batch.
-        workers: loader processes.
-        device: where the model is.
-        precision: as open_clip's ``--precision``.
-        processes: rank of this process and number of processes.
-        progress: label of a progress bar on standard error; None for no bar.
-
-    Returns:
-        Unit vectors or sets in float32 on the CPU, in the order of the shards, with hashes of weights, configuration,
-        preprocessing and shards in their description. None in all processes but the first.
-
-    Raises:
-        UserError: a shard does not exist or cannot be read.
-    """
-    model, transform, tokenizer = loaded
-    rank, world_size = processes
-    dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(model, "inputs", "images"))
-    collection = dataset.collection
-    batches = evaluation_loader(
-        dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
-    )
-    bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
-    encoded = _gather(_encode_batches(model, bar, device, precision), rank, world_size)
-    if rank > 0:
-        return None
-    if max_captions is not None:
-        collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
-    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    description = {
-        "precision": precision,
-        "versions": f"vl_plugins {vl_plugins.__version__}, torch {torch.__version__}",
-        "splits": list(collection.splits),
-        "weights_sha256": _hash(part for name in sorted(weights) for part in (name, weights[name])),
-        "configuration_sha256": _hash(_settings(model)),
-        "preprocessing_sha256": _hash([repr(transform), repr(tokenizer), tokenizer([PROBE])]),
-        "shards_sha256": hash_shards(collection),
-    }
-    names = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
-    return _features(model, encoded, description, **names)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{folder}: the checkpoint is {found[-1]}", file=sys.stderr)
+    return found[-1]
 
 
 def hash_shards(collection: Collection) -> str:
@@ -174,15 +128,10 @@ def validate(
         precision: as open_clip's ``--precision``.
 
     Raises:
-        UserError: the data cannot be read.
-        ValueError: an embedding is not a finite unit vector.
+        UserError: the data cannot be read, or an embedding is not a finite unit vector.
     """
     # On the CPU, because open_clip lets GPUs round products to TF32, which moves ranks.
-    encoded = _encode_batches(model, batches, device, precision)
-    try:
-        return evaluate([_features(model, encoded, {})]).metrics["plain"]
-    except UserError as error:
-        raise ValueError(str(error)) from error
+    return evaluate([_features(model, _encode_batches(model, batches, device, precision), {})]).metrics["plain"]
 
 
 def log_metrics(metrics: Mapping[str, float], epoch: int) -> None:
@@ -196,18 +145,21 @@ def log_metrics(metrics: Mapping[str, float], epoch: int) -> None:
 
 
 @torch.inference_mode()
-def _encode_batches(model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str) -> list[_Encoded]:
-    encoded = []
-    for images, texts, image_of_caption, start in batches:
-        with autocast(precision, device):
-            images = images.to(device=device, dtype=input_dtype(precision), non_blocking=True)
-            image_features = model.encode_image(images, normalize=True)
-            caption_features = model.encode_text(texts.to(device=device, non_blocking=True), normalize=True)
-        encoded.append(_Encoded(image_features.float().cpu(), caption_features.float().cpu(), image_of_caption, start))
+def _encode_batches(
+    model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str
+) -> list[EvaluationBatch]:
+    """Return the batches with embeddings, in float32 on the CPU, in place of images and texts."""
+    encoded, autocast = [], AUTOCAST.get(precision)
+    for batch in batches:
+        with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
+            images = batch.images.to(device=device, dtype=INPUTS.get(precision), non_blocking=True)
+            images = model.encode_image(images, normalize=True)
+            texts = model.encode_text(batch.texts.to(device=device, non_blocking=True), normalize=True)
+        encoded.append(batch._replace(images=images.float().cpu(), texts=texts.float().cpu()))
     return encoded
 
 
-def _gather(encoded: list[_Encoded], rank: int, world_size: int) -> list[_Encoded]:
+def _gather(encoded: list[EvaluationBatch], rank: int, world_size: int) -> list[EvaluationBatch]:
     """Return the batches of all processes to the first one; others get nothing."""
     if world_size == 1:
         return encoded
@@ -216,38 +168,31 @@ def _gather(encoded: list[_Encoded], rank: int, world_size: int) -> list[_Encode
     gathered = []
     # One batch per process at a time, so that no message grows with the shards.
     for number in range(max(counts)):
-        received: list[_Encoded | None] = [None] * world_size if rank == 0 else []
+        received: list[EvaluationBatch | None] = [None] * world_size if rank == 0 else []
         dist.gather_object(encoded[number] if number < len(encoded) else None, received or None)
         gathered += received
     return [batch for batch in gathered if batch is not None]
 
 
-def _features(model: Any, encoded: Sequence[_Encoded], description: dict[str, Any], **names: Any) -> Features:
+def _features(model: Any, encoded: Sequence[EvaluationBatch], description: dict[str, Any], **names: Any) -> Features:
     encoded = sorted(encoded, key=lambda batch: batch.start)
     similarity = getattr(model, "similarity", None)
     return Features(
         images=torch.cat([batch.images for batch in encoded]),
-        captions=torch.cat([batch.captions for batch in encoded]),
+        captions=torch.cat([batch.texts for batch in encoded]),
         image_of_caption=torch.cat([batch.image_of_caption + batch.start for batch in encoded]),
         description={**({} if similarity is None else describe_similarity(similarity)), **description},
         **names,
     )
 
 
-def _settings(model: nn.Module) -> Iterator[str]:
-    """Yield the type and the plain attributes of each module, such as a number of heads, which no weight tells."""
-    for name, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and key[0] != "_"}
-        yield f"{name} {type(module).__name__} {module.extra_repr()} {sorted(plain.items())}"
-
-
-def _hash(parts: Iterable[Any]) -> str:
-    """Return the SHA-256 of tensors and of the texts of other values, without the addresses of objects in memory."""
+def _hash(parts: Iterable[str | Tensor]) -> str:
+    """Return the SHA-256 of texts and tensors."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:
-            digest.update(re.sub(r" at 0x[0-9a-f]+", "", str(part)).encode())
+            digest.update(part.encode())
     return digest.hexdigest()

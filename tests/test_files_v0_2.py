@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.launcher import main as launch
 from vl_plugins.integrations.pytorch_metric_learning import main as train_towers
 from vl_plugins.retrieval import similarity_ranks

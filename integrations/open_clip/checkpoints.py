@@ -1,29 +1,27 @@
-"""Saved open_clip models, with or without heads. Use :func:`vl_plugins.integrations.checkpoints.load_model`."""
+"""Saved open_clip models, with or without heads. Use :func:`vl_plugins.integrations.loading.load_model`."""
 
 import logging
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import open_clip
 import torch
+from open_clip import factory
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.key_values import literal
+from vl_plugins.integrations.command_lines import literal
+from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.open_clip.heads import add_heads
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained, has_schema
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.retrieval.features import describe_similarity, recorded_similarity
 
-__all__ = ["OTHER_FORMATS", "load_open_clip", "made_with", "read_checkpoint"]
-
-# Files of other libraries, which open_clip reads.
-OTHER_FORMATS = (".npy", ".npz", ".safetensors")
+__all__ = ["load_open_clip", "load_weights", "made_with", "read_checkpoint"]
 
 # Options of the trainer that make a model, but for its weights.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length")
@@ -42,68 +40,64 @@ def made_with(args: Namespace, loss: Any) -> dict[str, Any]:
     return {name: getattr(args, name) for name in MODEL_OPTIONS} | similarity
 
 
-def read_checkpoint(file: str | Path, flag: str) -> dict[str, Any]:
-    """Return the content of a checkpoint, or a file of weights, of ``torch.save``, and run no code in it.
-
-    Raises:
-        UserError: the file, which ``flag`` names, cannot be read, or holds no weights.
-    """
-    try:
-        content = read_torch_file(file, mmap=zipfile.is_zipfile(file))
-    except UnreadableFileError as error:
-        raise UserError(f"{flag} {file}: {error}") from error
-    weights = _weights(f"{flag} {file}", content)
-    return {**content, "state_dict": weights} if "state_dict" in content else weights
+def read_checkpoint(file: str | Path) -> Any:
+    """Return the content of a checkpoint or file of weights; the weights of version 0.2 get their names of today."""
+    return _renamed(read_torch_file(file))
 
 
-def _weights(what: str, content: Any) -> dict[str, Any]:
-    """Return the weights in the content of a file; those of version 0.2 get their names of today."""
-    weights = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    if not isinstance(weights, Mapping) or not any(isinstance(weight, Tensor) for weight in weights.values()):
-        raise UserError(f"{what}: it holds no weights by name")
-    if not any(str(name).endswith(FORMER) for name in weights):
-        return dict(weights)
-    kept = {name: weight for name, weight in weights.items() if not name.endswith(FORMER)}
-    return {re.sub(r"^(module\.)?clip\.", r"\1", name): weight for name, weight in kept.items()}
+def _renamed(content: Any) -> Any:
+    weights = content.get("state_dict", content)
+    if not any(name.endswith(FORMER) for name in weights):
+        return content
+    weights = {re.sub(r"^(module\.)?clip\.", r"\1", name): weight for name, weight in weights.items()}
+    return {**content, "state_dict": {name: weight for name, weight in weights.items() if not name.endswith(FORMER)}}
+
+
+def load_weights(model: nn.Module, file: str | Path, content: Any) -> None:
+    """Load the content of a file into a model, with or without heads, as open_clip does, but resize no weight."""
+    weights = {} if content is None else content.get("state_dict", content)
+    weights = {name.removeprefix("module."): weight for name, weight in weights.items()}
+    # Numbers of sharded models are (1,), others ().
+    numbers = {name: parameter for name, parameter in model.named_parameters() if parameter.numel() == 1}
+    weights |= {name: weights[name].reshape(number.shape) for name, number in numbers.items() if name in weights}
+    replaced: dict[str, Any] = {"load_state_dict": lambda *_, **__: weights}
+    replaced |= dict.fromkeys(("resize_pos_embed", "resize_text_pos_embed"), lambda *_, **__: None)
+    with mock.patch.multiple(factory, **replaced):
+        open_clip.load_checkpoint(model, str(file))
 
 
 def load_open_clip(
     checkpoint: str | Path,
     content: Any,
     model: str | None,
-    *,
     model_config: str | Path | None,
     device: str | torch.device,
     precision: str,
 ) -> tuple[nn.Module, Callable, Callable]:
-    """Load an open_clip model as :func:`vl_plugins.integrations.checkpoints.load_model` does.
+    """Load an open_clip model as :func:`vl_plugins.integrations.loading.load_model` does.
 
     Args:
         content: of the checkpoint's file; None if it is not a file of ``torch.save``.
     """
     made_to = {"device": device, "precision": precision}
-    with user_errors(f"checkpoint {checkpoint}"):
-        if Path(checkpoint).is_file():
-            return _load_file(Path(checkpoint), content, model, model_config, **made_to)
-        # A pretrained tag, or the weights of a model of the hub or a folder.
-        tag = None if has_schema(str(checkpoint)) and model in (None, str(checkpoint)) else str(checkpoint)
-        name = str(checkpoint) if tag is None else model
-        if name is None:
-            raise UserError(f"checkpoint {checkpoint}: no such file")
-        if model_config is not None:
-            add_model_config(model_config)
-        check_model(name)
-        check_pretrained(name, tag, "checkpoint")
-        loaded, preprocess = open_clip.create_model_from_pretrained(name, tag, **made_to)
-        return loaded.eval(), preprocess, open_clip.get_tokenizer(name)
+    if Path(checkpoint).is_file():
+        return _load_file(Path(checkpoint), content, model, model_config, **made_to)
+    # A model of the hub or a folder with its weights, or a pretrained tag.
+    name, tag = (str(checkpoint), None) if has_schema(str(checkpoint)) else (model, str(checkpoint))
+    if name is None:
+        raise UserError(f"checkpoint {checkpoint}: no such file")
+    if model_config is not None:
+        add_model_config(model_config)
+    check_model(name)
+    if tag is not None and not open_clip.is_pretrained_cfg(name, tag):
+        raise UserError(f"checkpoint {tag}: no such file, nor a pretrained tag of {name}")
+    loaded, preprocess = open_clip.create_model_from_pretrained(name, tag, **made_to)
+    return loaded.eval(), preprocess, open_clip.get_tokenizer(name)
 
 
 def _load_file(file: Path, content: Any, model: str | None, model_config: str | Path | None, **made_to: Any) -> Any:
     if file.suffix == ".safetensors":
         content = load_file(file)
-    # open_clip converts big_vision's arrays.
-    weights = {} if file.suffix in (".npz", ".npy") else _weights(f"checkpoint {file}", content)
-    weights = {name.removeprefix("module."): weight for name, weight in weights.items()}
     recorded = _recorded(file, content)
     if config := model_config or recorded.get("model_config"):
         add_model_config(config)
@@ -114,31 +108,21 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
     preprocessing = open_clip.get_pretrained_cfg(name, recorded.get("pretrained") or "")
     options |= {o: recorded.get(o) or preprocessing.get(o.removeprefix("image_")) for o in PREPROCESSING}
     options = {option: value for option, value in options.items() if value is not None}
-    level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # open_clip warns of random weights, which the file replaces
     try:
         loaded, _, preprocess = open_clip.create_model_and_transforms(
             name, load_weights=False, pretrained_text=False, **made_to, **options
         )
     finally:
-        logging.disable(level)
+        logging.disable(logging.NOTSET)
     with user_errors(f"checkpoint {file} does not fit model {name}"):
-        if recorded.get("head") is None:
-            open_clip.load_checkpoint(loaded, str(file))
-        else:
+        if recorded.get("head") is not None:
             similarity = recorded.get("similarity")
             if similarity is not None:
                 similarity = recorded_similarity(similarity, recorded["similarity_kwargs"])
             head_kwargs = {n: value for n, value in recorded["head_kwargs"].items() if FORMER_OPTIONS.get(n) != value}
-            loaded = add_heads(loaded, recorded["head"], head_kwargs, similarity)
-            # Numbers of sharded models are (1,), others ().
-            numbers = {n: weights[n].reshape(p.shape) for n, p in loaded.named_parameters() if p.numel() == 1}
-            loaded.load_state_dict(weights | numbers)
-        for key, tensor in loaded.state_dict().items():
-            if key in weights and tensor.numel() != weights[key].numel():  # open_clip has resized it
-                raise ValueError(
-                    f"{key} is {tuple(weights[key].shape)} in the file and {tuple(tensor.shape)} in the model"
-                )
+            add_heads(loaded, recorded["head"], head_kwargs, similarity)
+        load_weights(loaded, file, content and _renamed(content))
     return loaded.eval(), preprocess, open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
 
 

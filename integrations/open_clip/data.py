@@ -12,7 +12,7 @@ import torch
 from open_clip_train import data as host_data
 from open_clip_train import main as trainer
 from open_clip_train.data import DataInfo
-from open_clip_train.distributed import is_master, world_info_from_env
+from open_clip_train.distributed import is_master
 from torch import Tensor
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
@@ -21,16 +21,15 @@ from vl_plugins.data.files import MAX_FILE_BYTES, read_bytes
 from vl_plugins.data.index import make_index
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record, decode
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.open_clip.flags import flag, parse_args
 
 __all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 
-# Options of open_clip's readers that ours do not have: those for training, and those for any split.
-OF_TRAINING = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
-OF_TRAINING += ("train_data_upsampling_factors", "train_num_samples")
-OF_ANY = ("text_key", "json_text_key", "json_text_key_probs", "image_key", "text_pad_multiple")
-NOT_OURS = OF_TRAINING + OF_ANY
+# Options of open_clip's readers that ours does not have.
+NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
+NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
 
 
 class Steps:
@@ -41,22 +40,17 @@ class Steps:
 
     Attributes:
         number: of the step, from 0, over all epochs.
-        batches: image ids and keys of each batch of the step; none if open_clip's reader made them.
+        batches: image ids of each batch of the step; none if open_clip's reader made them.
     """
 
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
-        self.batches: deque[Any] = deque(maxlen=batches_per_step)
+        self.batches: deque[Tensor] = deque(maxlen=batches_per_step)
 
     @property
     def image_ids(self) -> Tensor | None:
         """Ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
-        return torch.cat([ids for ids, _ in self.batches]) if self.batches else None
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of the images."""
-        return [key for _, keys in self.batches for key in keys]
+        return torch.cat([*self.batches]) if self.batches else None
 
 
 class TrainingData:
@@ -65,20 +59,20 @@ class TrainingData:
     They seed all random numbers at the start of each epoch, so that a resumed run repeats them.
 
     Args:
-        data: of either reader; batches of ours are images, texts, image ids and keys.
+        data: of either reader; batches of ours are images, texts and image ids.
         steps: where to note them.
         seed: of the process.
     """
 
     def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...]):
         self.data, self.steps, self.seed, self.epoch = data, steps, seed, 0
-        self.dataloader = self
+        self.dataloader, self.is_ours = self, isinstance(data.sampler, CaptionSampler)
         self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.data.set_epoch(epoch)
-        if isinstance(self.data.sampler, CaptionSampler):
+        if self.is_ours:
             self.data.sampler.set_epoch(epoch)
         seed_everything(derived_seed(*self.seed, epoch))
 
@@ -87,9 +81,9 @@ class TrainingData:
         self.steps.batches.clear()
         for index, batch in enumerate(self.data.dataloader):
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
-            if isinstance(self.data.sampler, CaptionSampler):
-                images, texts, *noted = batch
-                self.steps.batches.append(noted)
+            if self.is_ours:
+                images, texts, ids = batch
+                self.steps.batches.append(ids)
                 # A task of open_clip 4.x takes a mapping.
                 batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
             yield batch
@@ -101,44 +95,29 @@ class Table(Collection):
     Args:
         file: path or URL.
         args: with open_clip's ``csv_separator``, ``csv_img_key`` and ``csv_caption_key``.
-
-    Raises:
-        UserError: the file has no such column, or no rows.
     """
 
     def __init__(self, file: str, args: Namespace):
-        rows = pandas.read_csv(file, sep=args.csv_separator)
-        columns = [one_of("column", name, rows.columns) for name in (args.csv_img_key, args.csv_caption_key)]
+        rows = pandas.read_csv(file, sep=args.csv_separator)[[args.csv_img_key, args.csv_caption_key]]
         captions: dict[str, list[str]] = {}
-        for path, caption in rows[columns].astype(str).itertuples(index=False):
+        for path, caption in rows.astype(str).itertuples(index=False):
             captions.setdefault(path, []).append(caption)
-        if not captions:
-            raise UserError(f"--train-data {file}: it has no rows")
         records = [Record(path, tuple(texts), path, tuple(range(len(texts)))) for path, texts in captions.items()]
         nowhere = [0] * len(records)
         super().__init__([file], [make_index(records, nowhere, nowhere, size=0).head])
         self.records = records
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        """Return the content of the picture files, or the errors."""
-        found: list[bytes | Exception] = []
-        for image in images:
-            try:
-                found.append(read_bytes(self.records[image].key, max_bytes=MAX_FILE_BYTES))
-            except UserError as error:
-                found.append(error)
-        return found
+        return [b"" for _ in images]  # a TableDataset opens the picture files
 
 
 class TableDataset(ShardDataset):
     """The images of a :class:`Table` with their captions."""
 
     def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
-        if isinstance(data, Exception):
-            raise data
         record = self.collection.records[draw.image]
-        image = decode({"jpg": data}, max_pixels=self.max_pixels)
-        return image, [record.captions[number] for number in draw.captions], record.key
+        picture = decode({"jpg": read_bytes(record.key, max_bytes=MAX_FILE_BYTES)}, max_pixels=self.max_pixels)
+        return picture, [record.captions[number] for number in draw.captions], record.key
 
 
 def read_splits(args: Namespace) -> dict[str, Collection]:
@@ -168,22 +147,18 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                     f"--val-data {path}: open_clip's validation compares single vectors, not sets; give shards of "
                     "`vl-plugins shards`"
                 )
-            if split in found:
-                _dataset(found[split], _unchanged, _unchanged)[0]
-    if found:
+    if "train_data" in found:
         defaults = vars(parse_args([]))
-        for name in NOT_OURS if "train_data" in found else OF_ANY:
+        for name in NOT_OURS:
             if getattr(args, name, None) != defaults.get(name):
                 raise UserError(
                     f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
                 )
-    if "train_data" in found:
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
-        _sampler(args, found["train_data"], 0, world_info_from_env()[2])  # for its checks
     elif args.allow_duplicate_captions or args.on_read_error == "raise":
-        given = "allow-duplicate-captions" if args.allow_duplicate_captions else "on-read-error"
         raise UserError(
-            f"--{given} needs the reader of vl_plugins: give --train-data, and --loss or --captions-per-image"
+            "--allow-duplicate-captions and --on-read-error need the reader of vl_plugins: give --train-data, and "
+            "--loss or --captions-per-image"
         )
     return found
 
@@ -216,7 +191,7 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
     if "val_data" in splits:
-        dataset = _dataset(splits["val_data"], preprocess_fns[1], tokenizer)
+        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
         loader.num_samples = len(dataset)  # for wandb
         data["val"] = DataInfo(loader)
@@ -231,36 +206,19 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
                 f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
                 "their txt is their only positive, and all else in a batch is negative"
             )
-    sampler = _sampler(args, collection, args.rank, args.world_size)
-    max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
-    dataset = _dataset(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
-    loader = training_loader(
-        dataset,
-        sampler,
-        workers=args.workers,
-        collate_fn=lambda items: (*dataset.collate(items), [item.key for item in items]),
-    )
-    loader.num_batches = len(loader)
-    loader.num_samples = len(sampler) * sampler.world_size
-    return DataInfo(loader, sampler)
-
-
-def _dataset(collection: Collection, transform: Any, tokenizer: Any, **options: Any) -> ShardDataset:
-    kind = TableDataset if isinstance(collection, Table) else ShardDataset
-    return kind(collection, transform, tokenizer, **options)
-
-
-def _sampler(args: Namespace, collection: Collection, rank: int, world_size: int) -> CaptionSampler:
-    return CaptionSampler(
+    sampler = CaptionSampler(
         collection,
         args.batch_size,
         captions_per_image=args.captions_per_image,
         seed=args.seed,
         distinct_captions=not args.allow_duplicate_captions,
-        rank=rank,
-        world_size=world_size,
+        rank=args.rank,
+        world_size=args.world_size,
     )
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+    max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
+    kind = TableDataset if isinstance(collection, Table) else ShardDataset
+    dataset = kind(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
+    loader = training_loader(dataset, sampler, workers=args.workers)
+    loader.num_batches = len(loader)
+    loader.num_samples = len(sampler) * sampler.world_size
+    return DataInfo(loader, sampler)

@@ -2,15 +2,14 @@
 
 import argparse
 import os
-from argparse import Action, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
-from vl_plugins.integrations.config_files import find_config, read_yaml
-from vl_plugins.integrations.key_values import KeyValues, Parser
+from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["KINDS", "flag", "parse_args"]
@@ -73,13 +72,10 @@ class _Parser(Parser):
             "without ours, which come last, training is unchanged.",
             allow_abbrev=True,
         )
-        self.ours: set[Action] = set()
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         """Return all options; flags on the command line win over those in the file of ``--config``."""
-        theirs = set(self._actions)
         _add_flags(self)
-        self.ours = set(self._actions) - theirs
         given, _ = self.parse_known_args(argv)
         if given.config is None:
             return super().parse_args(argv)
@@ -93,19 +89,6 @@ class _Parser(Parser):
                 _check_shards(f"{file}: {option}", getattr(found, option), found)
         return found
 
-    def _get_option_tuples(self, option_string: str) -> list:
-        """Return what an abbreviation stands for: a flag of open_clip, if the abbreviation begins none of ours.
-
-        ``--los`` never becomes ``--loss-dist-impl``; ``--mod`` is ``--model`` still, with which ``--model-config``
-        begins.
-        """
-        found = super()._get_option_tuples(option_string)
-        theirs = [match for match in found if match[0] not in self.ours]
-        ours = [match[1] for match in found if match[0] in self.ours]
-        if ours and not (len(theirs) == 1 and all(name.startswith(theirs[0][1]) for name in ours)):
-            self.error(f"unknown option {option_string}; did you mean {' or '.join(ours)}?")
-        return theirs
-
     def _words(self, file: Path, given: Namespace) -> list[str]:
         """Return a configuration file as a command line."""
         config = read_yaml(file, extra="open-clip")
@@ -116,32 +99,18 @@ class _Parser(Parser):
         words = []
         for key, value in config.items():
             action = actions[one_of(f"key in {file}", key, actions)]
-            if isinstance(action, KeyValues):
-                if not isinstance(value, Mapping):
-                    raise UserError(f"{file}: {key} must be a mapping such as {{margin: 0.2}}, got {value!r}")
-                kind = action.dest.removesuffix("_kwargs")
-                if getattr(given, kind) not in (None, config.get(kind)):
-                    continue  # the command line names another loss, miner, ...: these are not its options
-            if value is not None and isinstance(value, bool) != (action.nargs == 0):
-                expected = "true or false" if action.nargs == 0 else "a value"
-                raise UserError(f"{file}: {key} must be {expected}, got {value!r}")
-            values = _values(f"--{key}", value)
-            if any(word.startswith("-") for word in values[1:]):
-                raise UserError(f"{file}: {key} holds {values[1:]}, which would be read as flags")
-            words += values
+            kind = action.dest.removesuffix("_kwargs")
+            if isinstance(action, KeyValues) and getattr(given, kind) not in (None, config.get(kind)):
+                continue  # the command line names another loss, miner, ...: these are not its options
+            if isinstance(value, Mapping):
+                words += [f"--{key}", *(f"{name}={item}" for name, item in value.items())]
+            elif isinstance(value, list):
+                words += [f"--{key}", *map(str, value)]
+            elif action.nargs == 0 and isinstance(value, bool):
+                words += [f"--{key}"] * value
+            elif value is not None:
+                words.append(f"--{key}={value}")
         return words
-
-
-def _values(flag: str, value: Any) -> list[str]:
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [flag]
-    if isinstance(value, Mapping):
-        return [flag, *(f"{name}={item}" for name, item in value.items())]
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={value}"]
 
 
 def _check_shards(what: str, pattern: str, args: Namespace) -> None:

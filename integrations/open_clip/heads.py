@@ -14,7 +14,7 @@ from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 
-__all__ = ["LinearHead", "add_heads", "check_head"]
+__all__ = ["LinearHead", "add_heads"]
 
 
 class LinearHead(nn.Linear):
@@ -35,11 +35,6 @@ class LinearHead(nn.Linear):
     def forward(self, features: TowerFeatures) -> dict[str, Tensor]:  # type: ignore[override]
         assert features.pooled is not None  # every tower of open_clip pools
         return {"features": super().forward(features.pooled.to(self.weight.dtype))}
-
-
-def check_head(head: str, options: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for options of ``--head`` that are unknown or out of range."""
-    _make_head(head, TowerFeatures(torch.zeros(1, 1, 2), torch.zeros(1, 2), None, None, True), options)
 
 
 def add_heads(

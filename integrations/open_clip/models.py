@@ -7,10 +7,9 @@ from typing import Any
 
 import open_clip
 
-from vl_plugins.data.files import read_bytes
-from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
+from vl_plugins.errors import UserError, one_of, user_errors
 
-__all__ = ["add_model_config", "check_model", "check_pretrained", "has_schema", "register_models"]
+__all__ = ["add_model_config", "check_model", "has_schema", "register_models"]
 
 # Entries with which transformers imports Python files of a model's folder.
 CODE = ("trust_remote_code", "auto_map")
@@ -31,7 +30,8 @@ def add_model_config(path: str | Path) -> None:
     """
     path = Path(path)
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-        _check_no_code(f"--model-config {file}", _read_json(file))
+        with user_errors(f"--model-config {file}"):
+            _check_no_code(str(file), json.loads(file.read_bytes()))
     open_clip.add_model_config(path)
 
 
@@ -50,31 +50,17 @@ def check_model(name: str) -> dict[str, Any]:
     return config
 
 
-def check_pretrained(model: str, pretrained: str | None, what: str = "--pretrained") -> None:
-    """Raise ``UserError`` unless ``pretrained`` is a file or a tag of the model."""
-    if pretrained and has_schema(model):
-        raise UserError(f"{what} {pretrained}: {model} comes with its weights; drop one")
-    if pretrained and not Path(pretrained).is_file() and not open_clip.is_pretrained_cfg(model, pretrained):
-        hint = did_you_mean(pretrained, open_clip.list_pretrained_tags_by_model(model))
-        raise UserError(f"{what} {pretrained}: no such file, nor a pretrained tag of {model}{hint}")
-
-
 def has_schema(model: str) -> bool:
     """Return whether a model's configuration and weights come from a folder or the hub: ``local-dir:``, ``hf-hub:``."""
     return model.startswith(("local-dir:", "hf-hub:"))
 
 
-def _read_json(file: Path) -> Any:
-    with user_errors(str(file)):
-        return json.loads(read_bytes(file))
-
-
 def _check_no_code(what: str, config: Any, folder: str = "") -> None:
     """Raise ``UserError`` if a model's configuration, or a file in a folder that it names, asks for code to be run."""
-    text = config.get("text_cfg", {}) if isinstance(config, dict) else {}
+    text = config.get("text_cfg", {})
     folders = [Path(name) for name in (folder, text.get("hf_model_name"), text.get("hf_tokenizer_name")) if name]
     files = [file for path in folders for file in sorted(path.glob("*.json"))]
-    for source, content in [(what, config), *((str(file), _read_json(file)) for file in files)]:
+    for source, content in [(what, config), *((str(file), json.loads(file.read_bytes())) for file in files)]:
         for entry in CODE:
             if entry in str(content):
                 raise UserError(f"{source}: {entry} is not supported: it runs code that comes with the model")

@@ -21,13 +21,14 @@ from open_clip_train import main as trainer
 from webdataset import autodecode
 
 from vl_plugins.data.sampler import parse_captions_per_image
-from vl_plugins.errors import UserError, first_line, user_errors
+from vl_plugins.errors import UserError, user_errors
+from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, validation
-from vl_plugins.integrations.open_clip.checkpoints import OTHER_FORMATS, made_with, read_checkpoint
+from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
-from vl_plugins.integrations.open_clip.heads import add_heads, check_head
+from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model, check_pretrained
+from vl_plugins.integrations.open_clip.models import add_model_config, check_model
 from vl_plugins.registry import format_options
 
 if hasattr(trainer, "create_task"):
@@ -35,14 +36,12 @@ if hasattr(trainer, "create_task"):
 
 __all__ = ["train"]
 
-# Options of open_clip that a loss or a head of ours excludes; sets are no vectors that a classifier can take.
+# Options of open_clip that a loss or a head of ours would silently undo; a classifier takes no sets.
 EXCLUDED = {
     "loss": ("siglip", "distill_model", "horovod", "use_naflex"),
     "head": ("torchscript", "trace", "use_bnb_linear", "distill_model"),
     "head set": ("imagenet_val", "imagenet_v2"),
 }
-# Entries in the configurations of models that do not only compare images with captions.
-OTHER_MODELS = ("audio_cfg", "audio_naflex_cfg", "genlap_cfg", "genlip_cfg", "multimodal_cfg")
 # Files in shards that webdataset would unpickle.
 PICKLES = ("pickle", "pyd")
 
@@ -59,7 +58,7 @@ def train(args: Namespace) -> int:
         The exit status.
 
     Raises:
-        UserError: something is wrong with the flags or a file; or in the end, validation data could not be read.
+        UserError: something is wrong with the flags or a file.
     """
     _check(args)
     steps, loss = data.Steps(args.accum_freq), None
@@ -68,7 +67,7 @@ def train(args: Namespace) -> int:
             loss = build_loss(args, steps)
             _try(loss, (4, 2, 8) if args.head == "set" else (4, 8))
     splits = data.read_splits(args)
-    host_train, errors = trainer.train_one_epoch, list[UserError]()
+    host_train = trainer.train_one_epoch
     with ExitStack() as border, ExitStack() as patches:
         border.enter_context(user_errors(f"--resume {args.resume}" if args.resume else "open_clip"))
 
@@ -80,7 +79,7 @@ def train(args: Namespace) -> int:
             "parse_args": lambda argv: args,
             "create_model_and_transforms": partial(_create_model, args=args, loss=loss),
             "get_data": partial(data.get_data, host_get_data=trainer.get_data, splits=splits, steps=steps),
-            "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate, errors=errors),
+            "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate),
             "train_one_epoch": train_one_epoch,
         }
         if hasattr(trainer, "pt_load"):  # in 3.x
@@ -94,26 +93,15 @@ def train(args: Namespace) -> int:
         patches.enter_context(mock.patch.object(torch, "save", partial(_save, args=args, loss=loss)))
         patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", _DataParallel))
         patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, _refuse)))
-        status = trainer.main([])
-    if errors:
-        raise errors[-1]
-    return 2 if status else 0
+        return 2 if trainer.main([]) else 0
 
 
 def _check(args: Namespace) -> None:
     """Raise ``UserError`` for flags that do not go together, before anything is written."""
-    sources = (args.train_data, args.val_data, args.imagenet_val, args.imagenet_v2)
-    if not any(sources) and not args.dataset_type.startswith("synthetic"):
-        raise UserError("there is nothing to do: give --train-data or --val-data, or --help for all options")
-    if args.resume == "latest" and args.name is None:
-        raise UserError("--resume latest continues an earlier run: give its --name")
-    if args.resume not in (None, "latest") and "://" not in args.resume and not os.path.isdir(args.resume):
-        _load(args.resume)
     if args.model_config is not None:
         add_model_config(args.model_config)
     for model in filter(None, (args.distill_model, args.model)):
-        config = check_model(model)
-    check_pretrained(args.model, args.pretrained)
+        check_model(model)
     captions = parse_captions_per_image(args.captions_per_image or "random")
     needs_loss = {kind: getattr(args, kind) for kind in ("miner", "reducer", "distance")}
     needs_loss |= {"captions-per-image": captions not in ("random", "first", 1), "head set": args.head == "set"}
@@ -127,14 +115,9 @@ def _check(args: Namespace) -> None:
         for name in EXCLUDED[kind] if given else ():
             if getattr(args, name, None):
                 raise UserError(f"--{kind} does not support {flag(name)}: remove one of them")
-    other = next((entry for entry in OTHER_MODELS if entry in config), None)
-    if other and (args.loss or args.head):
-        raise UserError(f"--loss and --head do not support --model {args.model}, which has {other}")
     # The loss uses a learned similarity after the model's forward pass.
     if args.loss and getattr(args, "fsdp", False) and not args.fsdp_no_reshard_after_forward:
         raise UserError("--loss with --fsdp needs whole parameters: add --fsdp-no-reshard-after-forward")
-    if args.head:
-        check_head(args.head, args.head_kwargs)
 
 
 def _try(loss: TwoTowerLoss, shape: tuple[int, ...]) -> None:
@@ -154,41 +137,38 @@ def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: A
         compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
         logging.info(f"Each process compares {compared} of all processes; gradients are exact with any flags")
     with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}"):
-        weights: dict[str, Any] = {}
+        content = {}
         if pretrained and Path(pretrained).is_file() and Path(pretrained).suffix not in OTHER_FORMATS:
-            content = read_checkpoint(pretrained, "--pretrained")
-            weights = content.get("state_dict", content)
-        has_heads = any("image_head." in key for key in weights)
-        use = None if has_heads and args.head else pretrained
-        model, *transforms = open_clip.create_model_and_transforms(name, use, **options)
+            content = read_checkpoint(pretrained)
+        has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
+        model, *transforms = open_clip.create_model_and_transforms(name, None if has_heads else pretrained, **options)
         if args.head:
             similarity = loss.loss.distance if args.head == "set" else None
             model = add_heads(model, args.head, args.head_kwargs, similarity)
-        if has_heads and args.head:
-            model.load_state_dict({key.removeprefix("module."): weight for key, weight in weights.items()})
+        if has_heads:
+            load_weights(model, str(pretrained), content)
     return model, *transforms
 
 
 def _save(obj: Any, f: Any, *given: Any, args: Namespace, loss: Any, **options: Any) -> None:
     """Save a file completely or not at all, in place of ``torch.save``; a checkpoint says what made the model."""
     if not isinstance(f, (str, os.PathLike)):
-        return save(obj, f, *given, **options)
+        save(obj, f, *given, **options)
+        return
     if isinstance(obj, dict) and "epoch" in obj and (args.loss or args.head):
         obj = {**obj, "args": made_with(args, loss)}
     partial_file = Path(f).parent / ".partial" / Path(f).name  # torch writes the name into the file
-    try:
+    with user_errors(f"cannot write {f}"):  # torch raises a RuntimeError if the disk is full
         partial_file.parent.mkdir(exist_ok=True)
         save(obj, partial_file, *given, **options)
         os.replace(partial_file, f)
         with suppress(OSError):  # a killed process left another file
             partial_file.parent.rmdir()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"cannot write {f}: {first_line(error)}; is the disk full?") from error
 
 
 def _load(file: str, map_location: Any = "cpu") -> Any:
     """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
-    return pt_load(file, map_location) if "://" in file else read_checkpoint(file, "--resume")
+    return pt_load(file, map_location) if "://" in file else read_checkpoint(file)
 
 
 def _refuse(content: bytes) -> Any:

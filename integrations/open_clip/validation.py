@@ -1,6 +1,5 @@
 """Validation during training: image-text retrieval over all captions, in open_clip's own reports."""
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from open_clip_train.distributed import is_master
 from torch import nn
 
 from vl_plugins.data import ShardDataset
-from vl_plugins.errors import UserError, message
 from vl_plugins.integrations.encoding import log_metrics, validate
 
 __all__ = ["evaluate"]
@@ -20,27 +18,16 @@ ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "z
 
 
 def evaluate(
-    model: nn.Module,
-    data: Mapping[str, Any],
-    epoch: int,
-    args: Namespace,
-    *,
-    host_evaluate: Callable,
-    errors: list[UserError],
-    **options: Any,
+    model: nn.Module, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
 ) -> dict[str, float]:
     """Evaluate in place of open_clip's ``evaluate``, which reports our metrics with those of its zero-shot evaluation.
-
-    If validation data cannot be read during a training, the error is logged and added to ``errors``, and the training
-    continues.
 
     Args:
         model, data, epoch, args, options: as open_clip gives them; a task in 4.x in place of the model.
         host_evaluate: open_clip's function.
-        errors: of the data.
 
     Raises:
-        UserError: an embedding is not finite; or, without training, the data cannot be read.
+        UserError: the data cannot be read, or an embedding is not finite.
     """
     if "val" not in data or not isinstance(getattr(data["val"].dataloader, "dataset", None), ShardDataset):
         return host_evaluate(model, data, epoch, args, **options)
@@ -53,16 +40,7 @@ def evaluate(
         task: Any = model
         unwrapped = task.get_trainable_module() if hasattr(task, "get_trainable_module") else task
         unwrapped = getattr(unwrapped, "module", unwrapped)
-        try:
-            found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
-        except UserError as error:
-            if "train" not in data:
-                raise
-            errors.append(error)
-            logging.error(f"Eval Epoch: {epoch} {message(error)}")
-            return metrics
-        except ValueError as error:
-            raise UserError(f"validation after epoch {epoch}: {error}") from error
+        found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
         if is_master(args):
             log_metrics(found, epoch)
         return {**metrics, **found, "epoch": epoch}

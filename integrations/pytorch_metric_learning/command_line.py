@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.errors import UserError, exit_status, require, user_errors
-from vl_plugins.integrations.key_values import KeyValues, Parser
+from vl_plugins.integrations.command_lines import KeyValues, Parser
 
 __all__ = ["build_parser", "main", "overrides"]
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vl_plugins.errors import UserError, first_line, one_of
-from vl_plugins.integrations.config_files import find_config, read_yaml
+from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config", "split"]

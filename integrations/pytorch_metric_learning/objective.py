@@ -5,24 +5,16 @@ import warnings
 from typing import Any
 
 import torch
-from pytorch_metric_learning.losses import BaseMetricLossFunction
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.data.randomness import seed_everything
-from vl_plugins.distributed import all_gather_rows
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import one_of, user_errors
-from vl_plugins.integrations.cross_modal import (
-    check_compares_sets,
-    check_takes_references,
-    compares_sets,
-    cross_modal_loss,
-)
+from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
 from vl_plugins.integrations.pytorch_metric_learning.towers import Tower, TwoTowers, build_towers, build_vocabulary
-from vl_plugins.numerics import full_precision
-from vl_plugins.registry import create, create_loss
 
 __all__ = ["Objective", "Schedule", "build_objective", "make_optimizer"]
 
@@ -52,26 +44,23 @@ class Objective(nn.Module):
         chunk_size: int | None = None,
     ):
         super().__init__()
-        if not one_set:
-            check_takes_references(loss)
-        self.towers, self.loss, self.miner, self.one_set, self.chunk_size = towers, loss, miner, one_set, chunk_size
+        self.towers, self.chunk_size = towers, chunk_size
+        self.compare = DistributedLoss(CrossModalLoss(loss, miner, one_set))
         self._trainable = [parameter for parameter in towers.parameters() if parameter.requires_grad]
 
     def forward(self, images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,)."""
         chunk_size = self.chunk_size or len(images)
-        image_sides = self._encode(self.towers.image, images, chunk_size)
-        text_sides = self._encode(self.towers.text, texts, chunk_size * (len(texts) // len(images)))
-        with torch.autocast(images.device.type, enabled=False):
-            sides = [None if side is None else full_precision(side)[0] for side in (*image_sides, *text_sides)]
-            images, image_slots, texts, text_slots, labels = all_gather_rows(*sides, labels)
-            text_labels = labels.repeat_interleave(len(texts) // len(images))
-            if not self.one_set:
-                sides = (images, labels, texts, text_labels)
-                return cross_modal_loss(self.loss, *sides, self.miner, image_slots, text_slots)
-            embeddings, labels = torch.cat([images, texts]), torch.cat([labels, text_labels])
-            pairs = None if self.miner is None else self.miner(embeddings, labels)
-            return self.loss(embeddings, labels, pairs)
+        captions = len(texts) // len(images)
+        images, image_slots = self._encode(self.towers.image, images, chunk_size)
+        texts, text_slots = self._encode(self.towers.text, texts, chunk_size * captions)
+        slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
+        return self.compare(images, labels, texts, **slots)
+
+    @property
+    def loss(self) -> Any:
+        """The loss, with its parameters."""
+        return self.compare.loss.loss
 
     def _encode(self, tower: Tower, inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
         return tower(inputs) if self.chunk_size is None else encode_in_chunks(tower, inputs, chunk_size)
@@ -110,20 +99,9 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
         UserError: an unknown name or option, an option out of its range, or parts that do not fit each other.
     """
     seed_everything(config.seed)  # of the parameters of the loss
-    options = {kind: getattr(config, kind) for kind in ("reducer", "distance") if getattr(config, kind) is not None}
-    with user_errors("loss"):
-        loss = create_loss(config.loss, **options)
-        named = "distance" in {**split(config.loss)[1], **options}
-        if config.head and not named and isinstance(loss, BaseMetricLossFunction) and not compares_sets(loss):
-            loss = create_loss(config.loss, **options, distance="smooth_chamfer")
-    shared, miner = {}, None
-    if config.head is not None:
-        check_compares_sets(loss)
-        shared = {"distance": loss.distance}
-    if config.miner is not None:
-        with user_errors("miner"):
-            given = split(config.miner)[1]
-            miner = create("miner", config.miner, **{name: shared[name] for name in shared if name not in given})
+    chosen = {kind: getattr(config, kind) for kind in ("miner", "reducer", "distance")}
+    with user_errors("loss or miner"):
+        loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
     vocabulary = build_vocabulary(config) if vocabulary is None else vocabulary
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None

@@ -8,7 +8,8 @@ from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
 
 from vl_plugins.data import CaptionSampler
-from vl_plugins.integrations.cross_modal import check_takes_references, cross_modal_loss
+from vl_plugins.distributed import DistributedLoss
+from vl_plugins.integrations.cross_modal import CrossModalLoss
 
 __all__ = ["CrossModalTrainer"]
 
@@ -40,8 +41,8 @@ class CrossModalTrainer(BaseTrainer):
     data_and_label_getter: Any
 
     def custom_setup(self) -> None:
-        for loss in self.loss_funcs.values():
-            check_takes_references(loss)
+        miner = self.mining_funcs.get("tuple_miner")
+        self.compare = {name: DistributedLoss(CrossModalLoss(loss, miner)) for name, loss in self.loss_funcs.items()}
         self.data_and_label_getter = self.data_and_label_getter or (lambda batch: (batch[:2], batch[2]))
 
     def modify_schema(self) -> None:
@@ -65,12 +66,9 @@ class CrossModalTrainer(BaseTrainer):
         if texts.ndim == 3 and not texts.is_floating_point():
             texts = texts.flatten(0, 1)  # torch's default collate stacks the k texts of each image
         images, texts = self._encode("image", images, self.dtype), self._encode("text", texts, None)
-        labels = labels.to(images.device)
-        text_labels = labels.repeat_interleave(len(texts) // len(images))
-        miner = self.mining_funcs.get("tuple_miner")
-        for name, loss in self.loss_funcs.items():
+        for name, compare in self.compare.items():
             if self.loss_weights.get(name, 0) > 0:
-                self.losses[name] = cross_modal_loss(loss, images, labels, texts, text_labels, miner)
+                self.losses[name] = compare(images, labels.to(images.device), texts)
 
     def _encode(self, side: str, inputs: Any, dtype: torch.dtype | None) -> Tensor:
         inputs = common_functions.to_device(inputs, device=self.data_device, dtype=dtype)

@@ -26,6 +26,7 @@ from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.encoding import log_metrics, validate
+from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
 from vl_plugins.integrations.pytorch_metric_learning.objective import (
@@ -33,7 +34,6 @@ from vl_plugins.integrations.pytorch_metric_learning.objective import (
     build_objective,
     make_optimizer,
 )
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -233,10 +233,7 @@ class Run:
             return {}
         if not resume:
             raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume")
-        try:
-            saved = read_torch_file(file)
-        except UnreadableFileError as error:
-            raise UserError(f"checkpoint {file}: {error}") from error
+        saved = read_torch_file(file)
         if not isinstance(saved, dict) or (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
             raise UserError(
                 f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"

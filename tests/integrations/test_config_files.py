@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.config_files import read_yaml
+from vl_plugins.integrations.command_lines import read_yaml
 
 ALIASES = "a: &a [1, 1, 1, 1]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghijk"))
 

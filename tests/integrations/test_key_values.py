@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.key_values import KeyValues, parse_key_values
+from vl_plugins.integrations.command_lines import KeyValues, parse_key_values
 
 
 @pytest.mark.parametrize(

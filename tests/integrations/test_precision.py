@@ -9,8 +9,8 @@ from open_clip import get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.loading import PRECISIONS, autocast, input_dtype
 from vl_plugins.integrations.open_clip.flags import parse_args
-from vl_plugins.integrations.precision import PRECISIONS, autocast, input_dtype
 
 
 def product_type(context):

@@ -10,7 +10,7 @@ from pytorch_metric_learning.distances import LpDistance
 from tests.helpers.pml_settings import settings
 from vl_plugins.cli import main as vl_plugins
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.launcher import main as open_clip
 from vl_plugins.integrations.pytorch_metric_learning import Run, parse_config
 from vl_plugins.integrations.pytorch_metric_learning import main as pml

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.integrations.loading import UnreadableFileError, read_torch_file
 
 CONTENT = {
     "epoch": 3,

@@ -7,7 +7,7 @@ import sys
 from vl_plugins.commands.encode import positive
 from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import user_errors
-from vl_plugins.integrations.key_values import parse_key_values
+from vl_plugins.integrations.command_lines import parse_key_values
 from vl_plugins.registry import create_loss, format_options
 
 __all__ = ["register"]
@@ -86,8 +86,8 @@ def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.data import read_collection
 
     collection = read_collection(arguments.shards)  # before torch is imported
-    from vl_plugins.integrations.checkpoints import load_model
     from vl_plugins.integrations.encoding import find_checkpoint
+    from vl_plugins.integrations.loading import load_model
     from vl_plugins.plots.attention import attended_images, plot_attention
 
     file = find_checkpoint(arguments.checkpoint)

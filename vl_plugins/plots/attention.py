@@ -96,7 +96,7 @@ def attended_images(
     The nearest caption has the element with the largest cosine; of several with the same the first.
 
     Args:
-        model: with a set head, as :func:`vl_plugins.integrations.checkpoints.load_model` returns it with the other two.
+        model: with a set head, as :func:`vl_plugins.integrations.loading.load_model` returns it with the other two.
         preprocess: from an RGB ``PIL.Image`` to a tensor (3, H, W); the picture is shown without its normalization.
         tokenizer: from n texts to a tensor (n, L).
         collection: images and captions.

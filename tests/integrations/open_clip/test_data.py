@@ -2,7 +2,6 @@
 
 import shutil
 from argparse import Namespace
-from pathlib import Path
 
 import open_clip_train.main
 import pytest
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
-from tests.helpers.open_clip_data_flags import data_flags, without_rule
 from tests.reference import losses as reference
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
@@ -81,7 +79,6 @@ def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
     numbers = [int(image[0, 0, 0]) - 1 for image in images]
     assert sorted(numbers) == steps.image_ids.sort().values.tolist() == [*range(8)]
     assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
-    assert steps.keys == [f"{tmp_path}/{number}.png" for number in numbers]
     (tmp_path / "3.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"cannot read image 3, in .*table\.csv"):
         list(
@@ -100,13 +97,6 @@ def test_equal_captions_of_a_table_do_not_meet(args, tmp_path):
         batches = list(read(args(*LOSS, "--train-data", f"{tmp_path}/table.tsv", *more))["train"].dataloader)
         assert len(batches) == 2
         assert any(len(texts.unique(dim=0)) < 8 for _, texts in batches) is meet
-
-
-def test_a_rule_for_every_data_flag_of_the_installed_version():
-    """A flag of a new version that is in none of the three would be ignored without a word."""
-    flags = data_flags(Path(open_clip_train.main.__file__).parent, vars(parse_args([])))
-    assert {"train_data", "batch_size", "csv_separator", "val_num_samples"} <= flags
-    assert without_rule(flags) == set()
 
 
 def test_flags_for_training_leave_validation_alone(args):
@@ -128,7 +118,7 @@ def test_the_limit_of_pixels_is_that_of_open_clip(args):
 
 def test_batches_as_the_trainer_needs_them(args):
     """Epochs differ, processes share them out, and every image and step is noted."""
-    steps, keys = Steps(batches_per_step=3), []
+    steps, shared = Steps(batches_per_step=3), []
     train = read(args(*LOSS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
     assert steps.image_ids is None
@@ -139,7 +129,7 @@ def test_batches_as_the_trainer_needs_them(args):
         for number, (images, texts) in enumerate(train.dataloader):
             assert (images.shape, texts.shape) == ((8, 3, 4, 4), (24, 2))
             assert steps.number == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
-            assert len(steps.image_ids) == len(steps.keys) == 8 * min(number + 1, 3)
+            assert len(steps.image_ids) == 8 * min(number + 1, 3)
             ids += steps.image_ids[-8:].tolist()
             seen.append(texts)
         assert sorted(ids) == [*range(64)]
@@ -150,8 +140,8 @@ def test_batches_as_the_trainer_needs_them(args):
         arguments.rank, arguments.world_size = rank, 2
         train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
-        keys += [key for _ in train for key in steps.keys]
-    assert len(set(keys)) == len(keys) == 64
+        shared += [number for _ in train for number in steps.image_ids.tolist()]
+    assert sorted(shared) == [*range(64)]
 
 
 def test_an_epoch_draws_the_same_random_numbers_wherever_training_begins(args):
@@ -187,7 +177,7 @@ def test_images_of_a_group_are_positives_of_each_other(args, grouped_shards):
         features = [torch.nn.functional.normalize(side, dim=1).requires_grad_() for side in drawn]
         value = loss(*features, torch.tensor(1.0))
 
-        batch = [groups[int(key.rpartition("-")[2])] for key in steps.keys]
+        batch = [groups[number] for number in steps.image_ids.tolist()]
         assert len(set(batch)) < len(batch), "images of a group meet"
         pairs = [(row, column) for row in range(len(batch)) for column in range(2 * len(batch))]
         positives = {(row, column) for row, column in pairs if batch[row] == batch[column // 2]}

@@ -68,7 +68,7 @@ def make_loss(name, rank=0, world_size=1, local_loss=False, image_ids=None):
         return ClipLoss(local_loss, gather_with_grad=True, rank=rank, world_size=world_size)
     steps = Steps()
     if image_ids is not None:
-        steps.batches.append((torch.tensor(image_ids), []))
+        steps.batches.append(torch.tensor(image_ids, dtype=torch.long))
     return build_loss(Namespace(**vars(CASES[name]) | {"local_loss": local_loss}), steps)
 
 
@@ -203,7 +203,7 @@ def test_the_same_image_in_another_process_is_no_negative():
     steps, scale = Steps(), torch.tensor(1.0)
     loss = build_loss(options("triplet_hn", margin=0.5), steps)
     assert loss(images, texts, scale) > 0.5
-    steps.batches.append((torch.tensor([4, 2, 4]), []))
+    steps.batches.append(torch.tensor([4, 2, 4]))
     assert loss(images, texts, scale) == 0
 
 

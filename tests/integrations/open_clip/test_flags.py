@@ -41,9 +41,8 @@ def test_by_default_ours_ask_for_nothing():
     )
 
 
-@pytest.mark.parametrize(("words", "option"), [("--accum 3", {"accum_freq": 3}), ("--mod RN101", {"model": "RN101"})])
-def test_abbreviations_of_open_clip(words, option):
-    assert changed(words.split()) == option
+def test_abbreviations_of_open_clip():
+    assert changed(["--accum", "3"]) == {"accum_freq": 3}
 
 
 def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):

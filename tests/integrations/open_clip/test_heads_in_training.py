@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.open_clip_training import TINY, error_line, read_checkpoint, read_results, small_shard_flags
 from vl_plugins.cli import main as vl_plugins
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.launcher import main
 
 SMALL = ["--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]

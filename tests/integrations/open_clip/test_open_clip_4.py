@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.helpers.open_clip_data_flags import data_flags, without_rule
+
 from tests.helpers.open_clip_training import (
     LAUNCH,
     TINY,

@@ -11,7 +11,6 @@ from open_clip_train.data import DataInfo
 
 from vl_plugins.data import EvaluationBatch, ShardDataset
 from vl_plugins.distances import MatchProbability
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.validation import evaluate
 
 
@@ -53,10 +52,9 @@ def setting(tmp_path):
     return model, {"val": DataInfo(batches)}, args
 
 
-def run(model, data, epoch, args, errors=None):
+def run(model, data, epoch, args):
     """Evaluate by open_clip's own function; return the rows that it wrote."""
-    errors = [] if errors is None else errors
-    evaluate(model, data, epoch, args, host_evaluate=open_clip_train.train.evaluate, errors=errors)
+    evaluate(model, data, epoch, args, host_evaluate=open_clip_train.train.evaluate)
     file = f"{args.checkpoint_path}/results.jsonl"
     return [json.loads(line) for line in open(file)] if os.path.isfile(file) else []
 
@@ -102,29 +100,6 @@ def test_when_and_where_it_is_evaluated(setting, epoch, rank, evaluated):
     assert bool(run(model, data, epoch, args)) is evaluated
 
 
-def test_training_continues_when_its_validation_data_fail(setting, caplog):
-    model, data, args = setting
-
-    class Broken(Loader):
-        def __iter__(self):
-            raise UserError("cannot read a.tar")
-
-    data["val"] = DataInfo(Broken())
-    with pytest.raises(UserError, match=r"cannot read a\.tar"):
-        run(model, data, 2, args)
-    errors = []
-    assert run(model, data | {"train": object()}, 2, args, errors) == []
-    assert "Eval Epoch: 2 cannot read a.tar" in caplog.text
-    assert [str(error) for error in errors] == ["cannot read a.tar"]
-
-
-def test_embeddings_that_are_not_finite(setting):
-    model, data, args = setting
-    model.images = model.images * torch.nan
-    with pytest.raises(UserError, match=r"^validation after epoch 2: .*finite"):
-        run(model, data | {"train": object()}, 2, args)
-
-
 def test_other_data_stay_with_open_clip(setting):
     model, _, args = setting
 
@@ -132,4 +107,4 @@ def test_other_data_stay_with_open_clip(setting):
         return sorted(data)
 
     others = {"val": DataInfo([]), "imagenet-val": object()}
-    assert evaluate(model, others, 2, args, host_evaluate=host_evaluate, errors=[]) == ["imagenet-val", "val"]
+    assert evaluate(model, others, 2, args, host_evaluate=host_evaluate) == ["imagenet-val", "val"]

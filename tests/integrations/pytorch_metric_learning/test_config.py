@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from tests.helpers.pml_settings import settings
 from tests.helpers.training_steps import config_of_command
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import main, parse_config, read_config
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig

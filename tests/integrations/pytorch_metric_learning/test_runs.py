@@ -21,7 +21,7 @@ from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.checkpoints import load_model
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
 from vl_plugins.integrations.pytorch_metric_learning.training import LATEST

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from vl_plugins import create_loss
 from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.cross_modal import cross_modal_loss
+from vl_plugins.integrations.cross_modal import CrossModalLoss
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
 
 BATCH, STEPS, CAPTIONS = 4, 3, 2
@@ -85,8 +85,12 @@ def unified(x, labels, y, y_labels):
     return create_loss("unified")(x, labels, ref_emb=y, ref_labels=y_labels)
 
 
-def one_loss_weighted(*sides):
-    return 0.25 * cross_modal_loss(NTXentLoss(), *sides)
+def one_loss_weighted(x, labels, y, y_labels):
+    return 0.25 * CrossModalLoss(NTXentLoss())(x, labels, None, y, y_labels)
+
+
+def mined(x, labels, y, y_labels):
+    return CrossModalLoss(create_loss("unified"), BatchHardMiner())(x, labels, None, y, y_labels)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +106,7 @@ def one_loss_weighted(*sides):
             },
             one_loss_weighted,
         ),
-        (
-            {"mining_funcs": {"tuple_miner": BatchHardMiner()}},
-            lambda *sides: cross_modal_loss(create_loss("unified"), *sides, BatchHardMiner()),
-        ),
+        ({"mining_funcs": {"tuple_miner": BatchHardMiner()}}, mined),
     ],
     ids=["plain", "default collate", "frozen", "losses with weights", "miner"],
 )

@@ -1,23 +1,29 @@
 """Checkpoints of either host, loaded for evaluation and for use as a library."""
 
+import importlib
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from vl_plugins.errors import UserError, one_of, require
-from vl_plugins.integrations.precision import PRECISIONS, input_dtype
-from vl_plugins.integrations.torch_files import UnreadableFileError, read_torch_file
+from vl_plugins.errors import UserError, one_of, require, user_errors
 
-__all__ = ["load_model"]
+__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file"]
 
 # ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
 PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
+
+# open_clip's ``--precision``: types of autocast, and types of a model and its images.
+AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+INPUTS = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
+PRECISIONS = (*AUTOCAST, *INPUTS, "fp32")
 
 
 def load_model(
@@ -56,18 +62,32 @@ def load_model(
     """
     one_of("precision", precision, PRECISIONS)  # open_clip takes any other for fp32
     file, content = Path(checkpoint), None
-    if file.is_file() and file.suffix not in OTHER_FORMATS:
-        try:
-            # Tensors stay in the file until they are used.
-            content = read_torch_file(file, mmap=zipfile.is_zipfile(file))
-        except UnreadableFileError as error:
-            raise UserError(f"checkpoint {checkpoint}: {error}") from error
-    if isinstance(content, Mapping) and content.get("format") == PYTORCH_METRIC_LEARNING:
-        from vl_plugins.integrations.pytorch_metric_learning.checkpoints import load_towers
+    with user_errors(f"checkpoint {checkpoint}"):
+        if file.is_file() and file.suffix not in OTHER_FORMATS:
+            content = read_torch_file(file)
+        if isinstance(content, Mapping) and content.get("format") == PYTORCH_METRIC_LEARNING:
+            host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")
+            towers, transform, tokenizer = host.load_towers(checkpoint, content, model, device)
+            return towers.to(dtype=INPUTS.get(precision)), transform, tokenizer
+        require("open_clip", extra="open-clip")
+        host = importlib.import_module("vl_plugins.integrations.open_clip.checkpoints")
+        model, transform, tokenizer = host.load_open_clip(checkpoint, content, model, model_config, device, precision)
+        return model, transform, tokenizer
 
-        towers, transform, tokenizer = load_towers(checkpoint, content, model, device)
-        return towers.to(dtype=input_dtype(precision)), transform, tokenizer
-    require("open_clip", extra="open-clip")
-    from vl_plugins.integrations.open_clip.checkpoints import load_open_clip
 
-    return load_open_clip(checkpoint, content, model, model_config=model_config, device=device, precision=precision)
+def read_torch_file(file: str | os.PathLike) -> Any:
+    """Read tensors, numbers, text and containers of them on the CPU; no code of the file is run.
+
+    Raises:
+        UserError: the file is damaged, of another format, or holds more than that.
+        OSError: it cannot be opened.
+    """
+    try:
+        # With mmap, tensors stay in the file until they are used. torch 2.2 cannot map a Path.
+        return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file can raise any error
+        raise UserError(
+            f"{file}: it is damaged, or holds more than tensors and text, and such files can run code"
+        ) from error
