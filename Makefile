@@ -11,6 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
 
 test: $(INSTALLED) lint
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # All that may depend on the version of torch or of a host; the rest walks through commands whose parts are tested here.
@@ -26,11 +27,10 @@ test-slow: $(INSTALLED)
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=xml --cov-report=term:skip-covered
 
-lint: $(INSTALLED)
+lint: $(BIN)/ruff
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy
 
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
@@ -39,7 +39,7 @@ docs: $(INSTALLED)
 pictures: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/pictures/draw.sh
 
-format: $(INSTALLED)
+format: $(BIN)/ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -57,6 +57,11 @@ $(INSTALLED) $(LOWEST)/installed: pyproject.toml
 $(LOWEST)/installed: tests/lowest.txt
 $(LOWEST)/installed: CONSTRAINTS = --constraint tests/lowest.txt
 $(LOWEST)/installed: EXTRAS := dev # sentence-transformers needs transformers 5
+
+# Seconds, where the whole environment takes minutes.
+$(BIN)/ruff:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet ruff import-linter
 
 clean:
 	rm -rf $(VENV) $(LOWEST) demo build *.egg-info

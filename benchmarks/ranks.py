@@ -4,9 +4,9 @@
     python -m benchmarks.ranks --images 50000 --queries 1000
 
 The peer computes the bare products of both directions, in chunks, with the ten nearest candidates of each query.
-``--sort`` adds what open_clip's validation does: all similarities at once, and a sort of each row and column, which has
-to find the same ranks. ``--queries`` ranks for the first images and their captions only, to estimate the time of large
-sets. One thread; time is processor time. MB is the most that was allocated beyond the embeddings.
+``--sort`` adds what open_clip's validation does: all similarities at once, and a sort of each row and column.
+``--queries`` ranks for the first images and their captions only, to estimate the time of large sets. One thread; time
+is processor time. MB is the peak of allocated memory beyond the embeddings.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from tests.reference.retrieval import full_argsort
 from vl_plugins.retrieval import Ranks, retrieval_ranks
 
 CHUNK = 2**22  # similarities
-MOST_DIFFERENT = 0.01
 
 
 def embeddings(images: int, captions_per_image: int, dimension: int) -> tuple[Tensor, Tensor]:
@@ -64,14 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     functions = {"ranks": ranks, "products": products}
     if arguments.sort:
         functions["full sort"] = lambda: full_argsort(images, captions, per_image)
-        for direction, expected in zip(ranks(), functions["full sort"](), strict=True):
-            # Products of other shapes round differently, which may swap neighbors.
-            different = (direction.rank != expected[: len(direction.rank)]).double().mean().item()
-            if different > MOST_DIFFERENT:
-                raise ValueError(f"{different:.2%} of the ranks differ")
     seconds = time_rounds(functions, arguments.rounds)
     memory = {name: extra_bytes(function) for name, function in functions.items()}
-    print_table(f"{len(images):,} x {len(captions):,}, {queries:,} queries", seconds, "products", memory=memory)
+    print_table(f"{len(images):,} x {len(captions):,}, {queries:,} queries", seconds, "products", memory)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
     python -m benchmarks.study benchmarks/studies/toy.yaml --out studies/toy
 
 The file lists commands, settings, losses and seeds; `benchmarks/studies/toy.yaml` explains each key. Whatever is
-missing is trained, one run after another, by the commands that a user would type. A study that was stopped goes on when
-it is started again, and one whose file got more losses, seeds or learning rates trains only these. The first table has
-all losses at the learning rate that is best for the baseline on validation, the second one each loss at its own best.
+missing is trained, one run after another, by the commands that a user would type. A study that was stopped continues
+when it is started again, and one whose file got more losses, seeds or learning rates trains only these. The first
+table of a setting has all losses at the learning rate that is best for the baseline on validation, the second one each
+loss at its own best.
 
 Writes to --out: study.md with the tables, study.csv with a row for each run, and runs/ with what they are made from.
-Recalls are in percent. Checkpoints are deleted once they are evaluated, except those that other runs start from.
+Recalls are in percent. The checkpoint of a run is deleted once it is evaluated.
 """
 
 import argparse
@@ -19,9 +20,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -90,127 +91,90 @@ def _resamples(number: int) -> np.ndarray:
 
 
 class Study:
-    """A study with its folder.
+    """The runs of a study; what is asked for and missing is trained.
 
     Args:
         content: of the file.
         out: the folder, which may hold a part of the runs.
-
-    Raises:
-        UserError: a run there was made by another command.
     """
 
     def __init__(self, content: dict[str, Any], out: Path):
         self.content, self.out = content, out
         self.outcomes: dict[Run, Outcome] = {}
-        self.failed: set[Run] = set()
-        for setting, options in content["settings"].items():
-            for run in (Run(setting, *each) for each in product(content["losses"], options["lr"], content["seeds"])):
-                if (file := self.folder(run).with_suffix(".npz")).is_file():
-                    with np.load(file) as arrays:
-                        self.outcomes[run] = Outcome(**arrays)
-                    if str(self.outcomes[run].command) != self.command(run):
-                        raise UserError(f"{file} was made by another command: {self.outcomes[run].command}")
+
+    def outcome(self, run: Run) -> Outcome:
+        """Return the outcome of a run: that of its file, or else of training it now.
+
+        Raises:
+            UserError: the file was made by another command, or the command fails.
+        """
+        if run not in self.outcomes:
+            file = self.folder(run).with_suffix(".npz")
+            if not file.is_file():
+                print(f"{len(self.outcomes)} runs done, next: {run}", flush=True)
+                self.train(run, file)
+            with np.load(file) as arrays:
+                self.outcomes[run] = Outcome(**arrays)
+            if str(self.outcomes[run].command) != self.command(run):
+                raise UserError(f"{file} was made by another command: {self.outcomes[run].command}")
+        return self.outcomes[run]
 
     def folder(self, run: Run) -> Path:
         return self.out / "runs" / run.setting / f"{run.loss}-lr{run.lr}-seed{run.seed}"
 
-    def start_folder(self, run: Run) -> Path:
-        return self.out / "runs" / run.setting / f"start-seed{run.seed}"
+    def command(self, run: Run) -> str:
+        """Return the training command of a run."""
+        options = self.content["settings"][run.setting]
+        words = [self.content["train"], options["flags"], self.content["losses"][run.loss]]
+        return " ".join(words).format(**options | run._asdict(), out=self.out, folder=self.folder(run))
 
-    def plan(self) -> Iterator[Run]:
-        """Yield the runs of all first tables, then those of the second, as far as learning rates are known."""
-        losses, seeds, tuning_seeds = (self.content[key] for key in ("losses", "seeds", "tuning_seeds"))
-        for setting, options in self.content["settings"].items():
-            baseline = self.content["baseline"]
-            yield from (Run(setting, baseline, lr, seed) for lr in options["lr"] for seed in tuning_seeds)
-            if lr := self.best_lr(setting, baseline):
-                yield from (Run(setting, loss, lr, seed) for seed in seeds for loss in losses)
-        for setting, options in self.content["settings"].items():
-            for loss in losses:
-                yield from (Run(setting, loss, lr, seed) for lr in options["lr"] for seed in tuning_seeds)
-                if lr := self.best_lr(setting, loss):
-                    yield from (Run(setting, loss, lr, seed) for seed in seeds)
-
-    def pending(self) -> list[Run]:
-        """Return the runs of :meth:`plan` that are missing."""
-        return [run for run in dict.fromkeys(self.plan()) if run not in self.outcomes and run not in self.failed]
-
-    def best_lr(self, setting: str, loss: str) -> str | None:
-        """Return the learning rate with the highest RSUM on validation; None while runs are missing."""
-        rsums = {}
-        for lr in self.content["settings"][setting]["lr"]:
-            runs = [Run(setting, loss, lr, seed) for seed in self.content["tuning_seeds"]]
-            if not all(run in self.outcomes for run in runs):
-                return None
-            rsums[lr] = fmean(sum_recalls(self.outcomes[run].val) for run in runs)
-        return max(rsums, key=rsums.__getitem__)
-
-    def command(self, run: Run, start: bool = False) -> str:
-        """Return the training command of a run, or of what it starts from."""
-        options, start_folder = self.content["settings"][run.setting], self.start_folder(run)
-        flags = [options["start"]] if start else [options["flags"], self.content["losses"][run.loss]]
-        values = options | run._asdict() | {"out": self.out, "folder": start_folder if start else self.folder(run)}
-        values["start"] = self.content["checkpoint"].format(folder=start_folder)
-        return " ".join([self.content["train"], *flags]).format(**values)
-
-    def train(self, run: Run) -> None:
-        """Train and encode one run, after the one that it starts from."""
-        if "start" in self.content["settings"][run.setting]:
-            once(self.command(run, start=True), self.start_folder(run))
-        folder, command = self.folder(run), self.command(run)
-        shutil.rmtree(folder, ignore_errors=True)  # of a study that was stopped
+    def train(self, run: Run, file: Path) -> None:
+        """Train and encode one run, and write its outcome."""
+        folder, command, recalls = self.folder(run), self.command(run), {}
         started = time.perf_counter()
         once(command, folder)
-        seconds, recalls = time.perf_counter() - started, {}
+        seconds = time.perf_counter() - started
         for split in ("val", "test"):
-            checkpoint, features = self.content["checkpoint"].format(folder=folder), folder / f"{split}.safetensors"
-            values = {"out": self.out, "checkpoint": checkpoint, "split": split, "features": features}
-            execute(self.content["encode"].format(**values), folder / "log")
+            features = folder / f"{split}.safetensors"
+            encode = self.content["encode"].format(out=self.out, folder=folder, split=split, features=features)
+            execute(encode, folder / "log")
             recalls[split] = image_recalls(load_features(features))
-        self.outcomes[run] = Outcome(command, seconds, **recalls)
         stream = io.BytesIO()
-        np.savez_compressed(stream, **self.outcomes[run]._asdict())
-        write_file(folder.with_suffix(".npz"), stream.getbuffer())
+        np.savez_compressed(stream, **Outcome(command, seconds, **recalls)._asdict())
+        write_file(file, stream.getbuffer())
         shutil.rmtree(folder)
 
-    def tables(self, setting: str) -> Iterator[str]:
-        """Yield the lines of the two tables of a setting in Markdown."""
-        losses, baseline = self.content["losses"], self.content["baseline"]
-        if lr := self.best_lr(setting, baseline):
-            yield f"## {setting}, all at the best learning rate of {baseline}, {lr}\n"
-            yield from self._table(setting, dict.fromkeys(losses, lr))
-            best = {loss: self.best_lr(setting, loss) for loss in losses}
-            if all(best.values()) and {*best.values()} != {lr}:
-                yield f"## {setting}, each loss at its own best learning rate\n"
-                yield from self._table(setting, best)
+    def best_lr(self, setting: str, loss: str) -> str:
+        """Return the learning rate with the highest RSUM on validation."""
 
-    def _table(self, setting: str, rates: dict[str, Any]) -> Iterator[str]:
+        def rsum(lr: str) -> float:
+            runs = [Run(setting, loss, lr, seed) for seed in self.content["tuning_seeds"]]
+            return fmean(sum_recalls(self.outcome(run).val) for run in runs)
+
+        return max(self.content["settings"][setting]["lr"], key=rsum)
+
+    def table(self, setting: str, rates: dict[str, str]) -> str:
+        """Return a table in Markdown of all losses, each at the learning rate given."""
         baseline, seeds = self.content["baseline"], self.content["seeds"]
-        yield f"| loss | lr | RSUM | − {baseline}, 95 % interval | {' | '.join(RECALLS)} | s/step |"
-        yield "|---|---|---|---|" + "---:|" * (len(RECALLS) + 1)
+        rows = [f"| loss | lr | RSUM | − {baseline}, 95 % interval | {' | '.join(RECALLS)} |"]
+        rows.append("|---|---|---|---|" + "---:|" * len(RECALLS))
         for loss, lr in rates.items():
-            both = [[Run(setting, name, rates[name], seed) for name in (loss, baseline)] for seed in seeds]
-            pairs = [[self.outcomes[run] for run in pair] for pair in both if self.outcomes.keys() >= {*pair}]
-            if len(pairs) < 2:
-                continue
-            ours, peers = zip(*pairs, strict=True)
+            ours, peers = (
+                [self.outcome(Run(setting, name, rates[name], seed)).test for seed in seeds]
+                for name in (loss, baseline)
+            )
             versus = ""
             if loss != baseline:
-                mean, low, high = difference([x.test for x in ours], [x.test for x in peers])
+                mean, low, high = difference(ours, peers)
                 versus = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" + ("" if low > 0 or high < 0 else ", not resolved")
-            rsums = [sum_recalls(outcome.test) for outcome in ours]
-            some = "" if len(ours) == len(seeds) else f" ({len(ours)} of {len(seeds)} seeds)"
-            recalls = [f"{recall:.1f}" for recall in np.mean([outcome.test for outcome in ours], axis=(0, 2))]
-            step = fmean(outcome.seconds for outcome in ours) / self.content["settings"][setting]["steps"]
-            cells = [loss + some, lr, f"{fmean(rsums):.1f} ± {stdev(rsums):.1f}", versus, *recalls, f"{step:.3f}"]
-            yield f"| {' | '.join(cells)} |"
-        yield ""
+            rsums = [sum_recalls(recalls) for recalls in ours]
+            recalls = [f"{recall:.1f}" for recall in np.mean(ours, axis=(0, 2))]
+            cells = [loss, lr, f"{fmean(rsums):.1f} ± {stdev(rsums):.1f}", versus, *recalls]
+            rows.append(f"| {' | '.join(cells)} |")
+        return "\n".join(rows)
 
-    def write(self) -> None:
-        """Write ``study.md`` and ``study.csv``."""
-        lines = (line for setting in self.content["settings"] for line in self.tables(setting))
-        (self.out / "study.md").write_text("\n".join(lines))
+    def write_runs(self) -> None:
+        """Write ``study.csv``."""
         with (self.out / "study.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([*Run._fields, "val RSUM", "RSUM", *RECALLS, "seconds"])
@@ -220,12 +184,13 @@ class Study:
 
 
 def once(command: str, folder: Path) -> None:
-    """Run a command that writes to a folder, unless it has; what it left when it was stopped is deleted."""
-    if not (folder / "done").exists():
+    """Run a command that writes to a folder, unless it has; what another or an interrupted one left is deleted."""
+    done = folder / "done"
+    if not done.exists() or done.read_text() != command:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         execute(command, folder / "log")
-        (folder / "done").touch()
+        done.write_text(command)
 
 
 def execute(command: str, log: Path) -> None:
@@ -238,22 +203,20 @@ def execute(command: str, log: Path) -> None:
         raise UserError(f"exit code {status} of: {command}\n{log} ends with:\n{log.read_text()[-1500:]}")
 
 
-def run_study(content: dict[str, Any], out: Path) -> int:
-    """Train what is missing; return 1 if a run failed."""
-    study = Study(content, out)
-    for number, command in enumerate(content["prepare"]):
-        once(command.format(out=out), out / f"prepared-{number}")
-    study.write()
-    while pending := study.pending():
-        print(f"{len(study.outcomes)} runs done, at least {len(pending)} to go: {pending[0]}", flush=True)
-        try:
-            study.train(pending[0])
-        except UserError as error:
-            study.failed.add(pending[0])
-            print(f"failed: {error}", flush=True)
-        study.write()
+def run_study(content: dict[str, Any], out: Path) -> None:
+    """Train what is missing, and write the tables, all those at the baseline's learning rate first."""
+    study, baseline = Study(content, out), content["baseline"]
+    prepare = [command.format(out=out, seed=seed) for command in content["prepare"] for seed in content["seeds"]]
+    for command in dict.fromkeys(prepare):  # those with a seed once for each
+        once(command, out / "prepared" / f"{zlib.crc32(command.encode()):08x}")
+    texts = []
+    for tuned, title in ((baseline, f"all at the best learning rate of {baseline}"), (None, "each loss at its own")):
+        for setting in content["settings"]:
+            rates = {loss: study.best_lr(setting, tuned or loss) for loss in content["losses"]}
+            texts.append(f"## {setting}, {title}\n\n{study.table(setting, rates)}\n")
+            (out / "study.md").write_text("\n".join(texts))
+            study.write_runs()
     print((out / "study.md").read_text())
-    return int(bool(study.failed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

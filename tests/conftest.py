@@ -16,8 +16,6 @@ from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.toy import write_toy_scenes
 from vl_plugins.data.writer import write_shards
 
-collect_ignore = ["files_v0_2/write.py"]  # a script for version 0.2
-
 # Several threads beside a busy process make small tensors slower, not faster.
 torch.set_num_threads(int(os.environ.get("VL_PLUGINS_TEST_THREADS", "1")))
 

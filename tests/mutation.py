@@ -2,27 +2,38 @@
 
     python tests/mutation.py --number 150 --seed 0
 
-Each mutant is written into a copy of the checkout, where the tests of its module run: the files with its name, or all
-of its folder. The lines that survive are printed. Long: a mutant takes as long as the tests of one module.
+Each mutant is written into a copy of the checkout, where the tests of its part run in a forked process: first the files
+with its module's name, then all. The lines that survive are printed. It takes an hour or two.
 """
 
 import argparse
 import ast
+import importlib
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-PARTS = ("losses", "data", "retrieval")
+# Sources and tests of each part; tests that train take longer than SECONDS.
+PARTS = {
+    "losses": (["vl_plugins/*.py", "vl_plugins/losses/*.py"], ["tests/losses/*.py", "tests/sets/*.py", "tests/*.py"]),
+    "modules": (["vl_plugins/modules/*.py", "vl_plugins/distances.py"], ["tests/sets/*.py"]),
+    "data": (["vl_plugins/data/*.py"], ["tests/data/*.py", "tests/commands/test_shards*.py"]),
+    "retrieval": (["vl_plugins/retrieval/*.py"], ["tests/retrieval/*.py"]),
+    "integrations": (["integrations/**/*.py"], ["tests/integrations/**/*.py"]),
+}
+EXCLUDED = {"tests/test_readme.py", "tests/test_docs.py", "tests/test_packaging.py", "tests/test_study.py"}
+SLOW_TO_IMPORT = ("torch", "pytorch_metric_learning", "open_clip", "timm", "duckdb", "hypothesis")  # by each process
 IGNORED = ("__pycache__", ".git", ".venv*", "build", ".*_cache", ".hypothesis")
-SECONDS = 300
+SECONDS = 60
 
 PAIRS = [(ast.Add, ast.Sub), (ast.And, ast.Or), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)]
 PAIRS += [(ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.BitAnd, ast.BitOr)]
@@ -32,7 +43,7 @@ SWAPS |= dict.fromkeys((ast.Div, ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult)
 
 def places(tree):
     """Return the nodes that can be changed, always in the same order."""
-    # What annotations, errors and texts have is seen by readers, not by tests of behavior.
+    # Annotations, messages and texts are for readers; tests are of behavior.
     skipped = set()
     for node in ast.walk(tree):
         parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
@@ -62,77 +73,84 @@ def change(node):
         node.test = ast.UnaryOp(ast.Not(), node.test)
 
 
-def draw(number, seed):
-    """Return as many files with the index of a place in each, the same number in every part."""
-    rng = random.Random(seed)
-    drawn = []
-    for part in PARTS:
-        files = sorted((ROOT / "vl_plugins" / part).glob("*.py"))
-        found = [
-            (file.relative_to(ROOT), index)
-            for file in files
-            for index in range(len(places(ast.parse(file.read_text(encoding="utf-8")))))
-        ]
-        drawn += rng.sample(found, min(len(found), number // len(PARTS)))
-    return drawn
+def draw(part, number, seed):
+    """Return files of a part, each with the index of a place in it."""
+    files = sorted({file for pattern in PARTS[part][0] for file in ROOT.glob(pattern)})
+    found = [(file, index) for file in files for index in range(len(places(ast.parse(file.read_text("utf-8")))))]
+    return random.Random(f"{seed} {part}").sample(found, min(len(found), number))
 
 
-def survives(folder, file, index):
-    """Return the line of a mutant that passes the tests in a copy of the checkout, None if it fails."""
-    source = (ROOT / file).read_text(encoding="utf-8")
+def tests_of(part):
+    files = {str(file.relative_to(ROOT)) for pattern in PARTS[part][1] for file in ROOT.glob(pattern)}
+    return sorted(file for file in files - EXCLUDED if Path(file).name.startswith("test_"))
+
+
+def run_tests(folder, tests):
+    """Run in a process of its own, whose end is 0 if all tests pass."""
+    os.chdir(folder)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path.insert(0, str(folder))
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1), os.dup2(null.fileno(), 2)
+    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]))
+
+
+def passes(folder, tests, seconds=SECONDS):
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, tests))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def survivor(folder, part, file, index):
+    """Return the line of a mutant that passes the tests in a copy of the checkout, None if they notice it."""
+    source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     node = places(tree)[index]
-    line = f"{file}:{node.lineno}: {source.splitlines()[node.lineno - 1].strip()}"
+    name = file.relative_to(ROOT)
+    line = f"{name}:{node.lineno}: {source.splitlines()[node.lineno - 1].strip()}"
     change(node)
     line += f"  ->  {ast.unparse(node).splitlines()[0]}"
-    (folder / file).write_text(ast.unparse(tree), encoding="utf-8")
-    tests = folder / "tests" / file.parent.name
-    own = sorted(tests.glob(f"*{file.stem}*.py"))
+    (folder / name).write_text(ast.unparse(tree), encoding="utf-8")
+    everything = tests_of(part)
+    own = [test for test in everything if Path(test).stem.startswith(f"test_{file.stem}")]
     try:
-        for chosen in ([own] if own else []) + [[tests]]:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *chosen]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            try:
-                finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                return None
-            if finished.returncode:
-                return None
-        return line
+        return line if all(passes(folder, tests) for tests in (own, everything) if tests) else None
     finally:
-        shutil.copy(ROOT / file, folder / file)
+        shutil.copy(file, folder / name)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=150, help="of mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of their choice (default: %(default)s)")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count(), help="copies of the checkout (default: the cores)"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of the sources (default: all)")
     arguments = parser.parse_args()
-    mutants = draw(arguments.number, arguments.seed)
-    survivors, folders = Counter(), SimpleQueue()
-    with tempfile.TemporaryDirectory() as temporary:
-        for number in range(arguments.workers):
-            shutil.copytree(ROOT, Path(temporary, str(number)), ignore=shutil.ignore_patterns(*IGNORED))
-            folders.put(Path(temporary, str(number)))
+    for name in SLOW_TO_IMPORT:
+        importlib.import_module(name)
+    folders = SimpleQueue()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as executor:
+        for number in range(os.cpu_count() or 1):
+            folder = Path(temporary, str(number))
+            shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+            folders.put(folder)
 
-        def run(mutant):
+        def in_folder(function, *arguments):
             folder = folders.get()
             try:
-                return survives(folder, *mutant)
+                return function(folder, *arguments)
             finally:
                 folders.put(folder)
 
-        with ThreadPoolExecutor(arguments.workers) as executor:
-            for (file, _), line in zip(mutants, executor.map(run, mutants), strict=True):
-                if line is not None:
-                    survivors[file.parent.name] += 1
-                    print(line, flush=True)
-    for part in PARTS:
-        number = sum(file.parent.name == part for file, _ in mutants)
-        print(f"{part}: {number - survivors[part]} of {number} killed")
+        for part in arguments.parts:
+            if not in_folder(passes, tests_of(part)):
+                sys.exit(f"{part}: the tests of the unchanged sources fail, or take more than {SECONDS} s")
+            mutants = draw(part, arguments.number // len(PARTS), arguments.seed)
+            found = executor.map(lambda mutant, part=part: in_folder(survivor, part, *mutant), mutants)
+            lines = [line for line in found if line is not None]
+            print(*lines, f"{part}: {len(mutants) - len(lines)} of {len(mutants)} noticed", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,29 +66,18 @@ def test_peers_compute_their_formulas(name):
 )
 def test_another_value_or_gradient_is_an_error(change, message):
     _, formula = losses.PEERS["clip"]()
-    sides = unit(24, 16, seed=0), unit(24, 16, seed=1)
-    # What normalizes has no gradient along the vectors.
-    check("other", lambda x, y: formula(normalize(x), normalize(y)), formula, *sides)
     with pytest.raises(ValueError, match=message):
-        check("other", lambda x, y: change(formula(x, y)), formula, *sides)
+        check("other", lambda x, y: change(formula(x, y)), formula, unit(24, 16), unit(24, 16, seed=1))
 
 
 def test_time_and_memory_of_losses(tmp_path, capsys):
-    flags = "--losses unified benchmarks.noisy_pairs:AdaptiveMarginLoss --peers clip three-products --dtype bfloat16"
+    names = "unified vl_plugins.losses:VLCLoss clip three-products".split()
+    flags = f"--losses {' '.join(names[:2])} --peers {' '.join(names[2:])} --dtype bfloat16"
     losses.main(f"{flags} --batch-sizes 32 --dimension 64 --rounds 1 --plot {tmp_path}/losses.png".split())
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].startswith("B 32, D 64, bfloat16")
-    assert [row.split()[0] for row in rows[2:6]] == [flags.split()[1], flags.split()[2], "clip", "three-products"]
+    assert [row.split()[0] for row in rows[2:6]] == names
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_similarity_of_sets_is_an_error(monkeypatch, capsys):
-    flags = "--elements 3 --batch-sizes 8 --dimension 16 --rounds 1".split()
-    losses.main(flags)
-    assert "smooth-Chamfer (tiled)" in capsys.readouterr().out
-    monkeypatch.setitem(losses.SMOOTH_CHAMFER, "other", lambda x, y: losses.smooth_chamfer_formula(x, 1.01 * y))
-    with pytest.raises(ValueError, match=r"^other: its value differs"):
-        losses.main(flags)
 
 
 def test_shards_are_read_and_written(capsys):
@@ -96,27 +85,15 @@ def test_shards_are_read_and_written(capsys):
     printed = capsys.readouterr().out
     for peer in ("open_clip", "ShardWriter"):
         assert re.search(rf"^{peer} .* 1\.000  1\.000  1\.000$", printed, re.MULTILINE)
-    images, size = re.search(r"([\d,]+) images: .* drawn, ([\d.]+) bytes an image", printed).groups()
-    assert images == "4,000"
-    assert 60 < float(size) < 100
-
-
-def test_a_reader_that_leaves_out_images_is_an_error():
     with pytest.raises(ValueError, match=r"^read 3 of 4 images$"):
         data.read([(torch.zeros(2), None), (torch.zeros(1), None)], 4)
 
 
-@pytest.mark.slow
-def test_commands_and_servers(capsys):
-    data.main("--growth --remote --scale 0.002".split())
-    printed = capsys.readouterr().out.splitlines()
-    sizes = [line.split()[0] for line in printed[1:4]]
-    peaks = [float(line.split()[place]) for line in printed[1:4] for place in (2, 4)]
-    assert sizes == ["128", "128", "1,000"]
-    assert min(peaks) > 20
-    assert printed[4].startswith("2,000 rows of a table: ")
-    rates = [line.split()[-3:] for line in printed[-2:]]
-    assert min(int(rate.replace(",", "")) for row in rates for rate in row) > 0
+def test_memory_of_an_image(capsys):
+    data.main("--growth --scale 0.004".split())
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert [row[0] for row in rows] == ["128", "200", "2,000"]
+    assert 60 < float(rows[-1][-1]) < 100
 
 
 @pytest.mark.gpu

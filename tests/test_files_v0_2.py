@@ -1,7 +1,4 @@
-"""Shards, checkpoints and features that version 0.2.0 wrote are read, and give the same numbers.
-
-``tests/files_v0_2/write.py`` wrote them.
-"""
+"""Shards, checkpoints and features that version 0.2.0 wrote are read, and give the same numbers."""
 
 import json
 import shutil

@@ -191,16 +191,11 @@ def test_select():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_ids": [5, 11, 9, 7]}, "in another order: at place 0 is image 11, where all has 5"),
-        ({"caption_ids": [*range(101, 108), 1]}, "1 of the 8 captions are missing, such as 1"),
-        ({"image_ids": [11, 5, 9, 7, 7], "images": unit(5, 6), "image_of_caption": torch.arange(8) % 5}, "repetitions"),
-        (
-            {"image_ids": [5, 9], "images": unit(2, 6), "image_of_caption": torch.arange(8) % 2},
-            "2 .* not in all, .* 11",
-        ),
-        ({"image_of_caption": torch.tensor([0, 0, 1, 2, 2, 3, 3, 3])}, "first is caption 5 with image 2 and 3"),
-        ({"image_of_caption": torch.arange(7) % 4, "captions": unit(7, 6)}, "4 images with 8 captions, and 4 with 7"),
-        ({"image_of_caption": torch.arange(8) % 5, "images": unit(5, 6)}, "4 images with 8 captions, and 5 with 8"),
+        ({"image_ids": [5, 11, 9, 7]}, "image_ids: number 0 of 4 is 11, expected 5"),
+        ({"caption_ids": [*range(101, 108), 1]}, "caption_ids: number 7 of 8 is 108, expected 1"),
+        ({"image_ids": [5, 9], "images": unit(2, 6), "image_of_caption": torch.arange(8) % 2}, "are 4, expected 2"),
+        ({"image_of_caption": torch.tensor([0, 0, 1, 2, 2, 3, 3, 3])}, "number 5 of 8 is 2, expected 3"),
+        ({"image_of_caption": torch.arange(7) % 4, "captions": unit(7, 6)}, "there are 8, expected 7"),
     ],
 )
 def test_features_of_something_else(changes, message):

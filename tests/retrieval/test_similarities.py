@@ -96,8 +96,6 @@ def test_a_similarity_sees_full_precision_and_each_pair_once_if_all_fit(monkeypa
     [
         (lambda: EmbeddingSimilarities(*SETS), r"must be \(I, D\) and \(C, D\), got \(67, 2, 4\) and \(131, 2, 4\)"),
         (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS[:, 1:]), r"got \(67, 8\) and \(131, 7\)"),
-        (lambda: EmbeddingSimilarities(IMAGES, CAPTIONS.log()), "caption embeddings must be finite"),
-        (lambda: EmbeddingSimilarities(torch.tensor([[1], [2], [torch.inf]]), IMAGES[:, :1]), "image .* 1 .* is 2$"),
         (lambda: MatrixSimilarities(torch.ones(4)), r"floating point \(I, C\), got torch.float32 \(4,\)"),
         (lambda: MatrixSimilarities(torch.ones(4, 6).int()), r"got torch.int32 \(4, 6\)"),
         (lambda: MeanSimilarities([MatrixSimilarities(torch.ones(4, c)) for c in (6, 7)]), r"\(4, 6\), \(4, 7\)"),

@@ -6,13 +6,10 @@ Every step is a command that the user can repeat on COCO, and is printed before 
 import argparse
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-from tqdm import tqdm
 
 from vl_plugins.commands.shards import brace_pattern
 from vl_plugins.errors import UserError, require
@@ -39,7 +36,6 @@ PLOT = f"vl-plugins plot training {LOGS} --out {{out}}/training.png"
 EVALUATION = (
     f"vl-plugins evaluate --checkpoint {LOGS} --shards {{test}} --device cpu --report {{out}}/report.html --json"
 )
-LOG_LINE = re.compile(r"Train Epoch: (\d+) \[.*\((\d+)%\)\]")
 SPREAD = "With other seeds it differs by 10 to 20: docs/measured.md has five seeds, and intervals."
 
 
@@ -74,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     for split in ("train", "val", "test"):
         values[split] = shlex.quote(brace_pattern(sorted(map(str, out.glob(f"shards/toy-{split}-*.tar")))))
     for name, flags in RUNS.items():
-        _run((TRAINING + flags).format(name=name, **values), out / f"{name}.log", epochs)
+        _run((TRAINING + flags).format(name=name, **values), out / f"{name}.log")
     print(_run(PLOT.format(**values)), end="")
     found = json.loads(_run(EVALUATION.format(**values)))["results"]
     results = {result["name"]: result["metrics"]["plain"] for result in found}
@@ -85,24 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(command: str, log: Path | None = None, epochs: int = 0) -> str:
-    """Print a command and run it; return its output, which for a training goes to a log and moves a progress bar."""
-    print(f"\n$ {command}", flush=True)
+def _run(command: str, log: Path | None = None) -> str:
+    """Print a command and run it; return its output, or write it to a log, with that on standard error."""
+    print(f"\n$ {command}" + (f"  # writes {log}" if log else ""), flush=True)
     words = [sys.executable, *shlex.split(command.replace("vl-plugins", "python -m vl_plugins.cli", 1))[1:]]
-    form, lines = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}", []
-    with (
-        open(log or os.devnull, "w") as log_file,
-        tqdm(total=100 * epochs, desc=log and log.stem, bar_format=form, disable=log is None) as bar,
-        subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=None if log is None else subprocess.STDOUT, text=True
-        ) as process,
-    ):
-        for line in process.stdout or ():
-            lines.append(line)
-            log_file.write(line)
-            if step := LOG_LINE.search(line):
-                bar.update(100 * int(step[1]) + int(step[2]) - bar.n)
-    if process.returncode:
-        ending = f"; the end of {log}:\n{''.join(lines[-15:])}" if log else ""
-        raise UserError(f"the command above failed with exit code {process.returncode}{ending}")
-    return "".join(lines)
+    with open(log or os.devnull, "w") as file:
+        streams: dict = {"stdout": file, "stderr": file} if log else {"stdout": subprocess.PIPE}
+        finished = subprocess.run(words, **streams, text=True)
+    if finished.returncode:
+        ending = f"; the end of {log}:\n{log.read_text()[-1500:]}" if log else ""
+        raise UserError(f"the command above failed with exit code {finished.returncode}{ending}")
+    return finished.stdout or ""

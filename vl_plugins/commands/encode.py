@@ -35,7 +35,6 @@ def add_options(add: Any) -> None:
     """Add the options that tell how to encode, of this command and ``evaluate``."""
     config = "your own model configurations for open_clip (default: those of the run)"
     add("--model-config", metavar="FILE_OR_FOLDER", help=config)
-    add("--max-captions", type=positive, metavar="N", help="only the first N captions of each image")
     add("--batch-size", type=positive, metavar="N", default=64, help="images per batch (default: %(default)s)")
     add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
     add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
@@ -67,7 +66,7 @@ def encode(arguments: argparse.Namespace, models: list[tuple[str, str | None]]) 
     from vl_plugins.distributed import process_device, start_processes, stop_processes
     from vl_plugins.integrations.encoding import encode_checkpoint
 
-    options = {name: getattr(arguments, name) for name in ("model_config", "max_captions", "batch_size", "workers")}
+    options = {name: getattr(arguments, name) for name in ("model_config", "batch_size", "workers")}
     options |= {"device": process_device(arguments.device), "precision": arguments.precision}
     processes = start_processes()
     try:

@@ -63,16 +63,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
     files, checkpoints, models = arguments.features, arguments.checkpoint, arguments.model
-    if not files and not checkpoints:
-        raise UserError("give --checkpoint with --shards, or --features")
-    if checkpoints and not arguments.shards:
-        raise UserError("--checkpoint needs --shards: the images and captions to encode")
+    if not (files or checkpoints) or (checkpoints and not arguments.shards):
+        raise UserError("give --features, or --checkpoint with --shards")
     if len(models) not in (0, 1, len(checkpoints)):
         raise UserError(f"give one --model for all checkpoints or one each, got {len(models)} for {len(checkpoints)}")
     models = models if len(models) > 1 else (models or [None]) * len(checkpoints)
-    for place, (checkpoint, model) in enumerate(zip(checkpoints, models, strict=True)):
-        if model and "=" not in checkpoint and not os.path.exists(checkpoint):  # a pretrained tag of its model
-            checkpoints[place] = f"{model}/{checkpoint}={checkpoint}"
     paths = run_names([*files, *checkpoints])
     if ENSEMBLE in paths:
         raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
@@ -84,16 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: list[str | None]) -> tuple[Any, Any]:
     """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
-    from vl_plugins.data import first_captions
-
-    shards, limit, names = arguments.shards, arguments.max_captions, [*paths]
+    shards, names = arguments.shards, [*paths]
     collection: Any = None
     if shards:
         from vl_plugins.data import read_collection
 
         collection = read_collection(shards)  # before torch is imported
-    import torch
-
     from vl_plugins.retrieval.features import load_features
     from vl_plugins.retrieval.protocols import check_images
 
@@ -103,10 +94,6 @@ def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: l
     features = {}
     if os.environ.get("RANK", "0") == "0":  # its errors end the other processes, which wait for this one
         features = {name: load_features(paths[name], normalize=arguments.normalize) for name in files}
-    if limit:
-        for name, read in features.items():
-            kept = first_captions(read.image_of_caption, limit)
-            features[name] = read.select(torch.arange(len(read.images)), kept)
     if models:
         checkpoints = [(paths[name], model) for name, model in zip(names[len(files) :], models, strict=True)]
         encoded = zip(names[len(files) :], encode(arguments, checkpoints), strict=True)
@@ -116,7 +103,6 @@ def _features(arguments: argparse.Namespace, paths: Mapping[str, str], models: l
     from vl_plugins.integrations.encoding import hash_shards
 
     digest = hash_shards(collection)
-    collection = collection.with_captions(first_captions(collection.image_of_caption, limit)) if limit else collection
     for name, found in features.items():
         found.check_same_items(collection, name, shards)
         if found.description.get("shards_sha256", digest) != digest:

@@ -49,7 +49,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--images", type=positive, metavar="N", default=3, help="the first N images (default: %(default)s)"
     )
     chosen.add_argument("--keys", nargs="+", metavar="KEY", default=(), help="these images, by key or image id")
-    add("--iteration", type=int, metavar="T", help="iteration of slot attention, from 1 (default: the last)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     gradients = pictures.add_parser(
         "gradients",
@@ -93,7 +92,7 @@ def _attention(arguments: argparse.Namespace) -> None:
     file = find_checkpoint(arguments.checkpoint)
     with user_errors(f"checkpoint {file}"):
         loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
-    options = {name: getattr(arguments, name) for name in ("images", "keys", "iteration", "device")}
+    options = {name: getattr(arguments, name) for name in ("images", "keys", "device")}
     plot_attention(attended_images(*loaded, collection, **options), arguments.out)
 
 

@@ -88,7 +88,6 @@ def attended_images(
     *,
     images: int = 3,
     keys: Sequence[str] = (),
-    iteration: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[AttendedImage]:
     """Run a model on some images of shards, and find the captions of all of them nearest to each element.
@@ -102,14 +101,13 @@ def attended_images(
         collection: images and captions.
         images: how many, the first of the shards, without ``keys``.
         keys: of the images in the shards, such as ``coco-test-00000042``, or their image ids.
-        iteration: 1 to T, of which the attention is shown; by default the last. The elements are always the last's.
         device: where the model is.
 
     Returns:
         In the order of ``keys``, or of the shards.
 
     Raises:
-        UserError: the model has no set head or grid, or there is no such image or iteration.
+        UserError: the model has no set head or grid, or there is no such image.
     """
     head = getattr(model, "head", None)
     if head != "set":
@@ -122,7 +120,7 @@ def attended_images(
     to_pixels, to_inputs = _split_normalization(preprocess)
     pictures = torch.stack([to_pixels(decode({"jpg": files[index]})) for index in indices])
     output = model.predict_image_sets(to_inputs(pictures).to(device))
-    attention = _maps(output.attention, iteration, model.grid).float().cpu()
+    attention = _maps(output.attention[:, -1], model.grid).float().cpu()
     nearest = _nearest_captions(model, tokenizer, collection.captions, normalize(output.embeddings.float(), dim=-1))
     items = []
     for index, picture, maps, row in zip(indices, pictures, attention, nearest, strict=True):
@@ -141,14 +139,11 @@ def _split_normalization(preprocess: Callable) -> tuple[Callable, Callable]:
     return preprocess, lambda pixels: pixels
 
 
-def _maps(attention: Tensor, iteration: int | None, grid: tuple[int, int] | None) -> Tensor:
-    """Return the attention of an iteration (I, K, h, w), given that of all (I, T, N, K)."""
-    iterations, inputs = attention.shape[1:3]
-    if not 1 <= (iteration or iterations) <= iterations:
-        raise UserError(f"the iteration must be 1 to {iterations}, as many as the model has, got {iteration}")
-    if grid is None or math.prod(grid) != inputs:
-        raise UserError(f"the {inputs} local features of the image tower are no grid, so there is no map to draw")
-    return attention[:, (iteration or iterations) - 1].transpose(1, 2).unflatten(2, grid)
+def _maps(attention: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """Return the attention (I, N, K) as maps (I, K, h, w)."""
+    if grid is None or math.prod(grid) != attention.shape[1]:
+        raise UserError("the local features of the image tower are no grid, so there is no map to draw")
+    return attention.transpose(1, 2).unflatten(2, grid)
 
 
 def _nearest_captions(model: Any, tokenizer: Callable, captions: Sequence[str], elements: Tensor) -> list[list[int]]:

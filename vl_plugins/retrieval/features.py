@@ -23,7 +23,7 @@ __all__ = [
     "Features",
     "check_features_file",
     "describe_similarity",
-    "id_difference",
+    "first_difference",
     "load_features",
     "recorded_similarity",
     "save_features",
@@ -71,7 +71,8 @@ class Features:
         counts = owners.bincount(minlength=number) if len(owners) and owners.min() >= 0 else owners
         has_all = 0 < number == len(counts) and bool((counts > 0).all())
         _expect(has_all, f"image_of_caption in [0, {number}) and a caption of every image")
-        for kind, embeddings, ids in self._sides():
+        sides = ("image", self.images, self.image_ids), ("caption", self.captions, self.caption_ids)
+        for kind, embeddings, ids in sides:
             _expect(embeddings.is_floating_point(), f"floating-point {kind}s, got {embeddings.dtype}")
             types = {type(value) for value in ids or ()}
             _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
@@ -95,9 +96,6 @@ class Features:
             raise UserError(
                 f"features must have a description of JSON values without NaN and infinity: {error}"
             ) from None
-
-    def _sides(self) -> list[tuple[str, Tensor, Sequence[int | str] | None]]:
-        return [("image", self.images, self.image_ids), ("caption", self.captions, self.caption_ids)]
 
     def select(self, images: Tensor, captions: Tensor) -> "Features":
         """Return some of the images and captions, given by ascending indices."""
@@ -127,22 +125,10 @@ class Features:
             other: with ``image_ids``, ``caption_ids`` and ``image_of_caption``.
             name, other_name: for errors.
         """
-        for kind in ("image", "caption"):
-            ours, theirs = (getattr(items, f"{kind}_ids") for items in (self, other))
-            difference = None if None in (ours, theirs) else id_difference(kind, ours, theirs, other_name)
-            if difference:
-                raise UserError(f"{name} and {other_name} do not belong together: {difference}")
-        ours, theirs = self.image_of_caption, other.image_of_caption
-        if len(ours) != len(theirs) or ours.max() != theirs.max():
-            raise UserError(
-                f"{name} and {other_name} do not belong together: {len(self.images):,} images with {len(ours):,} "
-                f"captions, and {int(theirs.max()) + 1:,} with {len(theirs):,}"
-            )
-        if wrong := (ours != theirs).nonzero().flatten().tolist():
-            raise UserError(
-                f"{name} and {other_name} do not belong together: {len(wrong):,} captions have another image, the "
-                f"first is caption {wrong[0]} with image {int(ours[wrong[0]])} and {int(theirs[wrong[0]])}"
-            )
+        for what in ("image_ids", "caption_ids", "image_of_caption"):
+            ours, theirs = getattr(self, what), getattr(other, what)
+            if ours is not None and theirs is not None and (difference := first_difference(ours, theirs)):
+                raise UserError(f"{name} and {other_name} do not belong together: {what}: {difference}")
 
 
 def _expect(condition: bool, what: str) -> None:
@@ -150,25 +136,20 @@ def _expect(condition: bool, what: str) -> None:
         raise UserError(f"features must have {what}")
 
 
-def id_difference(kind: str, ids: Sequence[int | str], expected: Sequence[int | str], where: str) -> str | None:
-    """Return how the ids of images or captions differ from those that ``where`` has, None when they are equal.
+def first_difference(items: Sequence[int | str] | Tensor, expected: Sequence[int | str] | Tensor) -> str | None:
+    """Return how two lists differ, None if they are equal.
 
-    >>> id_difference("image", [3, 1, 2], [1, 2, 3], "the benchmark")
-    'the 3 images are in another order: at place 0 is image 3, where the benchmark has 1'
+    >>> first_difference([3, 1, 2], [1, 2, 3])
+    'number 0 of 3 is 3, expected 1'
     """
-    ids, expected = list(ids), list(expected)
-    if ids == expected:
-        return None
-    for these, others, what in ((expected, {*ids}, "are missing"), (ids, {*expected}, f"are not in {where}")):
-        if left := [value for value in these if value not in others]:
-            return f"{len(left):,} of the {len(these):,} {kind}s {what}, such as {left[0]}"
-    if len(ids) != len(expected):
-        return f"there are {len(ids):,} {kind}s with repetitions, {where} has {len(expected):,}"
-    place = next(place for place, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
-    return (
-        f"the {len(ids):,} {kind}s are in another order: at place {place} is {kind} {ids[place]}, where {where} has "
-        f"{expected[place]}"
+    items, expected = (value.tolist() if isinstance(value, Tensor) else list(value) for value in (items, expected))
+    if len(items) != len(expected):
+        return f"there are {len(items):,}, expected {len(expected):,}"
+    pairs = enumerate(zip(items, expected, strict=True))
+    found = (
+        f"number {place} of {len(items):,} is {one}, expected {other}" for place, (one, other) in pairs if one != other
     )
+    return next(found, None)
 
 
 def describe_similarity(similarity: BaseDistance, *, parameters: bool = True) -> dict[str, Any]:

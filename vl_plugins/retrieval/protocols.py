@@ -12,7 +12,7 @@ from torch import Tensor
 from vl_plugins.data import first_captions
 from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.regularizers import circular_variance
-from vl_plugins.retrieval.features import Features, id_difference
+from vl_plugins.retrieval.features import Features, first_difference
 from vl_plugins.retrieval.metrics import retrieval_metrics
 from vl_plugins.retrieval.ranks import Answers, Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import MeanSimilarities
@@ -108,10 +108,7 @@ def evaluate(
     for other in others:
         other.check_same_items(first, "one model", "another")
     check_images(protocol, len(first.images), name)
-    try:
-        kept = _captions(first, protocol)
-    except _MismatchError as error:
-        raise UserError(f"{name} is not what protocol {protocol} is about: {error}") from None
+    kept = _captions(first, protocol, name)
     images = torch.arange(len(first.images))
     models = [model.select(images, kept) for model in models]
     sizes: dict[str, float] = {"num_samples": len(images), "num_captions": len(kept)}
@@ -136,44 +133,38 @@ def evaluate(
     return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]} | sizes}, whole, kept)
 
 
-class _MismatchError(Exception):
-    """How the images or captions differ from those of the protocol."""
-
-
-def _captions(features: Features, protocol: str) -> Tensor:
+def _captions(features: Features, protocol: str, name: str) -> Tensor:
     """Return the indices of the captions that a protocol takes, after checking that these are its images."""
+
+    def expect(condition: bool, problem: str) -> None:
+        if not condition:
+            raise UserError(f"{name} is not what protocol {protocol} is about: {problem}")
+
     owners, (images, coco, _) = features.image_of_caption, PROTOCOLS[protocol]
     if images is None:
         return torch.arange(len(owners))
-    if few := (owners.bincount() < CAPTIONS_PER_IMAGE).nonzero().flatten().tolist():
-        raise _MismatchError(
-            f"{len(few):,} images have fewer than {CAPTIONS_PER_IMAGE} captions, the first is {few[0]}"
-        )
-    splits = features.description.get("splits") or ()
-    if not coco and (len(owners) != images * CAPTIONS_PER_IMAGE or not all(s.endswith("-test") for s in splits)):
-        raise _MismatchError(f"it has {len(owners):,} captions of the splits {', '.join(splits) or '(unknown)'}")
+    few = owners.bincount() < CAPTIONS_PER_IMAGE
+    expect(not few.any(), f"{int(few.sum()):,} images have fewer than {CAPTIONS_PER_IMAGE} captions")
     if not coco:
+        splits = features.description.get("splits") or ()
+        is_test = len(owners) == images * CAPTIONS_PER_IMAGE and all(split.endswith("-test") for split in splits)
+        expect(is_test, f"it has {len(owners):,} captions of the splits {', '.join(splits) or '(unknown)'}")
         return torch.arange(len(owners))
     split = _coco_test_split()
-    if features.image_ids is None:
-        raise _MismatchError("it has no image ids, which tell the split")
-    if difference := id_difference("image", features.image_ids, [*split], "COCO's test split"):
-        raise _MismatchError(difference)
+    difference = first_difference(features.image_ids or (), [*split])
+    expect(difference is None, f"image ids are not those of COCO's test split: {difference}")
     known: frozenset[Any] = frozenset().union(*split.values())
-    image_ids, caption_ids = list(features.image_ids), list(features.caption_ids or ())
+    image_ids, caption_ids = list(features.image_ids or ()), list(features.caption_ids or ())
     pairs = enumerate(zip(caption_ids, owners.tolist(), strict=False))
     by_id = [index for index, (caption, image) in pairs if caption in split[image_ids[image]]]
     missing = known.difference(caption_ids[index] for index in by_id)
-    if not missing and len(by_id) == len(known):
-        return torch.tensor(by_id)
     # Other ids than COCO's; by chance some of them are the same numbers.
     if protocol != "eccv" and len(by_id) < len(known) / 2:
         return first_captions(owners, CAPTIONS_PER_IMAGE)
-    what = f"{len(missing):,} of the {len(known):,} captions are missing or belong to another image, such as "
-    raise _MismatchError(
-        "by COCO's annotation ids, which shards get from COCO's own caption files, "
-        f"{what + str(min(missing)) if missing else 'caption ids occur twice'}"
-    )
+    again = len(by_id) + len(missing) - len(known)
+    what = f"{len(missing):,} of {len(known):,} captions are missing or of another image, and {again:,} occur again"
+    expect(not missing and not again, f"by COCO's annotation ids, which shards get from COCO's caption files, {what}")
+    return torch.tensor(by_id)
 
 
 def _eccv_answers(features: Features) -> dict[str, tuple[Answers, Answers]]:

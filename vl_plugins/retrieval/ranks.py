@@ -15,7 +15,7 @@ from vl_plugins.retrieval.similarities import (
     Similarity,
 )
 
-__all__ = ["Answers", "DirectionRanks", "Ranks", "best_answers", "retrieval_ranks", "right_answers", "similarity_ranks"]
+__all__ = ["Answers", "DirectionRanks", "Ranks", "retrieval_ranks", "right_answers", "similarity_ranks"]
 
 Answers = Mapping[int, Sequence[int]]
 """The right candidates of each query, by index; -1 stands for one that is not among the candidates."""
@@ -192,29 +192,3 @@ def _rank(
         parts.append((rank.long(), average_precision, r_precision, *of_positives, negatives, negative))
     rank, *fields = (torch.cat(column) for column in zip(*parts, strict=True))
     return DirectionRanks(queries, rank, relevant, *fields)
-
-
-def best_answers(ranks: DirectionRanks, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first candidates of each query, a wrong one before a right one of equal similarity.
-
-    Returns:
-        Three tensors (Q, number): index, similarity, and whether the candidate is right. Where there are fewer
-        candidates the index is -1 and the similarity ``-inf``.
-
-    Raises:
-        ValueError: ``number`` is more than the ``top`` of the ranks.
-    """
-    if number > ranks.negatives.shape[1] and not (ranks.negatives == -1).any(dim=1).all():
-        raise ValueError(f"{number} answers need ranks with top={number}, got {ranks.negatives.shape[1]}")
-    counts = ranks.positive_query.bincount(minlength=len(ranks.queries))
-    place = torch.arange(len(ranks.positives), device=counts.device) - (counts.cumsum(0) - counts)[ranks.positive_query]
-    where = ranks.positive_query[place < number], place[place < number]
-    positives = ranks.positives.new_full((len(ranks.queries), number), -1)
-    positives[where] = ranks.positives[place < number]
-    positive = torch.full_like(positives, -torch.inf, dtype=ranks.positive_similarity.dtype)
-    positive[where] = ranks.positive_similarity[place < number]
-    similarity = torch.cat([ranks.negative_similarity[:, :number], positive], dim=1)
-    similarity, order = similarity.sort(dim=1, descending=True, stable=True)  # wrong ones, which come first, stay first
-    index = torch.cat([ranks.negatives[:, :number], positives], dim=1).gather(1, order)
-    is_right = (order >= ranks.negatives[:, :number].shape[1]) & (index >= 0)
-    return index[:, :number], similarity[:, :number], is_right[:, :number]

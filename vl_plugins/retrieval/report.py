@@ -16,7 +16,7 @@ from vl_plugins.data.images import scaled_picture
 from vl_plugins.errors import UserError, require
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves
 from vl_plugins.retrieval.metrics import metrics_table
-from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, best_answers
+from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
 
 __all__ = ["write_report"]
 
@@ -130,26 +130,25 @@ def _examples(ranks: Ranks, number: int) -> list[tuple[str, str, int, list[Examp
     """
     groups = []
     for queries, part in zip(("image", "caption"), ranks, strict=True):
-        first = part.positive_query.bincount(minlength=len(part.queries)).cumsum(0).roll(1)
-        first[0] = 0
-        lead = part.positive_similarity[first] - part.negative_similarity[:, 0]
+        ends = part.positive_query.bincount(minlength=len(part.queries)).cumsum(0).tolist()
+        starts = [0, *ends[:-1]]  # of the right answers of each query, the best of which comes first
+        lead = part.positive_similarity[starts] - part.negative_similarity[:, 0]
         by_lead = lead.argsort()
         worst_first = by_lead[part.rank[by_lead].argsort(descending=True, stable=True)]
         is_hit = part.rank[worst_first] == 1
-        answers = [field.tolist() for field in best_answers(part, ANSWERS)]
         for outcome, order in (("failures", worst_first[~is_hit]), ("successes", worst_first[is_hit].flip(0))):
             spread = torch.linspace(0, len(order) - 1, min(number, len(order))).round().long()
             shown = []
             for query in order[spread].tolist():
-                rows = [
-                    (place, *row)
-                    for place, row in enumerate(zip(*(field[query] for field in answers), strict=True), 1)
-                    if row[0] >= 0
-                ]
-                best, rank = int(part.positives[first[query]]), int(part.rank[query])
-                if best not in [candidate for _, candidate, _, _ in rows]:
-                    rows.append((rank, best, part.positive_similarity[first[query]].item(), True))
-                shown.append(Example(int(part.queries[query]), rank, rows))
+                own = slice(starts[query], ends[query])
+                both = part.positives[own].tolist(), part.positive_similarity[own].tolist()
+                right = [(*pair, True) for pair in zip(*both, strict=True)]
+                wrong = zip(part.negatives[query].tolist(), part.negative_similarity[query].tolist(), strict=True)
+                answers = [(*pair, False) for pair in wrong if pair[0] >= 0] + right
+                answers.sort(key=lambda answer: -answer[1])  # of equal ones the wrong ones stay first
+                rank, rows = int(part.rank[query]), [(place, *answer) for place, answer in enumerate(answers, 1)]
+                best = [(rank, *right[0])] if rank > ANSWERS else []
+                shown.append(Example(int(part.queries[query]), rank, rows[:ANSWERS] + best))
             groups.append((queries, outcome, len(order), shown))
     return groups
 

@@ -54,16 +54,12 @@ class EmbeddingSimilarities:
             by default.
 
     Raises:
-        ValueError: shapes do not fit together, or an embedding is NaN or infinite.
+        ValueError: shapes do not fit together.
     """
 
     def __init__(self, images: Tensor, captions: Tensor, similarity: Similarity | None = None):
         if similarity is None and (images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]):
             raise ValueError(f"embeddings must be (I, D) and (C, D), got {(*images.shape,)} and {(*captions.shape,)}")
-        for name, embeddings in (("image", images), ("caption", captions)):
-            least, most = embeddings.flatten(1).aminmax(dim=1)
-            if wrong := (~(least.isfinite() & most.isfinite())).nonzero().flatten().tolist():
-                raise ValueError(f"{name} embeddings must be finite, {len(wrong)} are not, the first is {wrong[0]}")
         self.shape, self.device, self.similarity = (len(images), len(captions)), images.device, similarity
         self._is_kept = similarity is not None and len(images) * len(captions) <= KEPT
         self._images, self._captions = map(_padded, full_precision(images.detach(), captions.detach()))
