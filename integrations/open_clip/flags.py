@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vl_plugins.data.collection import expand_braces
 from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
 from vl_plugins.registry import check_registered
@@ -122,6 +123,7 @@ def _check_shards(what: str, pattern: str, args: Namespace) -> None:
         return
     from webdataset.shardlists import expand_urls  # imports torch
 
+    expand_braces(pattern)  # raises an error for too many
     for shard in expand_urls(pattern):
         if ":" in shard:
             raise UserError(f"{what}: {shard!r} is no local path; without --loss, give it on the command line")

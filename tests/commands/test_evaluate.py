@@ -14,8 +14,8 @@ from tests.helpers.open_clip_training import checkpoint_with_heads
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
 from vl_plugins.distances import MatchProbability, match_probability
-from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.encoding import find_checkpoint
+from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.features import load_features, save_features

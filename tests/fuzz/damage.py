@@ -203,7 +203,9 @@ def change_folder(folder, draw):
     if how == "empty":
         file.touch()
     elif how == "rename":
-        file.with_name(draw.choice(["x.pt", "epoch_9.pt", "epoch_99999999999999999999.pt", "best.pt"])).write_bytes(data)
+        file.with_name(draw.choice(["x.pt", "epoch_9.pt", "epoch_99999999999999999999.pt", "best.pt"])).write_bytes(
+            data
+        )
     elif how == "folder":
         file.mkdir()
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-__all__ = ["captions_of_source", "captions_of_shards", "recall_bounds", "samples_of"]
+__all__ = ["captions_of_shards", "captions_of_source", "recall_bounds", "samples_of"]
 
 
 def arrays_of(file):
@@ -20,7 +20,8 @@ def arrays_of(file):
         text = str(arrays["vl_plugins"])
     else:
         with safe_open(file, "np") as opened:
-            arrays, text = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()["vl_plugins"]
+            text = opened.metadata()["vl_plugins"]
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return *(arrays[n] for n in ("image_features", "caption_features", "image_of_caption")), json.loads(text)
 
 
@@ -64,8 +65,12 @@ def samples_of(shards):
     return [*samples.values()]
 
 
+def captions_of(sample):
+    return json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
+
+
 def captions_of_shards(shards):
-    return sorted(json.loads(sample["json"])["captions"] for sample in samples_of(shards))
+    return sorted(captions_of(sample) for sample in samples_of(shards))
 
 
 def captions_of_source(file):
@@ -103,7 +108,5 @@ def embeddings(loaded, weights, shards):
             picture = next(sample[extension] for extension in ("jpg", "png", "webp", "jpeg") if extension in sample)
             image = Image.open(io.BytesIO(picture)).convert("RGB")
         images.append(model.encode_image(transform(image)[None], normalize=True)[0])
-        content = json.loads(sample.get("json", b"{}"))
-        texts = content.get("captions") or [sample["txt"].decode()]
-        captions += [*model.encode_text(tokenizer(texts), normalize=True)]
+        captions += [*model.encode_text(tokenizer(captions_of(sample)), normalize=True)]
     return torch.stack(images).numpy(), torch.stack(captions).numpy()

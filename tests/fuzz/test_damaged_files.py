@@ -16,14 +16,16 @@ import yaml
 
 from tests.fuzz.damage import MARKER, PLANTED, change_folder, damage
 from tests.fuzz.forked import EVALUATE, LAUNCH, TRAIN_TOWERS, forked
-from tests.fuzz.readers import captions_of_shards, captions_of_source, embeddings, recall_bounds, samples_of
-from vl_plugins.integrations.checkpoints import load_model
+from tests.fuzz.readers import captions_of_shards, captions_of_source, embeddings, recall_bounds
+from vl_plugins.integrations.loading import load_model
 
 FILES = Path(__file__).parents[1] / "files_v0_2"
 TEST, TRAIN = "shards/pictures/toy-test-{000000..000001}.tar", "shards/pictures/toy-train-{000000..000002}.tar"
-PICTURES, FEATURES = ([f"shards/{kind}/toy-test-00000{number}.tar" for number in range(2)] for kind in ("pictures", "features"))
+PICTURES = [f"shards/pictures/toy-test-00000{number}.tar" for number in range(2)]
+FEATURES = [name.replace("pictures", "features") for name in PICTURES]
 CHECKPOINTS = ["triplet/checkpoints/epoch_5.pt", "linear/checkpoints/epoch_20.pt", "set/checkpoints/epoch_10.pt"]
 CHECKPOINTS = [*(f"logs/{name}" for name in CHECKPOINTS), *(f"runs/{n}/latest.pt" for n in ("pictures", "features"))]
+KARPATHY = "shards coco --annotations karpathy.json --images scenes"
 NEW = ["logs/new/checkpoints/epoch_1.pt", "runs/new/latest.pt"]
 TINY = "--model tiny --model-config model/tiny.json --device cpu --precision fp32 --workers 0 --batch-size 8 "
 TINY += f"--train-data {TRAIN} --epochs 1 --warmup 0 --loss smooth_chamfer --head set --name"
@@ -71,7 +73,10 @@ def whole(tmp_path_factory, toy_scenes):
     (folder / "table.jsonl").write_text("\n".join(lines) + "\n")
     with forked() as run:
         for module, words in (
-            (EVALUATE, "shards coco --annotations karpathy.json --images scenes --out shards/new --samples-per-shard 4"),
+            (
+                EVALUATE,
+                "shards coco --annotations karpathy.json --images scenes --samples-per-shard 4 --out shards/new",
+            ),
             (LAUNCH, "--config open_clip.yaml --name new"),
             (TRAIN_TOWERS, "--config pml.yaml --out runs/new --device cpu"),
         ):
@@ -221,7 +226,7 @@ ONE_LINE = re.compile(r"vl[-_]plugins[^\n]*: error: [^\n]+\n$")
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 255), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_numbers_of_what_is_left_or_one_line(kind, seeds, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(whole)
-    failures, seeds = [], os.environ.get("FUZZ", "") and range(*map(int, os.environ["FUZZ"].split(","))) or seeds
+    failures, seeds = [], (os.environ.get("FUZZ", "") and range(*map(int, os.environ["FUZZ"].split(",")))) or seeds
     with forked() as run:
         for seed in seeds:
             case = Case(whole, tmp_path / "files", random.Random(f"{kind.__name__} {seed}"), run)

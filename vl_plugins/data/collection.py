@@ -1,12 +1,15 @@
 """The images of several shards as one collection: where they are, and, when asked for, their names and captions."""
 
 import copy
+import itertools
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
@@ -21,15 +24,27 @@ from vl_plugins.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collection", "expand_shards", "read_collection"]
+__all__ = ["Collection", "expand_braces", "expand_shards", "read_collection"]
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
+MOST_SHARDS = 500_000  # in a pattern
+RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 
 # Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
 # the parent, forever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=reset_lock)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return what a pattern with braces stands for; raise ``ValueError`` if that is more than any data set has."""
+    spans = (abs(int(last) - int(first)) + 1 for first, last in RANGE.findall(pattern))  # expanded before the rest
+    if math.prod(spans) <= MOST_SHARDS:
+        shards = list(itertools.islice(braceexpand(pattern), MOST_SHARDS + 1))
+        if len(shards) <= MOST_SHARDS:
+            return shards
+    raise ValueError(f"it names more than {MOST_SHARDS:,} shards")
 
 
 def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
@@ -45,23 +60,29 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
-            shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
+            shards = [shard for part in os.fspath(pattern).split("::") for shard in expand_braces(part) if shard]
         else:
             shards = [os.fspath(shard) for shard in pattern]
     except ValueError as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
-    paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
-    if len(set(paths)) < len(paths):
-        raise UserError(f"the shard {Counter(paths).most_common(1)[0][0]} is listed more than once")
     if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
         raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
-    if missing:
+        files = list(pool.map(_identity, shards))
+    if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
         raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
+    if len(set(files)) < len(files):
+        raise UserError(
+            f"the shard {shards[files.index(Counter(files).most_common(1)[0][0])]} is listed more than once"
+        )
     return shards
+
+
+def _identity(shard: str) -> Any:
+    """Return what all links to a shard share, or its URL; None if there is no such file."""
+    return None if not exists(shard) else os.stat(shard)[1:3] if os.path.isfile(shard) else shard
 
 
 def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
