@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from tests.helpers.processes import start_process
 
-__all__ = ["EVALUATE", "LAUNCH", "TRAIN_TOWERS", "Finished", "forked"]
+__all__ = ["LAUNCH", "OURS", "TRAIN_TOWERS", "Finished", "forked"]
 
-EVALUATE = "vl_plugins.cli"
+OURS = "vl_plugins.cli"
 LAUNCH = "vl_plugins.integrations.open_clip.launcher"
 TRAIN_TOWERS = "vl_plugins.integrations.pytorch_metric_learning.command_line"
-MODULES = (EVALUATE, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure", "duckdb")
+MODULES = (OURS, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure", "duckdb")
 MODULES += ("vl_plugins.integrations.pytorch_metric_learning.training", "safetensors.torch", "transformers")
 SECONDS, MEGABYTES = 60, 1000  # of the processor; and beyond the memory of the parent
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from tests.fuzz.damage import MARKER, PLANTED, change_folder, damage
-from tests.fuzz.forked import EVALUATE, LAUNCH, TRAIN_TOWERS, forked
+from tests.fuzz.forked import LAUNCH, OURS, TRAIN_TOWERS, forked
 from tests.fuzz.readers import captions_of_shards, captions_of_source, embeddings, recall_bounds
 from vl_plugins.integrations.loading import load_model
 
@@ -74,7 +74,7 @@ def whole(tmp_path_factory, toy_scenes):
     with forked() as run:
         for module, words in (
             (
-                EVALUATE,
+                OURS,
                 "shards coco --annotations karpathy.json --images scenes --samples-per-shard 4 --out shards/new",
             ),
             (LAUNCH, "--config open_clip.yaml --name new"),
@@ -107,7 +107,7 @@ class Case:
     def encode(self, checkpoint, shards):
         """Encode with a checkpoint; compare what it writes with what plain readers find, if they know its settings."""
         command = f"encode {checkpoint} {'::'.join(shards)} out.npz --workers 0 --device cpu"
-        finished = self.run(EVALUATE, command)
+        finished = self.run(OURS, command)
         if finished.status == 0:
             file, original = self.folder / checkpoint, self.whole / checkpoint
             weights, settings = weights_of(torch.load(file, weights_only=True))
@@ -137,7 +137,7 @@ def weights_of(content):
 
 def features(case):
     file = case.damage(f"features/{case.draw.choice(sorted(os.listdir(case.folder / 'features')))}")
-    finished = case.run(EVALUATE, f"evaluate --json --features {file}")
+    finished = case.run(OURS, f"evaluate --json --features {file}")
     if finished.status == 0:
         metrics = json.loads(finished.output)["results"][0]["metrics"]["plain"]
         for name, (least, greatest) in recall_bounds(file).items():
@@ -156,7 +156,7 @@ def run_folder(case):
     name = case.draw.choice(["logs/triplet", "logs/set", "runs/pictures", "logs/new", "model"])
     case.damage(name)
     run = "logs/triplet" if name == "model" else name
-    finished = case.run(EVALUATE, f"evaluate --json --checkpoint {run} --shards {TEST} --workers 0 --device cpu")
+    finished = case.run(OURS, f"evaluate --json --checkpoint {run} --shards {TEST} --workers 0 --device cpu")
     if finished.status == 0:
         assert 0 <= json.loads(finished.output)["results"][0]["metrics"]["plain"]["image_to_text_R@1"] <= 1
     return finished
@@ -164,7 +164,7 @@ def run_folder(case):
 
 def results(case):
     case.damage("runs/pictures/results.jsonl")
-    return case.run(EVALUATE, "plot training runs/pictures")
+    return case.run(OURS, "plot training runs/pictures")
 
 
 def configuration(case):
@@ -188,7 +188,7 @@ def source(case):
     kind = case.draw.choice(["coco --annotations karpathy.json", "coco-captions --annotations captions_val.json"])
     kind = case.draw.choice([kind, f"table --annotations table.{case.draw.choice(['csv', 'jsonl'])}"])
     file = case.damage(kind.split()[-1])
-    finished = case.run(EVALUATE, f"shards {kind} --images scenes --out again")
+    finished = case.run(OURS, f"shards {kind} --images scenes --out again")
     if finished.status == 0:
         found = captions_of_shards(sorted((case.folder / "again").glob("*.tar")))
         assert found == captions_of_source(file)
@@ -204,7 +204,7 @@ def shards(case):
     command = case.draw.choice(["verify", "info", "encode"])
     if command == "encode":
         return case.encode(CHECKPOINTS[0], archives)
-    finished = case.run(EVALUATE, f"shards {command} shards/new --json")
+    finished = case.run(OURS, f"shards {command} shards/new --json")
     if command == "verify" and file.suffix == ".tar":
         assert finished.status == is_changed
     if command == "verify" and finished.status == 1:

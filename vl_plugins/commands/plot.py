@@ -78,7 +78,8 @@ def _training(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.training import plot_training_curves, read_results
 
     runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
-    plot_training_curves(runs, arguments.out)
+    with user_errors(" ".join(arguments.runs)):
+        plot_training_curves(runs, arguments.out)
 
 
 def _attention(arguments: argparse.Namespace) -> None:

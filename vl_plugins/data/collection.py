@@ -29,6 +29,7 @@ __all__ = ["Collection", "expand_braces", "expand_shards", "read_collection"]
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
 MOST_SHARDS = 500_000  # in a pattern
+GROUP = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 
 # Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
@@ -39,8 +40,9 @@ if hasattr(os, "register_at_fork"):
 
 def expand_braces(pattern: str) -> list[str]:
     """Return what a pattern with braces stands for; raise ``ValueError`` if that is more than any data set has."""
-    spans = (abs(int(last) - int(first)) + 1 for first, last in RANGE.findall(pattern))  # expanded before the rest
-    if math.prod(spans) <= MOST_SHARDS:
+    groups = ((group.count(","), RANGE.match(group)) for group in GROUP.findall(pattern))
+    sizes = (abs(int(found[2]) - int(found[1])) if found else commas for commas, found in groups)
+    if math.prod(size + 1 for size in sizes) <= MOST_SHARDS:  # each range is made as a whole
         shards = list(itertools.islice(braceexpand(pattern), MOST_SHARDS + 1))
         if len(shards) <= MOST_SHARDS:
             return shards
