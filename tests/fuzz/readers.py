@@ -1,5 +1,6 @@
 """What plain readers find in files: numpy, json, csv, tarfile and torch, without the package."""
 
+import contextlib
 import csv
 import io
 import json
@@ -69,8 +70,17 @@ def captions_of(sample):
     return json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
 
 
-def captions_of_shards(shards):
-    return sorted(captions_of(sample) for sample in samples_of(shards))
+def captions_of_shards(shards, usable=False):
+    """Return the captions of each image; with ``usable`` of those with captions and a picture."""
+    found = []
+    for sample in samples_of(shards):
+        with contextlib.suppress(Exception if usable else ()):
+            texts = captions_of(sample)
+            assert "".join(texts).encode() is not None
+            assert texts
+            picture_of(sample)
+            found.append(texts)
+    return sorted(found)
 
 
 def captions_of_source(file):
@@ -94,6 +104,11 @@ def captions_of_source(file):
     return sorted(images.values())
 
 
+def picture_of(sample):
+    picture = next(sample[extension] for extension in ("jpg", "png", "webp", "jpeg") if extension in sample)
+    return Image.open(io.BytesIO(picture)).convert("RGB")
+
+
 @torch.no_grad()
 def embeddings(loaded, weights, shards):
     """Return the embeddings of images and captions in archives by a model with other weights."""
@@ -102,11 +117,7 @@ def embeddings(loaded, weights, shards):
     model.load_state_dict({name: weights[name].reshape(value.shape) for name, value in own.items()})
     images, captions = [], []
     for sample in samples_of(shards):
-        if "npy" in sample:
-            image = np.load(io.BytesIO(sample["npy"])).astype("f4")
-        else:
-            picture = next(sample[extension] for extension in ("jpg", "png", "webp", "jpeg") if extension in sample)
-            image = Image.open(io.BytesIO(picture)).convert("RGB")
+        image = np.load(io.BytesIO(sample["npy"])).astype("f4") if "npy" in sample else picture_of(sample)
         images.append(model.encode_image(transform(image)[None], normalize=True)[0])
         captions += [*model.encode_text(tokenizer(captions_of(sample)), normalize=True)]
     return torch.stack(images).numpy(), torch.stack(captions).numpy()

@@ -210,11 +210,14 @@ def shards(case):
     if command == "verify" and finished.status == 1:
         assert json.loads(finished.output)["problems"]
         return finished._replace(status=0)
-    if finished.status == 0:
-        found = json.loads(finished.output)
-        texts = captions_of_shards([case.folder / name for name in archives])
-        if command == "verify":
-            assert (found["samples"], found["captions"]) == (len(texts), sum(map(len, texts)))
+    if finished.status == 0 and command == "verify":
+        found, texts = json.loads(finished.output), captions_of_shards([case.folder / name for name in archives])
+        assert (found["samples"], found["captions"]) == (len(texts), sum(map(len, texts)))
+    elif finished.status == 0:
+        found = json.loads(finished.output)["splits"].values()
+        texts = captions_of_shards([case.folder / name for name in archives], usable=True)
+        assert sum(split["images"] for split in found) == len(texts)
+        assert sum(split["captions"] for split in found) == sum(map(len, texts))
     return finished
 
 

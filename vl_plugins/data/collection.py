@@ -19,7 +19,7 @@ from fsspec.asyn import reset_lock
 from vl_plugins.data.files import exists, file_errors
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> 
         UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
     """
     shards = expand_shards(shards)
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
         collection = Collection(shards, pool.map(read_head, shards))
     if not len(collection):
         raise UserError(f"the shards hold no images: {shards[0]}, ...")

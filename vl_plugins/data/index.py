@@ -17,7 +17,7 @@ import numpy as np
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import file_errors, join, sha256, write_complete
 from vl_plugins.data.samples import TEXTS, Record, parse_record, read_samples
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 
 __all__ = [
     "INDEX_FOLDER",
@@ -126,12 +126,10 @@ def read_head(shard: str) -> IndexHead:
     with file_errors("read", file):
         try:
             files, path = fsspec.core.url_to_fs(file)
-            with files.open(path, block_size=BLOCK_BYTES) as stream:
+            with user_errors(f"{file} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
                 head = msgspec.json.decode(stream.readline(), type=IndexHead)
         except NO_INDEX:
             return scan_shard(shard).head
-        except msgspec.DecodeError as error:
-            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
     number, groups = len(head.starts), len(head.groups) / HASHES.itemsize
     is_whole = number == len(head.sizes) == len(head.counts) and groups in (0, number)
     if not is_whole or sum(head.counts) * HASHES.itemsize != len(head.captions):
@@ -146,13 +144,11 @@ def read_records(shard: str) -> list[Record]:
     file = index_file(shard)
     with file_errors("read", file):
         try:
-            with fsspec.open(file, "rb") as stream:
+            with user_errors(f"{file} is damaged: {RENEW}"), fsspec.open(file, "rb") as stream:
                 stream.readline()
                 return msgspec.json.Decoder(Record).decode_lines(stream.read())
         except NO_INDEX:
             return scan_shard(shard).records
-        except msgspec.DecodeError as error:
-            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
 
 
 def scan_shard(shard: str) -> ShardIndex:
