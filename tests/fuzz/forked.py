@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers.processes import start_process
+import torch
 
 __all__ = ["LAUNCH", "OURS", "TRAIN_TOWERS", "Finished", "forked"]
 
@@ -33,13 +33,18 @@ class Finished(NamedTuple):
 
 
 @contextlib.contextmanager
-def forked():
-    """Yield a function ``(folder, module, arguments) -> Finished`` that runs ``module.main(arguments)`` in a folder."""
-    ours, theirs = multiprocessing.Pipe()
-    process = start_process(_serve, theirs)
+def forked(method="forkserver"):
+    """Yield a function ``(folder, module, arguments, **variables) -> Finished`` that runs ``module.main(arguments)``.
 
-    def run(folder, module, arguments):
-        ours.send((str(folder), module, arguments.split()))
+    Args:
+        method: how the parent is started; ``"spawn"`` takes over the environment of this process as it is now.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context(method).Process(target=_serve, args=(theirs,))
+    process.start()
+
+    def run(folder, module, arguments, **variables):
+        ours.send((str(folder), module, arguments.split(), variables))
         status, megabytes = ours.recv()
         texts = (Path(folder, name).read_bytes().decode(errors="replace") for name in ("output", "error"))
         return Finished(status, *texts, megabytes)
@@ -50,6 +55,8 @@ def forked():
 
 
 def _serve(connection):
+    multiprocessing.set_start_method("fork", force=True)  # for loaders
+    torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
     while (case := connection.recv()) is not None:
@@ -61,10 +68,11 @@ def _serve(connection):
         connection.send((os.waitstatus_to_exitcode(status), (usage.ru_maxrss - own) / 1024))
 
 
-def _run(folder, module, arguments):
+def _run(folder, module, arguments, variables):
     status = 1
     try:
         os.chdir(folder)
+        os.environ |= variables
         sys.path.insert(0, folder)  # as with `python -m`
         for number, name in enumerate(("/dev/null", "output", "error")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.fuzz.forked import LAUNCH, OURS, TRAIN_TOWERS, forked
+from tests.fuzz.forked import LAUNCH, OURS, TRAIN_TOWERS
 
 FILES = Path(__file__).parents[1] / "files_v0_2"
 TRAIN = "--train-data shards/pictures/toy-train-000000.tar --loss smooth_chamfer --head set --model"
@@ -66,12 +66,6 @@ def folder(tmp_path_factory):
     for name, text in (texts | {"braces": "train-data: toy-{0..9999999999}.tar"}).items():
         (folder / f"{name}.yaml").write_text(text)
     return folder
-
-
-@pytest.fixture(scope="module")
-def run():
-    with forked() as run:
-        yield run
 
 
 @pytest.mark.parametrize(
