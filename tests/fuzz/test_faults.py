@@ -81,17 +81,17 @@ def test_nothing_half_written_and_the_same_end(name, fault, whole, run_with_faul
     assert run_with_faults(folder, module, command).status == 0
     expected = contents(folder / "out")
     assert expected
-    statuses = []
-    for write in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233):
+    for write in (1, 2, 3, 5, 8, 21, 55, 144, 377):
         shutil.rmtree(folder / "out")
         finished = run_with_faults(folder, module, command, FAULT=str(int(fault)), FAULT_AT=str(write))
-        statuses.append(finished.status)
         print(write, finished)
-        assert finished.status in (0, STATUSES[fault])
-        found = contents(folder / "out") if finished.status else expected
+        if not finished.status:  # it makes fewer writes
+            break
+        assert finished.status == STATUSES[fault]
+        found = contents(folder / "out")
         assert_equal_nested(found, {file: expected[file] for file in found})
         finished = run_with_faults(folder, module, command)
         assert finished.status == 0, finished
         found = contents(folder / "out")
         assert_equal_nested({file: found[file] for file in expected}, expected)
-    assert STATUSES[fault] in statuses
+    assert write > 1
