@@ -60,12 +60,12 @@ def _serve(connection):
     for module in MODULES:
         importlib.import_module(module)
     while (case := connection.recv()) is not None:
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         child = os.fork()
         if not child:
             _run(*case)
         status, usage = os.wait4(child, 0)[1:]
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        connection.send((os.waitstatus_to_exitcode(status), (usage.ru_maxrss - own) / 1024))
+        connection.send((os.waitstatus_to_exitcode(status), usage.ru_maxrss / 2**10 - before / 2**20))
 
 
 def _run(folder, module, arguments, variables):
@@ -79,6 +79,7 @@ def _run(folder, module, arguments, variables):
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEGABYTES * 2**20,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
         signal.alarm(3 * SECONDS)
         status = importlib.import_module(module).main(arguments)
     except SystemExit as end:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import re
 import tarfile
 
 import numpy as np
@@ -60,9 +61,9 @@ def samples_of(shards):
     for shard in shards:
         with tarfile.open(shard) as archive:
             for member in archive:
-                if member.isreg():
-                    key, _, extension = member.name.partition(".")
-                    samples.setdefault((shard, key), {})[extension.lower()] = archive.extractfile(member).read()
+                name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
+                if member.isreg() and name:
+                    samples.setdefault((shard, name[1]), {})[name[2].lower()] = archive.extractfile(member).read()
     return [*samples.values()]
 
 

@@ -41,7 +41,7 @@ WRITE(pwrite64, (int file, const void *data, size_t size, off_t place), (file, d
 """
 COMMANDS = {
     "shards": (OURS, "shards coco --annotations karpathy.json --images scenes --samples-per-shard 2 --out out"),
-    "encode": (OURS, "encode logs/set shards/new/toy-train-000000.tar out/set.npz --workers 0 --device cpu"),
+    "encode": (OURS, "encode logs/new shards/new/toy-train-000000.tar out/new.npz --workers 0 --device cpu"),
     "report": (OURS, "evaluate --features features/set.npz --report out/report.html"),
     "plot": (OURS, "plot training runs/pictures --out out/training.png"),
     "open_clip": (LAUNCH, "--config open_clip.yaml --logs out --name run --epochs 2 --resume latest"),
@@ -81,17 +81,16 @@ def test_nothing_half_written_and_the_same_end(name, fault, whole, run_with_faul
     assert run_with_faults(folder, module, command).status == 0
     expected = contents(folder / "out")
     assert expected
-    for write in (1, 2, 3, 5, 8, 21, 55, 144, 377):
+    statuses = set()
+    for write in (1, 2, 3, 5, 8, 21, 55, 144):
         shutil.rmtree(folder / "out")
         finished = run_with_faults(folder, module, command, FAULT=str(int(fault)), FAULT_AT=str(write))
         print(write, finished)
-        if not finished.status:  # it makes fewer writes
-            break
-        assert finished.status == STATUSES[fault]
+        statuses.add(finished.status)
         found = contents(folder / "out")
-        assert_equal_nested(found, {file: expected[file] for file in found})
+        assert_equal_nested(found, {file: expected[file] for file in (found if finished.status else expected)})
         finished = run_with_faults(folder, module, command)
         assert finished.status == 0, finished
-        found = contents(folder / "out")
-        assert_equal_nested({file: found[file] for file in expected}, expected)
-    assert write > 1
+        assert_equal_nested(contents(folder / "out"), expected)
+    assert statuses <= {0, STATUSES[fault]}  # 0 without so many writes, or after one to a log
+    assert STATUSES[fault] in statuses
