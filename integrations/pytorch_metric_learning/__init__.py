@@ -9,10 +9,10 @@ import importlib
 # Imported at first use, so that the command line can name an extra that is not installed.
 _MODULES = {
     "CrossModalTrainer": "trainers",
-    "Run": "training",
+    "Run": "run",
     "build_objective": "objective",
     "main": "command_line",
-    "make_accelerator": "training",
+    "make_accelerator": "run",
     "parse_config": "config",
     "read_config": "config",
 }

@@ -11,7 +11,7 @@ from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
-from vl_plugins.integrations.pytorch_metric_learning.towers import TwoTowers
+from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 from vl_plugins.registry import check_registered
 
 __all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers"]
@@ -68,7 +68,7 @@ def load_towers(
         objective = build_objective(config, vocabulary, pretrained=False)
         load_objective(objective, content)
         towers = objective.towers.to(device).eval()
-        return towers, towers.image_transform(False), towers.tokenizer
+        return towers, towers.image.trunk.image_transform(False), towers.tokenizer
 
 
 def _config_of_0_2(plain: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> None:
         require(module, extra="pml")
     from vl_plugins.integrations.loading import until_first_step
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
-    from vl_plugins.integrations.pytorch_metric_learning.training import Run, make_accelerator
+    from vl_plugins.integrations.pytorch_metric_learning.run import Run, make_accelerator
 
     with user_errors(arguments.config):
         config = read_config(arguments.config, overrides(arguments))
@@ -79,15 +79,15 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command line that replace those of the file, by their path."""
     from omegaconf import OmegaConf
 
-    loss = None if arguments.loss is None else {"name": arguments.loss}
+    loss = arguments.loss and {"name": arguments.loss}
     values: dict[str, Any] = {"data.train": arguments.train_data, "data.val": arguments.val_data, "loss": loss}
-    values |= {f"loss.{option}": value for option, value in arguments.loss_kwargs.items()}
     values = {path: value for path, value in values.items() if value is not None}
+    values |= {f"loss.{option}": value for option, value in arguments.loss_kwargs.items()}
     for token in arguments.set:
         path, separator, value = token.partition("=")
-        if not separator or not path:
+        if not separator:  # OmegaConf would set null
             raise UserError(f"--set: expected key.path=value, got {token!r}")
         with user_errors(f"--set {token}"):
-            parsed = OmegaConf.from_dotlist([f"value={value}"])
-            values[path] = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
+            parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {value}"), resolve=False)
+        values[path] = parsed["value"]
     return values

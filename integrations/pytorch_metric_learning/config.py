@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vl_plugins.errors import UserError, first_line, one_of
+from vl_plugins.errors import UserError, first_line, one_of, user_errors
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
@@ -140,14 +140,11 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             raises it.
     """
     file = find_config(path, "pytorch_metric_learning")
-    content = read_yaml(file, extra="pml")
-    if isinstance(content, Mapping):  # read again, because only OmegaConf takes 1e-4 for a number
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        check_registered(content.get("loss"))  # type: ignore[union-attr]
-    try:
+    with user_errors(str(file)):
+        read_yaml(file, extra="pml")  # raises an error for more than a configuration, which OmegaConf would copy
+        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        check_registered(content.get("loss"))
         return parse_config(content, overrides)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -161,8 +158,6 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
     Raises:
         UserError: a key is missing or unknown, or a value has the wrong type; the message names it.
     """
-    if not isinstance(content, Mapping):
-        raise UserError(f"the configuration must be a mapping of names to values, got {content!r:.80}")
     try:
         tree = OmegaConf.create(dict(content))
         for path, value in (overrides or {}).items():
@@ -170,10 +165,7 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         # Resolvers such as ${oc.env:NAME} would send what is in the environment to an address in an untrusted file.
         if found := re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str)):
             raise UserError(f"{found[1]}: only references to other values, such as ${{training.epochs}}, are supported")
-        training, stages = tree.get("training") or {}, tree.get("stages") or OmegaConf.create([])
-        if not OmegaConf.is_list(stages):
-            raise UserError(f"stages must be a list of mappings such as [{{epochs: 10}}], got {stages}")
-        tree.stages = [OmegaConf.merge(training, stage) for stage in stages]
+        tree.stages = [OmegaConf.merge(tree.get("training") or {}, stage) for stage in tree.get("stages") or []]
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{first_line(error)}") from error

@@ -1,6 +1,5 @@
 """Towers, loss and miner as one module, and the optimizer and schedule of a stage."""
 
-import inspect
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import one_of, user_errors
 from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
-from vl_plugins.integrations.pytorch_metric_learning.towers import Tower, TwoTowers, build_towers, build_vocabulary
+from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 
 __all__ = ["Objective", "Schedule", "build_objective", "make_optimizer"]
 
@@ -46,14 +45,13 @@ class Objective(nn.Module):
         super().__init__()
         self.towers, self.chunk_size = towers, chunk_size
         self.compare = DistributedLoss(CrossModalLoss(loss, miner, one_set))
-        self._trainable = [parameter for parameter in towers.parameters() if parameter.requires_grad]
+        self._trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,)."""
-        chunk_size = self.chunk_size or len(images)
-        captions = len(texts) // len(images)
-        images, image_slots = self._encode(self.towers.image, images, chunk_size)
-        texts, text_slots = self._encode(self.towers.text, texts, chunk_size * captions)
+        chunk_size, captions = self.chunk_size, len(texts) // len(images)
+        images, image_slots = encode_in_chunks(self.towers.image, images, chunk_size)
+        texts, text_slots = encode_in_chunks(self.towers.text, texts, chunk_size and chunk_size * captions)
         slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
         return self.compare(images, labels, texts, **slots)
 
@@ -62,8 +60,9 @@ class Objective(nn.Module):
         """The loss, with its parameters."""
         return self.compare.loss.loss
 
-    def _encode(self, tower: Tower, inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
-        return tower(inputs) if self.chunk_size is None else encode_in_chunks(tower, inputs, chunk_size)
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the parts of the towers and the ``"loss"``."""
+        return {**self.towers.parts(), "loss": self.loss}
 
     def set_mode(self, stage: StageConfig) -> None:
         """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode.
@@ -71,11 +70,9 @@ class Objective(nn.Module):
         Raises:
             UserError: ``freeze`` or ``lr_scale`` has a part that the model does not have.
         """
-        parts = self.towers.parts()
-        for name in stage.freeze:
-            one_of("part in freeze", name, parts)
-        for name in stage.lr_scale:
-            one_of("part in lr_scale", name, [*parts, "loss"])
+        parts = self.parts()
+        for name in (*stage.freeze, *stage.lr_scale):
+            one_of("part", name, parts)
         frozen = {parameter for name in stage.freeze for parameter in parts[name].parameters()}
         for parameter in self._trainable:
             parameter.requires_grad_(parameter not in frozen)
@@ -92,8 +89,7 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
 
     Args:
         config: what to build.
-        vocabulary: of a text trunk ``gru``; by default the words of the training captions.
-        pretrained: whether to load pretrained weights.
+        vocabulary, pretrained: see :func:`~vl_plugins.integrations.pytorch_metric_learning.two_towers.build_towers`.
 
     Raises:
         UserError: an unknown name or option, an option out of its range, or parts that do not fit each other.
@@ -102,7 +98,6 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     chosen = {kind: getattr(config, kind) for kind in ("miner", "reducer", "distance")}
     with user_errors("loss or miner"):
         loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
-    vocabulary = build_vocabulary(config) if vocabulary is None else vocabulary
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
@@ -116,18 +111,18 @@ def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
     """
     name, options = split(stage.optimizer)
     groups = []
-    for part, module in {**objective.towers.parts(), "loss": objective.loss}.items():
+    for part, module in objective.parts().items():
         if trained := [parameter for parameter in module.parameters() if parameter.requires_grad]:
             groups.append({"params": trained, "part": part})
     with user_errors(f"optimizer {name!r}"):
-        optimizer: Optimizer = _class("optimizer", name, torch.optim, Optimizer)(groups, **options)
+        optimizer: Optimizer = getattr(torch.optim, name)(groups, **options)
     for group in optimizer.param_groups:
         group["lr"] *= stage.lr_scale.get(group["part"], 1)
     return optimizer
 
 
 class Schedule:
-    """The learning rate scheduler of a stage, if it has one.
+    """The learning rate scheduler of a stage; without one, the rate is constant.
 
     It has no state to save: :meth:`replay` repeats its steps, so a schedule that was changed continues as if it had
     been that from the beginning.
@@ -137,42 +132,39 @@ class Schedule:
         optimizer: of the stage, before its first step.
         steps_per_epoch: for schedules by iteration.
 
+    Attributes:
+        by: when it steps: after each ``"epoch"`` or ``"iteration"``, or after each epoch by the RSUM, ``"plateau"``.
+        mismatch: a warning if its length is not that of the stage.
+
     Raises:
         UserError: an unknown class, a wrong option, or an unknown ``by``.
     """
 
     def __init__(self, stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int):
-        self.steps_per_epoch, self.scheduler, self.by, self.mismatch = steps_per_epoch, None, "epoch", ""
-        if stage.lr_scheduler is None:
-            return
-        name, options = split(stage.lr_scheduler)
+        name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
+        self.steps_per_epoch, self.mismatch = steps_per_epoch, ""
         self.by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
         if name == "ReduceLROnPlateau":
             self.by, options = "plateau", {"mode": "max", **options}
-        bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
         with user_errors(f"lr_scheduler {name!r}"):
-            self.scheduler = _class("lr_scheduler", name, lr_scheduler, bases)(optimizer, **options)
+            self.scheduler = getattr(lr_scheduler, name)(optimizer, **options)
         length = stage.epochs * (steps_per_epoch if self.by == "iteration" else 1)
-        for option in ("T_max", "total_steps"):
-            if options.get(option, length) != length:
-                self.mismatch = f"lr_scheduler {name}: {option} is {options[option]}, but the stage has {length} "
-                self.mismatch += "steps" if self.by == "iteration" else "epochs; ${..epochs} is their number"
+        given = options.get("T_max", options.get("total_steps", length))
+        if given != length:
+            self.mismatch = f"lr_scheduler {name}: it has {given} steps (by {self.by}), but the stage has {length}"
 
     def step(self, after: str, rsum: float | None = None) -> None:
         """Step after an ``"epoch"`` or an ``"iteration"``; ``rsum`` is that of the epoch."""
-        if self.scheduler is not None and after == self.by.replace("plateau", "epoch"):
-            self.scheduler.step(*[rsum] if self.by == "plateau" and rsum is not None else [])
+        if after == "epoch" and self.by == "plateau":
+            self.scheduler.step(rsum)
+        elif after == self.by:
+            self.scheduler.step()
 
     def replay(self, history: list[dict[str, float]]) -> None:
         """Repeat the steps of epochs, given their metrics."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not made these steps
             for metrics in history:
-                for _ in range(self.steps_per_epoch if self.by == "iteration" else 0):
+                for _ in range(self.steps_per_epoch):
                     self.step("iteration")
                 self.step("epoch", metrics.get("rsum"))
-
-
-def _class(kind: str, name: str, module: Any, base: Any) -> Any:
-    classes = {key: value for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)}
-    return classes[one_of(kind, name, classes)]

@@ -86,8 +86,6 @@ class RetrievalLoss(nn.Module):
 
     def _rows(self, columns: Sequence[dict[str, Any]], labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the images (B,), the image of each candidate (C,), and without labels the candidates' keys (C,)."""
-        if len(columns) <= self.num_positives:
-            raise ValueError(f"expected an anchor and {self.num_positives} positives, got {len(columns)} columns")
         if (world_size() > 1 or self.uses_gradient_cache) and any(p.requires_grad for p in self.loss.parameters()):
             raise ValueError(f"{self.loss} has parameters, whose gradients would be neither averaged nor scaled")
         if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):

@@ -6,7 +6,6 @@ from vl_plugins.modules import TowerFeatures
 
 WIDTH, POOLED_WIDTH, DIM = 6, 7, 4
 PADDING = torch.tensor([[False, False, True], [False, False, False], [False, True, True]])
-EACH_POOLING = pytest.mark.parametrize("pooling", ["avg", "gpo", "max"])
 EACH_PROJECTION = pytest.mark.parametrize("projection", ["linear", "residual_mlp", "none"])
 
 
@@ -39,32 +38,25 @@ def projected(embedder, rows):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padding_mask", [PADDING, None], ids=["padding", "none"])
 @EACH_PROJECTION
-@EACH_POOLING
-def test_projects_what_exists_and_pools_it(pooling, projection, training):
-    features = features_of()
+@pytest.mark.parametrize("pooling", ["avg", "gpo", "max"])
+def test_projects_what_exists_and_pools_it(pooling, projection, padding_mask, training):
+    features = features_of()._replace(padding_mask=padding_mask)
     embedder = make(pooling, projection).train(training)
+    exists = ~PADDING if padding_mask is not None else torch.ones_like(PADDING)
     expected = torch.zeros(3, 3, embedder.dim, dtype=torch.float64)
-    expected[~PADDING] = projected(embedder, features.local[~PADDING])
-    features.local[PADDING] = float("nan")
+    expected[exists] = projected(embedder, features.local[exists])
+    features.local[~exists] = float("nan")
     output = embedder(features)
     assert output.local.shape[-1] == embedder.local_width == embedder.dim
     torch.testing.assert_close(output.local, expected)
-    torch.testing.assert_close(output.pooled, embedder.pool(expected, PADDING))
+    torch.testing.assert_close(output.pooled, embedder.pool(expected, padding_mask))
     assert output[2:] == features[2:]
     if output.pooled.requires_grad:
         output.pooled.square().sum().backward()
     for name, parameter in embedder.named_parameters():
         assert parameter.grad.isfinite().all(), name
-
-
-@EACH_POOLING
-def test_without_padding(pooling):
-    embedder, features = make(pooling), features_of()
-    with_mask = embedder(features._replace(padding_mask=torch.zeros_like(PADDING)))
-    output = embedder(features._replace(padding_mask=None))
-    torch.testing.assert_close(output.local, with_mask.local)
-    torch.testing.assert_close(output.pooled, with_mask.pooled)
 
 
 @EACH_PROJECTION
@@ -89,8 +81,8 @@ def test_linear_maps_start_as_those_of_vse_plus_plus():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"pooling": "mean"}, r"^unknown pooling 'mean'.*known: avg, gpo, max, own$"),
-        ({"projection": "mlp"}, r"^unknown projection 'mlp'.*known: linear, none, residual_mlp$"),
+        ({"pooling": "mean"}, "unknown pooling 'mean'"),
+        ({"projection": "mlp"}, "unknown projection 'mlp'"),
         ({"pooling": "own", "pooled_width": None}, r"^pooling 'own' needs a trunk that pools; use one of avg,"),
         ({"projection": "none"}, r"^projection 'none' needs features of width dim=4, got 6; use 'linear'$"),
     ],

@@ -35,32 +35,18 @@ def test_features_are_those_of_the_host(name):
     assert (features.grid, features.has_positions, features.padding_mask) == ((height, width), is_transformer, None)
     torch.testing.assert_close(features.pooled, trunk.model(images))
     assert features.local.shape[1] == height * width
-    for place in range(height * width):
-        row, column = divmod(place, width)
-        if is_transformer:
-            expected = output[:, trunk.model.num_prefix_tokens + place]
-        elif name in ("test_mambaout", "swin_tiny_patch4_window7_224"):
-            expected = output[:, row, column]
-        else:
-            expected = output[:, :, row, column]
-        assert torch.equal(features.local[:, place], expected)
+    if is_transformer:
+        expected = output[:, trunk.model.num_prefix_tokens :]
+    else:
+        expected = (output.permute(0, 2, 3, 1) if name == "test_resnet" else output).flatten(1, 2)
+    assert torch.equal(features.local, expected)
     assert_keeps_the_promises_of_trunks(trunk, images)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "grid"),
-    [
-        ("test_resnet", {"image_size": (64, 96)}, (2, 3)),
-        ("test_mambaout", {"image_size": (64, 96)}, (2, 3)),
-        ("test_vit", {"image_size": (64, 96)}, (4, 6)),
-        ("test_vit", {"patch_drop_rate": 0.5}, None),
-    ],
-)
-def test_grids(name, options, grid):
-    trunk = make(name, **options).train()
-    features = trunk(torch.randn(2, 3, *trunk.image_size))
-    assert features.grid == grid
-    assert features.local.shape[1] == (grid[0] * grid[1] if grid else 8)
+def test_grids():
+    assert make("test_vit", image_size=(64, 96))(torch.zeros(1, 3, 64, 96)).grid == (4, 6)
+    features = make("test_vit", patch_drop_rate=0.5).train()(torch.zeros(2, 3, 64, 64))
+    assert (features.grid, features.local.shape[1]) == (None, 8)
 
 
 @pytest.mark.parametrize(("name", "num_classes"), [("test_resnet", 0), ("test_resnet", 7), ("test_vit", 1000)])
@@ -75,41 +61,19 @@ def test_weights_of_a_file(tmp_path, name, num_classes, suffix):
     assert found.keys() == state.keys() - {"fc.weight", "fc.bias", "head.weight", "head.bias"}
     assert all(torch.equal(value, state[key]) for key, value in found.items())
     assert (trunk.model.num_classes, trunk.pooled_width) == (0, source.num_features)
-    if name == "test_vit":
-        assert make(weights=file).model.pos_embed.shape == (1, 17, 64), "not adapted to the image size"
 
 
 def test_weights_that_do_not_fit_or_hold_code(tmp_path):
     state, file = timm.create_model("test_resnet", num_classes=7).state_dict(), tmp_path / "weights.pth"
     kernel = state.pop("layer2.0.conv1.weight")
-    for extra, problem in (
-        ({"layer2.0.conv7.weight": kernel}, r'Missing (?s:.)*"layer2.0.conv1.weight"'),
-        ({"layer2.0.conv1.weight": kernel[:1]}, "size mismatch for layer2.0.conv1.weight"),
-    ):
-        torch.save(state | extra, file)
-        with pytest.raises(RuntimeError, match=problem):
-            TimmTrunk("test_resnet", weights=file)
+    torch.save(state | {"layer2.0.conv7.weight": kernel}, file)
+    with pytest.raises(ValueError, match=r"weights\.pth does not have the weights layer2\.0\.conv1\.weight$"):
+        TimmTrunk("test_resnet", weights=file)
     torch.save({"layer": nn.Linear(1, 1)}, file)
     with pytest.raises((RuntimeError, pickle.UnpicklingError), match="weights_only"):
         TimmTrunk("test_resnet", weights=file)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"weights": "none.pth"}, r"no such file: none\.pth$"),
-        ({"crop_area": [0.9, 0.5]}, "crop_area must be two numbers in"),
-        ({"checkpoint_path": "w.pth"}, "checkpoint_path is not supported: give a file of weights with"),
-    ],
-)
-def test_wrong_options(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        TimmTrunk("test_vit", **options)
-
-
-def test_options_reach_the_model():
-    trunk = TimmTrunk(model="test_vit", image_size=64, init_values=0.1)
-    assert isinstance(trunk.model.blocks[0].ls1, timm.models.vision_transformer.LayerScale)
+    with pytest.raises(ValueError, match="checkpoint_path is not supported"):
+        TimmTrunk("test_vit", checkpoint_path=file)
 
 
 class ClassToken(nn.Module):
@@ -130,23 +94,21 @@ def test_class_tokens_and_models_without_local_features():
     features = trunk(images)
     assert torch.equal(features.local, images.flatten(2)[:, :, 1:].mT)
     assert (features.grid, features.has_positions) == (None, True)
-    with pytest.raises(UserError, match=r"^timm model ClassToken has features of the shape \(2, 1, 3\); local"):
+    with pytest.raises(UserError, match=r"ClassToken has no local features: its output has the shape \(2, 1, 3\)"):
         trunk(images[:, :, :1, :1])
 
 
 def test_image_transforms():
     """Normalized; gentle ones neither mirror nor crop, so left stays left."""
     trunk = make("test_resnet", image_size=(32, 48))
-    picture = Image.new("RGB", (100, 80), (255, 128, 0))
     mean, std = (torch.tensor(trunk.model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
     expected = ((torch.tensor([1, 128 / 255, 0])[:, None, None] - mean) / std).expand(3, 32, 48)
     for is_train in (True, False):
         transform = pickle.loads(pickle.dumps(trunk.image_transform(is_train)))
-        torch.testing.assert_close(transform(picture), expected)
+        torch.testing.assert_close(transform(Image.new("RGB", (100, 80), (255, 128, 0))), expected)
     assert trunk.image_transform(True).transforms[0].scale == (0.5, 1.0)
-    pixels = torch.zeros(64, 64, 3, dtype=torch.uint8)
-    pixels[:, :2] = 255
-    picture = Image.fromarray(pixels.numpy())
+    picture = Image.new("RGB", (64, 64))
+    picture.paste((255, 255, 255), (0, 0, 2, 64))
     gentle = make("test_resnet", image_size=32, crop_area=[1, 1], horizontal_flip=0, crop_pct=1.0)
     for is_train in [True] * 5 + [False]:
         bright = gentle.image_transform(is_train)(picture)[0].mean(dim=0) > 0

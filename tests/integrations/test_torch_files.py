@@ -21,20 +21,12 @@ DAMAGED = (
     r"it is cut off or damaged \([^\n]+\)|it is empty or not a file of torch\.save|"
     "it holds more than tensors and text, and such files can run code"
 )
-READ = pytest.mark.parametrize("mmap", [False, True])
 
 
 @pytest.fixture
 def file(tmp_path):
     torch.save(CONTENT, tmp_path / "file.pt")
     return tmp_path / "file.pt"
-
-
-@READ
-def test_content_comes_back(file, mmap):
-    found = read_torch_file(file, mmap=mmap)
-    torch.testing.assert_close(found, CONTENT, rtol=0, atol=0)
-    assert found["state_dict"]["layers.0.weight"].dtype == torch.float32
 
 
 def read(file, mmap):
@@ -50,9 +42,10 @@ def read(file, mmap):
     return said is None
 
 
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_a_file_that_is_cut_off_or_changed_anywhere(file, mmap):
     """A changed one may still be read: a number of a tensor is as good as another."""
+    torch.testing.assert_close(read_torch_file(file, mmap=mmap), CONTENT, rtol=0, atol=0)
     whole, draw = file.read_bytes(), random.Random(0)
     for size in range(0, len(whole), 61):
         file.write_bytes(whole[:size])
@@ -73,7 +66,7 @@ class Code:
         return os.mkdir, ("made",)
 
 
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     monkeypatch.chdir(tmp_path)
     torch.save({"epoch": Code()}, "code.pt")
@@ -83,16 +76,7 @@ def test_code_of_a_file_is_not_run(tmp_path, monkeypatch, mmap):
     assert not os.path.exists("made")
 
 
-def test_a_full_device_is_not_taken_for_a_damaged_file(file, monkeypatch):
-    def load(*args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-        read_torch_file(file)
-
-
-@READ
+@pytest.mark.parametrize("mmap", [False, True])
 def test_what_cannot_be_opened(tmp_path, mmap):
     for name, why in (("no.pt", "no such file"), (".", r"it cannot be opened \(Is a directory\)")):
         with pytest.raises(UserError, match=f"^{why}$"):

@@ -29,15 +29,11 @@ def expected():
     return {name: value for name, value in metrics.items() if "_R@" in name or name == "rsum"}
 
 
-def as_numbers(metrics):
-    return {name: value.item() for name, value in metrics.items()}
-
-
 def test_batches_of_images_with_their_captions():
     metric, (images, captions) = CrossModalRecall(), embeddings()
     for rows in (slice(0, 4), slice(4, 6)):
         metric.update(images[rows], captions[rows.start * CAPTIONS : rows.stop * CAPTIONS], IDS[rows])
-    assert as_numbers(metric.compute()) == pytest.approx(expected(), abs=1e-6)
+    assert metric.compute() == pytest.approx(expected(), abs=1e-6)
     assert 0 < expected()["image_to_text_R@1"] < 1
     metric.reset()
     metric.update(torch.eye(2), torch.eye(2).flip(0), IDS[:2])
@@ -51,7 +47,7 @@ def in_process(rank):
     rows = torch.arange(0, 5) if rank == 0 else torch.arange(5, 12)
     for part in rows.split(3):
         metric.update(images.repeat_interleave(CAPTIONS, dim=0)[part], captions[part], ids[part], ids[part])
-    return as_numbers(metric.compute())
+    return {name: value.item() for name, value in metric.compute().items()}
 
 
 def test_images_that_come_again_and_two_processes():

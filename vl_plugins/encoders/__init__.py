@@ -7,10 +7,10 @@ images has ``image_transform(is_train)``, one of texts a ``tokenizer``. Importin
 
 from vl_plugins.encoders.chunks import encode_in_chunks
 from vl_plugins.encoders.embedder import Embedder, ResidualMLP
-from vl_plugins.encoders.features import FeatureTrunk, drop_positions
 from vl_plugins.encoders.gru import GRUTrunk
-from vl_plugins.encoders.hugging_face import HuggingFaceTrunk
+from vl_plugins.encoders.regions import FeatureTrunk, drop_positions
 from vl_plugins.encoders.timm import TimmTrunk
+from vl_plugins.encoders.transformers import HuggingFaceTrunk
 from vl_plugins.encoders.vocabulary import Vocabulary, read_word_vectors
 
 __all__ = [

@@ -1,6 +1,6 @@
 """A gradient cache: large batches with the activations of a chunk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["encode_in_chunks"]
 
 
-def encode_in_chunks(encoder: Callable[[Tensor], Any], inputs: Tensor, chunk_size: int) -> Any:
+def encode_in_chunks(encoder: nn.Module, inputs: Tensor, chunk_size: int | None) -> Any:
     """Return ``encoder(inputs)``, and keep activations of one chunk at a time.
 
     Chunks are encoded without a graph. The backward pass encodes each one again, with the same random numbers and
@@ -22,10 +22,9 @@ def encode_in_chunks(encoder: Callable[[Tensor], Any], inputs: Tensor, chunk_siz
     Batch norm takes the statistics of each chunk, and updates its running statistics once.
 
     Args:
-        encoder: a module, or a function of one, that returns a tensor, None, or a tuple of those, one row for each
-            input.
+        encoder: returns a tensor, None, or a tuple of those, with one row for each input.
         inputs: (B, ...).
-        chunk_size: number of inputs in a chunk.
+        chunk_size: number of inputs in a chunk; None for one chunk, with its graph.
 
     Reference:
         Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup.
@@ -34,6 +33,9 @@ def encode_in_chunks(encoder: Callable[[Tensor], Any], inputs: Tensor, chunk_siz
     >>> encode_in_chunks(encoder, torch.rand(5, 3), chunk_size=2).shape
     torch.Size([5, 2])
     """
+
+    if chunk_size is None:
+        return encoder(inputs)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), _fixed_statistics(encoder)
@@ -49,10 +51,9 @@ def _join(chunks: list[Any]) -> Any:
 
 
 @contextmanager
-def _fixed_statistics(encoder: Any) -> Iterator[None]:
+def _fixed_statistics(encoder: nn.Module) -> Iterator[None]:
     """Leave running statistics of batch norm alone, which still normalizes by those of the chunk."""
-    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
-    norms: list[Any] = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms: list[Any] = [norm for norm in encoder.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
     saved = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm, _, count in saved:
         norm.momentum = 0.0

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vl_plugins.encoders.features import check_rate, drop_positions
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.encoders.regions import drop_positions
+from vl_plugins.errors import one_of
 from vl_plugins.modules import TowerFeatures
 
 __all__ = ["GRUTrunk"]
@@ -31,7 +31,7 @@ class GRUTrunk(nn.Module):
         pooled_width: H.
 
     Raises:
-        ValueError: an unknown ``local``, a rate out of its range, or word vectors of another shape.
+        ValueError: an unknown ``local``.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, Section 3.1.
@@ -56,30 +56,23 @@ class GRUTrunk(nn.Module):
     ):
         super().__init__()
         self.local = one_of("local", local, ("states", "words"))
-        self.word_dropout = check_rate("word_dropout", word_dropout)
+        self.word_dropout = word_dropout
         self.pooled_width, self.local_width = hidden_dim, hidden_dim if local == "states" else word_dim
         self.words = nn.Embedding(vocabulary_size, word_dim)
         if word_vectors is None:
             nn.init.uniform_(self.words.weight, -0.1, 0.1)
-        elif word_vectors.shape == self.words.weight.shape:  # one vector would be broadcast
-            self.words.weight.data.copy_(word_vectors)
         else:
-            expected, given = (vocabulary_size, word_dim), tuple(word_vectors.shape)
-            raise ValueError(f"word_vectors must be (vocabulary_size, word_dim) = {expected}, got {given}")
+            self.words.weight.data.copy_(word_vectors)
         self.gru = nn.GRU(word_dim, hidden_dim, num_layers, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, captions: Tensor) -> TowerFeatures:
         """Return the features of captions.
 
         Args:
-            captions: (B, L), int64 word ids. Zeros are padding at any position: words move to the front.
-
-        Raises:
-            UserError: a caption without words.
+            captions: (B, L), int64 word ids, at least one in each. Zeros are padding at any position: words move to the
+                front.
         """
         padding_mask = captions == 0
-        if (empty := padding_mask.all(dim=1)).any():
-            raise UserError(f"caption {int(empty.int().argmax())} of the batch has no words")
         if self.training and self.word_dropout:
             padding_mask = drop_positions(padding_mask, self.word_dropout)
         padding_mask, order = padding_mask.int().sort(dim=1, stable=True)

@@ -25,8 +25,8 @@ class TimmTrunk(nn.Module):
     Args:
         model: name of a model, with or without the tag of its weights: ``"resnet152.tv_in1k"``.
         pretrained: whether to load the weights of timm: those of the tag, or the model's default ones.
-        weights: file of weights to load instead, of torch or safetensors, adapted as timm does. All have to fit but
-            those of the classifier.
+        weights: file of weights to load instead, of torch or safetensors, for models of the same sizes. A classifier in
+            it is left out.
         image_size: height and width of images in pixels, or both in one number; by default those of the weights.
         crop_area: least and largest share of the picture's area in a random crop of training. VSE++ has 0.08 to 1, the
             default of timm and torchvision for classification, which cuts off most of what a caption says.
@@ -38,8 +38,7 @@ class TimmTrunk(nn.Module):
         image_size: (height, width).
 
     Raises:
-        ValueError: an option that timm would read a file by, ``crop_area`` out of its range, or no file of weights;
-            other options, unknown models and weights that do not fit raise timm's errors.
+        ValueError: an option that timm would read a file by, or a file that lacks weights; timm raises other errors.
     """
 
     def __init__(
@@ -54,22 +53,19 @@ class TimmTrunk(nn.Module):
         **options: Any,
     ):
         super().__init__()
-        if len(crop_area) != 2 or not 0 < crop_area[0] <= crop_area[1] <= 1:  # timm would crop something else
-            raise ValueError(f"crop_area must be two numbers in (0, 1], the smaller first, got {crop_area!r}")
         for name in FILE_OPTIONS.intersection(options):
             raise ValueError(f"{name} is not supported: give a file of weights with the option weights")
         self.crop_area, self.horizontal_flip, self.crop_pct = tuple(crop_area), horizontal_flip, crop_pct
         timm = require("timm", extra="timm")
         size = (image_size, image_size) if isinstance(image_size, int) else image_size and tuple(image_size)
-        if weights is not None:
-            options |= _options_of_weights(timm, model, weights)
         # Other models take images of any size, and have no such option.
         if size and timm.get_pretrained_cfg(model, allow_unregistered=False).fixed_input_size:
             options = {"img_size": size} | options
-        self.model = timm.create_model(model, pretrained or weights is not None, **{"num_classes": 0} | options)
+        self.model = timm.create_model(model, pretrained, **{"num_classes": 0} | options)
         if weights is not None:
-            self.model.reset_classifier(0)
-            self.model.pretrained_cfg.pop("state_dict")  # as large as the model
+            read = timm.models.load_checkpoint(self.model, str(weights), strict=False, weights_only=True)
+            if read.missing_keys:  # they would stay random
+                raise ValueError(f"{weights} does not have the weights {', '.join(read.missing_keys[:3])}")
         self.local_width, self.pooled_width = self.model.num_features, self.model.head_hidden_size
         self.image_size = size or self._data_config()["input_size"][1:]
 
@@ -92,8 +88,7 @@ class TimmTrunk(nn.Module):
             local = output[:, prefix:]
             return TowerFeatures(local, pooled, None, self._grid(images, local.shape[1]), has_positions=True)
         raise UserError(
-            f"timm model {type(self.model).__name__} has features of the shape {shape or type(output).__name__}; "
-            "local features are maps (B, C, H, W) or (B, H, W, C), or tokens (B, N, C) of patches"
+            f"timm model {type(self.model).__name__} has no local features: its output has the shape {shape}"
         )
 
     def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
@@ -115,16 +110,3 @@ class TimmTrunk(nn.Module):
             return None
         height, width = grid_size(tuple(images.shape[2:]))
         return (height, width) if height * width == length else None  # None where patches are dropped
-
-
-def _options_of_weights(timm: Any, model: str, weights: str | Path) -> dict[str, Any]:
-    """Return the options of ``timm.create_model`` that load a file as timm loads its own, as data only."""
-    if not Path(weights).is_file():
-        raise UserError(f"weights of timm model {model!r}: no such file: {weights}")
-    state = timm.models.load_state_dict(str(weights), weights_only=True)
-    classifiers = timm.get_pretrained_cfg(model).classifier or ()
-    names = [f"{name}.weight" for name in ([classifiers] if isinstance(classifiers, str) else classifiers)]
-    # timm does not report weights that do not fit where the number of classes is another.
-    num_classes = next((len(state[name]) for name in names if name in state), 0)
-    overlay = {"state_dict": state, "num_classes": num_classes, "label_offset": 0, "custom_load": False}
-    return {"num_classes": num_classes, "pretrained_cfg_overlay": overlay}

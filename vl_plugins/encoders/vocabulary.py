@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vl_plugins.data.files import file_errors, open_regular
 from vl_plugins.errors import UserError
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_word_vectors", "split_words"]
@@ -77,46 +76,36 @@ class Vocabulary:
         return {word: index for index, word in enumerate(self.words, FIRST_WORD)}
 
 
-def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary, *, seed: int = 0) -> tuple[Tensor, int]:
+def read_word_vectors(path: str | os.PathLike, vocabulary: Vocabulary) -> Tensor:
     """Read vectors for the words of a vocabulary from a text file, as GloVe, word2vec and fastText publish them.
 
     Args:
         path: uncompressed UTF-8 text; each line has a word, in lower case, and D numbers, between spaces. A first line
-            with the number of words and D is optional.
+            with the number of words and D is optional, and lines of another length are left out.
         vocabulary: V words, with padding and the unknown word.
-        seed: of the vectors of all other words, from a normal distribution with the standard deviation of those found.
 
     Returns:
-        Vectors (V, D) float32 for an embedding, that of padding zero; and how many words were found.
+        Vectors (V, D) float32 for an embedding. Words that are not in the file are drawn from a normal distribution
+        with the standard deviation of those that are; padding is zero.
 
     Raises:
-        UserError: the file cannot be read, has none of the words, or not D numbers for one of them.
+        UserError: the file has none of the words.
+        ValueError: a word has something else than numbers.
     """
     indices = {word.encode(): index for index, word in enumerate(vocabulary.words, FIRST_WORD)}
-    found: dict[int, Tensor] = {}
+    found: dict[int, list[float]] = {}
     dim = 0
-    with file_errors("read", path), open_regular(path) as stream:
-        for number, line in enumerate(stream, 1):
-            word, *texts = line.rstrip().split(b" ")
-            if number == 1 and len(texts) == 1:
-                continue
-            dim = dim or len(texts)
-            if word not in indices:
-                continue
-            try:
-                vector = torch.tensor([float(text) for text in texts])
-            except ValueError:
-                if len(texts) > dim:  # some words of GloVe have spaces in them
-                    continue
-                vector = torch.tensor([])
-            if not dim or len(vector) != dim or not vector.isfinite().all():
-                raise UserError(f"{path}: line {number}: expected a word and {dim or 'its'} numbers")
-            found.setdefault(indices[word], vector)
+    with open(path, "rb") as stream:
+        for line in stream:
+            word, *numbers = line.rstrip().split(b" ")
+            dim = dim or (len(numbers) if len(numbers) > 1 else 0)
+            if word in indices and len(numbers) == dim:  # some words of GloVe have spaces in them
+                found.setdefault(indices[word], [float(number) for number in numbers])
     if not found:
         raise UserError(f"{path} has none of the {len(vocabulary.words):,} words of the vocabulary")
-    known = torch.stack(list(found.values()))
-    generator = torch.Generator().manual_seed(seed)
+    known = torch.tensor(list(found.values()))
+    generator = torch.Generator().manual_seed(0)
     vectors = known.std(correction=0) * torch.randn(len(vocabulary), dim, generator=generator)
     vectors[list(found)] = known
     vectors[PADDING] = 0
-    return vectors, len(found)
+    return vectors

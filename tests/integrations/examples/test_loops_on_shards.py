@@ -145,27 +145,6 @@ def test_steps_are_those_of_the_plain_formula(train, shards, expected):
             torch.testing.assert_close(found, after, rtol=0, atol=1e-5)
 
 
-def read_twice_shared_out(rank, shards):
-    """Return the images of an epoch where a trainer shares out again what the sampler has shared out."""
-    model, dataset = model_and_dataset(shards)
-    loader = training_loader(dataset, CaptionSampler(dataset.collection, 8, captions_per_image="all"))
-    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
-    seen = []
-
-    class Module(ModuleWithSGD):
-        def training_step(self, batch, _):
-            seen.append(batch[2])
-            return super().training_step(batch, _)
-
-    lightning_trainer(2, max_epochs=1).fit(Module(model, dataset, 8))
-    return torch.cat([labels for *_, labels in prepared]), torch.cat(seen)
-
-
-def test_loaders_that_are_shared_out_twice_read_half_of_the_images(shards):
-    for parts in zip(*in_processes(read_twice_shared_out, 2, shards), strict=True):
-        assert len(torch.cat(parts).unique()) == 32
-
-
 def read_dispatched(rank, shards):
     """Return texts and labels of a batch that the first process has read and cut."""
     _, dataset = model_and_dataset(shards)

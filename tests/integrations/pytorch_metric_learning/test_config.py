@@ -19,7 +19,9 @@ from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(settings(loss={"name": "triplet_hn", "margin": 0.3}, reducer="SumReducer")))
+    path.write_text(
+        yaml.safe_dump(settings(loss={"name": "triplet_hn", "margin": 0.3}, reducer="SumReducer", stages=[{}]))
+    )
     return path
 
 
@@ -30,12 +32,6 @@ def test_stages_change_what_they_name():
     assert config.schedule == [config.training, StageConfig(**second)]
     assert config.training == StageConfig(**first, optimizer={"name": "Adam", "lr": 0.01})
     assert parse_config(settings(training=first)).schedule == [config.training]
-
-
-def test_a_configuration_survives_being_written():
-    miner = {"name": "BatchHardMiner", "distance": "smooth_chamfer"}
-    config = parse_config(settings(head="set", miner=miner, stages=[{}, {"freeze": ["text_trunk"]}]))
-    assert parse_config(yaml.safe_load(yaml.safe_dump(asdict(config)))) == config
 
 
 def test_values_refer_to_others():
@@ -74,7 +70,10 @@ def test_values_of_the_command_line(config):
         *("--train-data", "a-{0..1}.tar::b.tar", "--val-data", "b.tar"),
         *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "reducer.collect_stats=true"),
         *("--set", "miner=BatchHardMiner", "head={name: set, num_slots: 2}", "dim=8", "distance=null"),
+        *("--set", "loss.distance.p=1", "loss.distance.name=LpDistance", "stages.0.epochs=4"),
     )
+    assert changed.loss == {"name": "triplet_hn", "margin": 0.3, "distance": {"name": "LpDistance", "p": 1}}
+    assert changed.schedule[0].epochs == 4
     assert (changed.data.train, changed.data.val, changed.dim) == ("a-{0..1}.tar::b.tar", "b.tar", 8)
     assert changed.training.optimizer == {"name": "Adam", "lr": 1e-5}
     assert changed.training.freeze == ["text_trunk"]
@@ -82,20 +81,14 @@ def test_values_of_the_command_line(config):
     assert (changed.miner, changed.head, changed.distance) == ("BatchHardMiner", {"name": "set", "num_slots": 2}, None)
 
 
-def test_paths_of_values():
-    changes = {"loss.distance.name": "LpDistance", "stages.1.optimizer.lr": 5.0, "image.trunk.drop_rate": 0.1}
-    config = parse_config(settings(stages=[{}, {"optimizer": "SGD"}]), changes)
-    assert config.loss == {"name": "unified", "distance": {"name": "LpDistance"}}
-    assert [stage.optimizer for stage in config.schedule] == [{"name": "Adam", "lr": 1e-2}, {"name": "SGD", "lr": 5.0}]
-    assert config.image.trunk["drop_rate"] == 0.1
-
-
 def test_files(config, monkeypatch):
     config.write_text(yaml.safe_dump(settings()).replace("lr: 0.01", "lr: 1e-4"))
     assert read_config(config).training.optimizer["lr"] == 1e-4, "which YAML 1.1 takes for text"
-    config.write_text("- a")
-    with pytest.raises(UserError, match=f"{config}: the configuration must be a mapping"):
-        read_config(config)
+    assert parse_config(asdict(read_config(config))) == read_config(config)
+    for broken, message in (("- a", "config.yaml"), ("dim: 1\ndim: 2", "line 2, column 1")):
+        config.write_text(broken)
+        with pytest.raises(UserError, match=message):
+            read_config(config)
     monkeypatch.chdir("/")
     assert read_config("toy.yaml").loss["name"] == "unified"
 
@@ -104,13 +97,9 @@ def test_files(config, monkeypatch):
     ("changes", "message"),
     [
         ({"epochs": 3}, "epochs: Key 'epochs' not in 'Config'"),
-        ({"data": {"batch_size": True}}, "data.batch_size: Value 'True' of type 'bool' could not be converted"),
         ({"data": {"train": "???"}}, "data.train: .*missing mandatory value: train"),
-        ({"image": {"pooling": "avg"}}, "image.trunk: .* missing mandatory value"),
-        ({"text": "gru"}, "str is not a subclass of TowerConfig"),
         ({"head": "linear"}, "unknown head 'linear'; known: set"),
         ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be > 0, or null"),
-        ({"stages": [{"epoch": 1}]}, r"epoch: Key 'epoch' not in 'StageConfig'"),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": "${no}"}}}, "Interpolation key 'no' not found"),
     ],
 )
@@ -123,12 +112,9 @@ def test_errors_name_the_value(changes, message):
     ("argv", "message"),
     [
         (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
-        (["--los", "unified"], "unrecognized arguments: --los unified"),
-        (["--set", "miner.epsilon=1"], "expected a name or a mapping such as {name: NAME, option: value}"),
         (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
         (["--set", "dim={"], "--set dim={: "),
-        (["--set", "stages.2.epochs=1"], "stages must be a list"),
-        (["--set", "data.batchsize=1"], "Key 'batchsize' not in 'DataConfig'"),
+        (["--set", "stages.2.epochs=1"], "stages"),
         (["--precision", "fp16"], "--precision fp16: not on the device cpu"),
         ([], "1 of 1 shards do not exist: none.tar"),
     ],

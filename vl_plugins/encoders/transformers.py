@@ -1,7 +1,6 @@
 """Text encoders of Hugging Face's transformers."""
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from inspect import signature
@@ -13,9 +12,6 @@ from vl_plugins.errors import UserError, require
 from vl_plugins.modules import TowerFeatures
 
 __all__ = ["HuggingFaceTrunk"]
-
-LONGEST_REASON = 300
-NO_LIMIT = 1_000_000  # tokenizers without a limit give a larger number
 
 
 class HuggingFaceTrunk(nn.Module):
@@ -31,8 +27,7 @@ class HuggingFaceTrunk(nn.Module):
             then ``model`` is not looked up, which needs no network.
 
     Raises:
-        UserError: a model that cannot be loaded, a wrong configuration, one of anything but a text encoder, or one
-            without a padding token.
+        UserError: it is anything but a text encoder, or it has no padding token; transformers raises other errors.
     """
 
     def __init__(self, model: str, pretrained: bool = True, config: Mapping[str, Any] | None = None):
@@ -42,18 +37,15 @@ class HuggingFaceTrunk(nn.Module):
         if config is None or pretrained:
             settings = self._load(transformers.AutoConfig)
         else:
-            settings = _attempt(f"config {dict(config)}", transformers.AutoConfig.for_model, **config)
+            settings = transformers.AutoConfig.for_model(**config)
         kind, auto_class = type(settings), transformers.AutoModel
         # Not by the settings: the encoder of a T5 that was saved alone says that it has no decoder.
         if kind().is_encoder_decoder and kind in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
             auto_class = transformers.AutoModelForTextEncoding  # the encoder alone
         elif kind().is_encoder_decoder or kind not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
-            raise UserError(
-                f"text encoder {self.name!r} is of the type {settings.model_type!r}, not a text encoder such as bert, "
-                "roberta, deberta-v2, modernbert or t5"
-            )
+            raise UserError(f"{self.name}: {settings.model_type} is not a text encoder such as bert, roberta or t5")
         if settings.pad_token_id is None:
-            raise UserError(f"the configuration of text encoder {self.name!r} has no pad_token_id")
+            raise UserError(f"{self.name}: the configuration has no pad_token_id")
         self.padding = settings.pad_token_id
         # Nothing would train the parameters of a pooling layer.
         takes_pooling = "add_pooling_layer" in signature(transformers.MODEL_MAPPING[kind]).parameters
@@ -73,31 +65,21 @@ class HuggingFaceTrunk(nn.Module):
         """From n texts to token ids (n, L), padded to the longest text and truncated to the most that the model takes.
 
         Raises:
-            UserError: it cannot be loaded, or pads by another token than the model.
+            UserError: it pads by another token than the model.
         """
         tokenizer = self._load(require("transformers", extra="transformers").AutoTokenizer)
         if tokenizer.pad_token_id != self.padding:
             raise UserError(
-                f"the tokenizer of text encoder {self.name!r} pads by the token {tokenizer.pad_token_id}, the model by "
-                f"{self.padding}"
+                f"{self.name}: the tokenizer pads by the token {tokenizer.pad_token_id}, the model by {self.padding}"
             )
         positions = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        max_length = min(tokenizer.model_max_length, positions)
-        return partial(_token_ids, tokenizer, max_length if max_length < NO_LIMIT else None)
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+        return partial(_token_ids, tokenizer)
 
     def _load(self, auto_class: Any, **options: Any) -> Any:
         # False, because transformers asks on the terminal without it.
-        options["trust_remote_code"] = False
-        return _attempt(f"text encoder {self.name!r} of Hugging Face", auto_class.from_pretrained, self.name, **options)
+        return auto_class.from_pretrained(self.name, trust_remote_code=False, **options)
 
 
-def _token_ids(tokenizer: Any, max_length: int | None, texts: list[str]) -> Tensor:
-    truncation = {"truncation": max_length is not None, "max_length": max_length}
-    return tokenizer(list(texts), padding=True, return_tensors="pt", **truncation)["input_ids"]
-
-
-def _attempt(what: str, action: Callable, *arguments: Any, **options: Any) -> Any:
-    try:
-        return action(*arguments, **options)
-    except Exception as error:  # of the hub, files, tokenizers and configurations
-        raise UserError(f"{what} cannot be loaded: {textwrap.shorten(str(error), LONGEST_REASON)}") from error
+def _token_ids(tokenizer: Any, texts: list[str]) -> Tensor:
+    return tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")["input_ids"]

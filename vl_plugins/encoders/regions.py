@@ -1,14 +1,12 @@
 """Region or grid features that were computed beforehand, and dropout of whole positions."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vl_plugins.errors import UserError
 from vl_plugins.modules import TowerFeatures
 
 __all__ = ["FeatureTrunk", "drop_positions"]
@@ -31,7 +29,7 @@ class FeatureTrunk(nn.Module):
 
     def __init__(self, width: int = 2048, dropout: float = 0.0):
         super().__init__()
-        self.local_width, self.dropout = width, check_rate("dropout", dropout)
+        self.local_width, self.dropout = width, dropout
 
     def forward(self, features: Tensor) -> TowerFeatures:
         """Return the features (B, N, W) and their padding mask."""
@@ -42,8 +40,8 @@ class FeatureTrunk(nn.Module):
         return TowerFeatures(features, None, padding_mask, None, has_positions=True)
 
     def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
-        """Return a function from an array (N, W) to a tensor; it raises ``UserError`` for another shape."""
-        return partial(_to_tensor, width=self.local_width)
+        """Return a function from an array (N, W) to a tensor."""
+        return _to_tensor
 
 
 def drop_positions(padding_mask: Tensor, rate: float) -> Tensor:
@@ -57,15 +55,5 @@ def drop_positions(padding_mask: Tensor, rate: float) -> Tensor:
     return padding_mask | ((noise < rate) & (noise < noise.amax(dim=1, keepdim=True)))
 
 
-def check_rate(name: str, rate: float) -> float:
-    """Return ``rate``, or raise ``ValueError`` unless it is in [0, 1)."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {rate!r}")
-    return rate
-
-
-def _to_tensor(features: Any, width: int) -> Tensor:
-    array = np.asarray(features)
-    if array.ndim != 2 or array.shape[1] != width:
-        raise UserError(f"features must have the shape (N, {width}) of the trunk's width, got {array.shape}")
-    return torch.from_numpy(array.astype(np.float32))
+def _to_tensor(features: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(features).astype(np.float32))

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -29,11 +29,7 @@ from vl_plugins.integrations.encoding import log_metrics, validate
 from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.objective import (
-    Schedule,
-    build_objective,
-    make_optimizer,
-)
+from vl_plugins.integrations.pytorch_metric_learning.objective import Schedule, build_objective, make_optimizer
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -221,11 +217,9 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return what should not change when a run is resumed, by name."""
-        settings = {
-            "precision": self.accelerator.mixed_precision,
-            "number of processes": self.accelerator.num_processes,
-        }
-        return settings | dict(_flat(asdict(self.config)))
+        accelerator = self.accelerator
+        run = {"precision": accelerator.mixed_precision, "number of processes": accelerator.num_processes}
+        return run | _flat(asdict(self.config))
 
     def _read_latest(self, resume: bool) -> dict[str, Any]:
         """Return the content of ``latest.pt``, or nothing for a new run; warn of changes since."""
@@ -240,11 +234,8 @@ class Run:
                 f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
             )
         before, now = saved["settings"], self._settings()
-        changed = [
-            f"{name} from {before.get(name)} to {now.get(name)}"
-            for name in {**before, **now}
-            if before.get(name) != now.get(name)
-        ]
+        names = [name for name in before | now if before.get(name) != now.get(name)]
+        changed = [f"{name} from {before.get(name)} to {now.get(name)}" for name in names]
         if changed and self.accelerator.is_main_process:
             logger.warning(f"resuming after epoch {saved['epoch']} with changes: {'; '.join(changed)}")
         return saved
@@ -273,8 +264,8 @@ class Run:
 
     def _dataset(self, shards: str, *, is_train: bool) -> ShardDataset:
         towers, data = self.objective.towers, self.config.data
-        transform, on_error = towers.image_transform(is_train), data.on_read_error
-        dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=on_error)
+        transform = towers.image.trunk.image_transform(is_train)
+        dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
         dataset[0]  # raises an error before training, also with "skip"
         return dataset
 
@@ -286,10 +277,10 @@ def _finite(loss: Tensor, step: int, epoch: int) -> float:
     return value
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings and lists by dotted path."""
-    if not isinstance(value, (dict, list)) or not value:
-        yield path, value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _flat(item, f"{path}.{key}" if path else str(key))
+def _flat(values: dict[Any, Any], parent: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings and lists by dotted path."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        value = dict(enumerate(value)) if isinstance(value, list) else value
+        flat |= _flat(value, f"{parent}{key}.") if isinstance(value, dict) else {f"{parent}{key}": value}
+    return flat

@@ -20,13 +20,15 @@ from vl_plugins.encoders import (
 )
 from vl_plugins.errors import UserError, check_sizes, one_of, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, split
-from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
+from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput
 from vl_plugins.registry import options_of
 
-__all__ = ["Tower", "TwoTowers", "build_towers", "build_vocabulary"]
+__all__ = ["Tower", "TwoTowers", "build_towers"]
 
-IMAGE_TRUNKS: dict[str, Any] = {"features": FeatureTrunk, "timm": TimmTrunk}
-TEXT_TRUNKS: dict[str, Any] = {"gru": GRUTrunk, "hugging_face": HuggingFaceTrunk}
+TRUNKS: dict[str, dict[str, Any]] = {
+    "image": {"features": FeatureTrunk, "timm": TimmTrunk},
+    "text": {"gru": GRUTrunk, "hugging_face": HuggingFaceTrunk},
+}
 
 
 class Tower(nn.Module):
@@ -35,21 +37,20 @@ class Tower(nn.Module):
     ``forward`` returns embeddings (B, D) and None, or sets (B, K, D) and the slots from which they were made (B, K, D).
     """
 
-    def __init__(self, trunk: nn.Module, embedder: nn.Module, head: SetHead | None):
+    def __init__(self, trunk: Any, embedder: nn.Module, head: SetHead | None):
         super().__init__()
         self.trunk, self.embedder, self.head = trunk, embedder, head
 
-    def features(self, inputs: Tensor) -> TowerFeatures:
-        """Return the features of the embedder."""
-        return self.embedder(self.trunk(inputs))
-
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        features = self.features(inputs)
         if self.head is None:
-            assert features.pooled is not None
-            return features.pooled, None
-        sets = self.head.predict(features)
+            return self.embedder(self.trunk(inputs)).pooled, None
+        sets = self.predict_sets(inputs)
         return sets.embeddings, sets.slots
+
+    def predict_sets(self, inputs: Tensor) -> SetPredictionOutput:
+        """Return the sets with slots and attention maps, of a tower with a head."""
+        assert self.head is not None
+        return self.head.predict(self.embedder(self.trunk(inputs)))
 
 
 class TwoTowers(nn.Module):
@@ -75,13 +76,7 @@ class TwoTowers(nn.Module):
     @property
     def tokenizer(self) -> Callable[[list[str]], Tensor]:
         """From n texts to token ids (n, L)."""
-        trunk: Any = self.text.trunk  # whose tokenizer may be downloaded
-        return trunk.tokenizer if self.vocabulary is None else self.vocabulary
-
-    def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
-        """Return the transform of pictures, or of arrays of features, to tensors."""
-        trunk: Any = self.image.trunk
-        return trunk.image_transform(is_train)
+        return self.text.trunk.tokenizer if self.vocabulary is None else self.vocabulary
 
     @property
     def head(self) -> str | None:
@@ -106,24 +101,11 @@ class TwoTowers(nn.Module):
 
     def predict_image_sets(self, images: Tensor) -> SetPredictionOutput:
         """Return the sets of images with slots and attention maps, of a model with a set head."""
-        assert self.image.head is not None
-        return self.image.head.predict(self.image.features(images))
+        return self.image.predict_sets(images)
 
 
 def _normalized(embeddings: Tensor, normalize: bool) -> Tensor:
     return functional.normalize(embeddings.float(), dim=-1) if normalize else embeddings
-
-
-def build_vocabulary(config: Config) -> Vocabulary | None:
-    """Return the words of the training captions, or None for a text tower that has its own.
-
-    Raises:
-        UserError: the shards cannot be read, or no word is frequent enough.
-    """
-    if split(config.text.trunk)[0] != "gru":
-        return None
-    with user_errors("text.vocabulary"):
-        return Vocabulary.from_captions(read_collection(config.data.train).captions, **config.text.vocabulary)
 
 
 def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> TwoTowers:
@@ -131,38 +113,41 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
 
     Args:
         config: what to build.
-        vocabulary: words of a text trunk ``gru``.
+        vocabulary: words of a text trunk ``gru``; by default those of the training captions.
         pretrained: whether to load pretrained weights and word vectors; otherwise all are random.
 
     Raises:
-        UserError: an unknown name or option, or weights that cannot be loaded.
+        UserError: an unknown name or option, or weights or captions that cannot be read.
     """
+    words: dict[str, Any] = {}
+    if split(config.text.trunk)[0] == "gru":
+        with user_errors("text.vocabulary"):
+            if vocabulary is None:
+                captions = read_collection(config.data.train).captions
+                vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
+        path = split(config.text.trunk)[1].get("word_vectors")
+        vectors = read_word_vectors(path, vocabulary) if path and pretrained else None
+        words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
     torch.manual_seed(config.seed)
     check_sizes("configuration", [asdict(config.image), asdict(config.text), config.dim, config.head])
     image_trunk = _trunk("image", config.image, {}, pretrained)
     if (config.data.inputs == "features") != isinstance(image_trunk, FeatureTrunk):
         raise UserError(f"image.trunk {config.image.trunk} does not take data.inputs {config.data.inputs!r}")
-    words: dict[str, Any] = {}
-    if vocabulary is not None:
-        path = split(config.text.trunk)[1].get("word_vectors")
-        vectors = read_word_vectors(path, vocabulary)[0] if path and pretrained else None
-        words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
     text_trunk = _trunk("text", config.text, words, pretrained)
-    image, text = _tower("image", config, image_trunk), _tower("text", config, text_trunk)
+    image, text = _tower(config, "image", image_trunk), _tower(config, "text", text_trunk)
     return TwoTowers(image, text, vocabulary, config.data.inputs)
 
 
 def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: bool) -> Any:
     name, options = split(settings.trunk)
-    trunks = IMAGE_TRUNKS if side == "image" else TEXT_TRUNKS
-    factory = trunks[one_of(f"{side}.trunk", name, trunks)]
-    random = {} if pretrained else {"pretrained": False, "weights": None}
-    options |= {option: value for option, value in random.items() if option in options_of(factory)}
+    factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
+    if not pretrained:
+        options |= {option: None for option in ("pretrained", "weights") if option in options_of(factory)}
     with user_errors(f"{side}.trunk {name!r}"):
         return factory(**options | words)
 
 
-def _tower(side: str, config: Config, trunk: Any) -> Tower:
+def _tower(config: Config, side: str, trunk: Any) -> Tower:
     settings: TowerConfig = getattr(config, side)
     with user_errors(side):
         embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
