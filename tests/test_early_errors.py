@@ -20,7 +20,7 @@ OURS = "vl_plugins.cli"
 ERRORS = [
     (LAUNCHER, "--model vl-tiny --loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
     (LAUNCHER, "--model vl-tiny --epochs many", "argument --epochs: invalid int value: 'many'"),
-    (LAUNCHER, "--config no.yaml", "--config: no such file: no.yaml"),
+    (LAUNCHER, "--config no.yaml", "No such file or directory: 'no.yaml'"),
     (OURS, "evaluate --checkpoint openai --shards no.tar", "1 of 1 shards do not exist: no.tar"),
     (OURS, f"plot attention --checkpoint {__file__} --shards no.tar", "1 of 1 shards do not exist: no.tar"),
 ]

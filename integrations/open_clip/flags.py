@@ -85,9 +85,16 @@ class _Parser(Parser):
         from_file, _ = self.parse_known_args(words)
         check_registered(from_file.loss)
         found = super().parse_args([*words, *argv])
-        for option in ("train_data", "val_data"):
-            if getattr(from_file, option) and getattr(from_file, option) == getattr(found, option):
-                _check_shards(f"{file}: {option}", getattr(found, option), found)
+        if not (found.loss or found.captions_per_image):
+            # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
+            from webdataset.shardlists import expand_urls  # imports torch
+
+            for option in ("train_data", "val_data"):
+                shards = getattr(from_file, option) or ""
+                expand_braces(shards)  # raises an error for too many
+                remote = next((shard for shard in expand_urls(shards) if ":" in shard), None)
+                if remote and shards == getattr(found, option):
+                    raise UserError(f"{file}: {remote!r} is no local path; without --loss, give it on the command line")
         return found
 
     def _words(self, file: Path, given: Namespace) -> list[str]:
@@ -112,21 +119,6 @@ class _Parser(Parser):
             elif value is not None:
                 words.append(f"--{key}={value}")
         return words
-
-
-def _check_shards(what: str, pattern: str, args: Namespace) -> None:
-    """Raise ``UserError`` for shards of a file that open_clip's reader would give to a program, such as ``pipe:``.
-
-    Our reader, which reads with ``--loss`` or ``--captions-per-image``, opens paths and URLs only.
-    """
-    if args.loss or args.captions_per_image:
-        return
-    from webdataset.shardlists import expand_urls  # imports torch
-
-    expand_braces(pattern)  # raises an error for too many
-    for shard in expand_urls(pattern):
-        if ":" in shard:
-            raise UserError(f"{what}: {shard!r} is no local path; without --loss, give it on the command line")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,5 @@
-"""Run functions in several processes at once, and kill processes."""
+"""Run functions in several processes at once, and commands as a terminal does."""
 
-import contextlib
 import datetime
 import faulthandler
 import multiprocessing
@@ -16,7 +15,7 @@ from torch import distributed
 
 from vl_plugins.distributed import stop_processes
 
-__all__ = ["in_processes", "kill_with_children", "start_as_terminal", "start_process"]
+__all__ = ["in_processes", "start_as_terminal"]
 
 # After which a process that hangs shows where it is: before pytest ends the test, which would not show that.
 SECONDS = 1200
@@ -80,29 +79,3 @@ def start_as_terminal(command: Sequence, **options) -> subprocess.Popen:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
-
-
-def start_process(function: Callable, *arguments) -> multiprocessing.Process:
-    """Start a process that runs ``function(*arguments)``."""
-    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(function, arguments))
-    process.start()
-    return process
-
-
-def _call(function, arguments):
-    _as_started_by_itself()
-    function(*arguments)
-
-
-def kill_with_children(pid: int) -> None:
-    """Kill a process with SIGKILL, and all processes that it or its children started."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    for each in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)

@@ -1,8 +1,6 @@
 """Flags of the launcher and of open_clip on one command line, and in files."""
 
-import pytest
-
-from vl_plugins.integrations.open_clip.flags import KINDS, parse_args
+from vl_plugins.integrations.open_clip.flags import parse_args
 
 
 def changed(argv):
@@ -29,16 +27,6 @@ def test_flags_of_both():
         "allow_duplicate_captions": True,
         "on_read_error": "raise",
     }
-
-
-def test_by_default_ours_ask_for_nothing():
-    args = vars(parse_args([]))
-    assert all(args[kind] is None and args[f"{kind}_kwargs"] == {} for kind in KINDS)
-    assert (args["captions_per_image"], args["allow_duplicate_captions"], args["on_read_error"]) == (
-        None,
-        False,
-        "skip",
-    )
 
 
 def test_abbreviations_of_open_clip():
@@ -83,11 +71,3 @@ def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
     assert other.loss_kwargs == {"margin": 0.1}, "options of another loss"
     piped = parse_args([*config, "--loss", "vlc", "--train-data", "pipe:cat a.tar"])
     assert piped.train_data == "pipe:cat a.tar", "the command line may name programs"
-
-
-def test_help_shows_both(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_args(["--help"])
-    assert not stop.value.code
-    text = capsys.readouterr().out
-    assert all(flag in text for flag in ("--loss NAME", "--on-read-error {skip,raise}", "--train-data TRAIN_DATA"))

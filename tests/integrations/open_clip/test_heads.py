@@ -13,7 +13,6 @@ from tests.helpers.open_clip_towers import (
     texts_for,
 )
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import sinusoidal_positions_2d
@@ -63,18 +62,6 @@ def test_sets_of_any_towers(tmp_path, image, text):
     torch.testing.assert_close(output["logit_scale"], clip.logit_scale.exp())
 
 
-def test_attention_over_the_grid_of_an_image(tmp_path):
-    model = with_heads(make_model(tmp_path, "resnet"))
-    images = images_for(model)
-    output = model.predict_image_sets(images)
-    assert model.grid == (2, 2)
-    assert output.attention.shape == (3, 2, 4, 3)
-    torch.testing.assert_close(output.embeddings, model.encode_image(images))
-    linear = with_heads(make_model(tmp_path), "linear", dim=24)
-    with pytest.raises(UserError, match=r"^the model has a linear head, which makes no sets$"):
-        linear.predict_image_sets(images_for(linear))
-
-
 @pytest.mark.parametrize("dim", [24, 7])
 def test_a_linear_head_keeps_cosines_at_first(tmp_path, dim):
     clip = make_model(tmp_path)
@@ -115,18 +102,6 @@ def test_every_parameter_has_a_gradient(tmp_path, image, text):
 
 def backward(model, output):
     sum((tensor * torch.arange(tensor.numel()).view_as(tensor)).sum() for tensor in output.values()).backward()
-
-
-def test_locked_towers_leave_the_heads_to_train(tmp_path):
-    model = with_heads(make_model(tmp_path))
-    model.set_grad_checkpointing()
-    assert model.visual.transformer.grad_checkpointing
-    model.lock_image_tower()
-    model.lock_text_tower()
-    trained = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {"logit_scale", "image_head", "text_head"}
-    backward(model, model(images_for(model), texts_for()))
-    assert all(parameter.grad is not None for parameter in model.image_head.parameters())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "pure_bf16", "amp_bf16"])

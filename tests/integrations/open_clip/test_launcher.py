@@ -1,12 +1,7 @@
 """The launcher: whole trainings on real shards, and what is wrong with a command line."""
 
-import contextlib
-import os
 import pickle
 import re
-import shutil
-import signal
-import time
 
 import open_clip_train.main
 import pytest
@@ -18,14 +13,10 @@ from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_training import (
     LAUNCH,
     TINY,
-    assert_equal_nested,
-    error_line,
-    read_checkpoint,
     read_results,
     run,
     small_shard_flags,
 )
-from tests.helpers.processes import start_as_terminal
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -108,52 +99,9 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
         assert main(flags) == 0
-    expected = read_checkpoint(tmp_path / "stock")
-    assert len(expected["state_dict"]) > 50
-    assert_equal_nested(read_checkpoint(tmp_path / "ours"), expected)
-    files = [(tmp_path / folder / "logs/run/checkpoints/epoch_1.pt").read_bytes() for folder in ("stock", "ours")]
-    assert files[0] == files[1]
-    results = [(tmp_path / folder / "logs/run/checkpoints/results.jsonl").read_text() for folder in ("stock", "ours")]
-    assert results[0] == results[1]
-    assert len(results[0].splitlines()) == 1
-
-
-def test_stock_open_clip_trains_and_validates_on_our_shards(tmp_path, data, monkeypatch, capfd):
-    """Its own reader, in a worker process, and none of our code but the model's configuration."""
-    monkeypatch.chdir(tmp_path)
-    assert host_main([*TINY, "--dataset-type", "webdataset", *data, "--workers", "1"]) == 0
-    output = capfd.readouterr().err
-    losses = [float(loss) for loss in re.findall(r"Contrastive_loss: (\S+)", output)]
-    assert len(losses) == 16 / 4
-    assert all(0 < loss < 10 for loss in losses)
-    assert "Handling webdataset error" not in output
-    # Each image and its first caption; open_clip's count is 8 only if it reads every sample.
-    assert read_results(tmp_path)[1]["num_samples"] == 8
-    assert 0 < read_results(tmp_path)[1]["clip_val_loss"] < 10
-
-
-def test_a_picture_that_a_worker_cannot_read_in_the_middle_of_training(tmp_path, toy_shards, monkeypatch, capfd):
-    """The launcher looks at the first image only."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    shard = tmp_path / "toy-train-000001.tar"
-    shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
-    flags = ["--train-data", "toy-train-{000000..000001}.tar", "--workers", "1", "--on-read-error", "raise"]
-    assert launcher.main([*TINY, *flags, "--loss", "unified"]) == 2
-    output = capfd.readouterr().err
-    assert re.match(r"cannot read image \d+, in toy-train-000001\.tar: ", error_line(output))
-    assert "Traceback" not in output
-    assert not (tmp_path / "logs/run/checkpoints/epoch_1.pt").exists()
-    assert "on_read_error: raise" in (tmp_path / "logs/run/params.txt").read_text().splitlines()
-
-
-def test_weights_that_cannot_be_downloaded(tmp_path, data, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    flags = [*TINY, *data, "--model", "RN50", "--pretrained", "openai", "--cache-dir", str(tmp_path / "cache")]
-    assert launcher.main(flags) == 2
-    assert error_line(capfd.readouterr().err).startswith("--pretrained openai: ")
+    for file in ("epoch_1.pt", "results.jsonl"):
+        stock, ours = (tmp_path / folder / "logs/run/checkpoints" / file for folder in ("stock", "ours"))
+        assert stock.read_bytes() == ours.read_bytes()
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
@@ -193,21 +141,3 @@ def test_programs_as_shards(loss, tmp_path, toy_shards, monkeypatch, capfd):
     flags = ["--train-data", f"pipe:cat {toy_shards}/toy-train-000000.tar", "--dataset-type", "webdataset"]
     assert launcher.main([*TINY, *flags, "--train-num-samples", "8", *loss]) == (2 if loss else 0)
     assert bool(loss) == ("shards do not exist: pipe:cat" in capfd.readouterr().err)
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_training(tmp_path, data):
-    flags = [*TINY, *data, "--loss", "unified", "--workers", "2", "--epochs", "1000"]
-    with (tmp_path / "output").open("w") as output:
-        process = start_as_terminal([*LAUNCH, *flags], cwd=tmp_path, stderr=output, stdout=output)
-    log = tmp_path / "logs/run/out.log"
-    with contextlib.ExitStack() as stack:
-        stack.callback(process.kill)
-        while not (log.exists() and "Train Epoch: 1 " in log.read_text()):
-            assert process.poll() is None, (tmp_path / "output").read_text()
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait() == 130
-    output = (tmp_path / "output").read_text()
-    assert output.count("vl_plugins: interrupted\n") == 1
-    assert "Traceback" not in output

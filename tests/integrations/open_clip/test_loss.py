@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss
 from pytorch_metric_learning import losses as pml_losses
-from pytorch_metric_learning import miners
 
 from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
-from vl_plugins import create_loss, list_losses
+from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import Steps
@@ -66,34 +65,6 @@ def test_vlc_with_the_learned_scale_is_twice_open_clips_loss():
     gradients = torch.autograd.grad(learned, leaves.values(), retain_graph=True)
     assert all(gradient.any() for gradient in gradients)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves.values()))
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_logit_scale_and_bias_are_kept_in_the_graph(shape):
-    given = outputs() | {name: torch.full(shape, 14.0, requires_grad=True) for name in ("logit_scale", "logit_bias")}
-    loss = build_loss(plugin("unified"))(**given)
-    assert loss.ndim == 0
-    gradients = torch.autograd.grad(loss, [given["logit_scale"], given["logit_bias"]])
-    assert all(gradient.shape == shape and gradient.item() == 0 for gradient in gradients)
-
-
-@pytest.mark.parametrize("name", list_losses())
-def test_every_term_ends_in_loss(name):
-    """open_clip 4.x trains on no other."""
-    terms = build_loss(loss_options(name))(**outputs(), output_dict=True)
-    assert f"{name}_loss" in terms
-    assert all(term.endswith("_loss") for term in terms)
-
-
-def test_a_miner_mines_both_directions():
-    given = outputs(captions=2)
-    sides = (given["image_features"], labels()), (given["text_features"], labels(captions=2))
-    metric_loss, miner = create_loss("unified", **OPTIONS["unified"]), miners.MultiSimilarityMiner(epsilon=-0.3)
-    expected = sum(metric_loss(*one, miner(*one, *other), *other) for one, other in (sides, sides[::-1]))
-    options = plugin("unified", miner="MultiSimilarityMiner", miner_kwargs={"epsilon": -0.3})
-    actual = build_loss(options)(**given)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert not torch.isclose(actual, build_loss(plugin("unified"))(**given)), "the miner must matter"
 
 
 def test_autocast_does_not_reach_losses_of_others():
@@ -166,20 +137,6 @@ def test_terms_of_a_loss_with_regularization_are_logged_apart():
     )
     torch.testing.assert_close(sum(terms.values()), expected)
     torch.testing.assert_close(build_loss(SETS)(**given), expected)
-
-
-def test_gradients_of_sets_accumulate_as_open_clip_accumulates_them():
-    """Features of other batches of the step are cached without a gradient, slots too."""
-    given, loss = outputs(sets=True), build_loss(SETS)
-    scale = given.pop("logit_scale")
-    expected = torch.autograd.grad(loss(**given, logit_scale=scale), given.values())
-    halves = [slice(0, B // 2), slice(B // 2, B)]
-    for own in halves:
-        parts = {
-            key: [leaf[half] if half is own else leaf[half].detach() for half in halves] for key, leaf in given.items()
-        }
-        loss(**{key: torch.cat(part) for key, part in parts.items()}, logit_scale=scale).backward()
-    torch.testing.assert_close([leaf.grad for leaf in given.values()], list(expected))
 
 
 def error_of_a_process(rank):
