@@ -11,15 +11,15 @@ Everything is compared with the first of --peers:
     triplet-margin           TripletMarginLoss and BatchHardMiner of pytorch-metric-learning, images to texts only
     three-products           the matrix products that a contrastive loss needs at least, and nothing else
 
-Before anything is timed, each has to give the value and gradients of its formula in float64. On the CPU with one
-thread, time is processor time, otherwise wall time. MB is the peak of allocated memory, gradients included.
+On the CPU with one thread, time is processor time, otherwise wall time. MB is the peak of allocated memory, gradients
+included.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -29,57 +29,27 @@ from pytorch_metric_learning.losses import NTXentLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize
 
-from benchmarks.measurement import check, clock, extra_bytes, print_table, time_rounds
+from benchmarks.measurement import clock, extra_bytes, print_table, time_rounds
 from vl_plugins import create_loss
 
 # The defaults of the losses, which the peers get too.
 SCALE, MARGIN = 50.0, 0.2
 # Where SigLIP starts training.
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
-CHECKED = 256  # rows
 BACKENDS = {None: {}, "dense": {"tiled": False}, "tiled": {"tiled": True}}
 
-Formula = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Any]  # of images (B, D), texts (B, D) and labels (B,), all different
 Measured = tuple[dict[str, list[float]], dict[str, int]]
 
 
-class Contestant(NamedTuple):
-    """A loss to measure.
-
-    Attributes:
-        loss: of images (B, D), texts (B, D) and labels (B,), all different.
-        formula: of images and texts; None for what computes no loss.
-    """
-
-    loss: Callable[[Tensor, Tensor, Tensor], Any]
-    formula: Formula | None
-
-
-def formula(name: str, factor: float = 1.0, **options) -> Formula:
-    """Return ``factor`` times a loss of this package, by the matrix of all similarities."""
-    loss = create_loss(name, **options)
-
-    def value(images: Tensor, texts: Tensor) -> Tensor:
-        positives = torch.eye(len(images), dtype=torch.bool, device=images.device)
-        return factor * loss.from_similarities(images @ texts.T, positives, ~positives)
-
-    return value
-
-
-def siglip_formula(images: Tensor, texts: Tensor) -> Tensor:
-    """Eq. 1 of Zhai et al. 2023, Sigmoid Loss for Language Image Pre-Training."""
-    logits = SIGLIP_SCALE * images @ texts.T + SIGLIP_BIAS
-    return (softplus(logits).sum() - logits.diagonal().sum()) / len(images)
-
-
-def open_clip_loss(loss: Callable, formula: Formula, *arguments: float) -> Contestant:
+def open_clip_loss(loss: Callable, *arguments: float) -> Loss:
     """Return a loss with the call of open_clip."""
-    return Contestant(lambda images, texts, labels: loss(images, texts, *arguments), formula)
+    return lambda images, texts, labels: loss(images, texts, *arguments)
 
 
-def metric_loss(loss: torch.nn.Module, formula: Formula, miner: torch.nn.Module | None = None) -> Contestant:
+def metric_loss(loss: torch.nn.Module, miner: torch.nn.Module | None = None) -> Loss:
     """Return a loss with the call of pytorch-metric-learning."""
 
     def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
@@ -88,7 +58,7 @@ def metric_loss(loss: torch.nn.Module, formula: Formula, miner: torch.nn.Module 
         mined = None if miner is None else miner(images, labels, texts, ref_labels)
         return loss(images, labels, mined, texts, ref_labels)
 
-    return Contestant(run, formula)
+    return run
 
 
 @torch.no_grad()
@@ -97,39 +67,33 @@ def three_products(images: Tensor, texts: Tensor, labels: Tensor) -> tuple[Tenso
     return similarities @ texts, similarities.T @ images
 
 
-PEERS: dict[str, Callable[[], Contestant]] = {
-    "clip": lambda: open_clip_loss(ClipLoss(), formula("vlc", 0.5, scale=SCALE), SCALE),
+PEERS: dict[str, Callable[[], Loss]] = {
+    "clip": lambda: open_clip_loss(ClipLoss(), SCALE),
     # For each shape anew: as fast as it gets.
-    "clip-compiled": lambda: open_clip_loss(
-        torch.compile(ClipLoss(), dynamic=False), formula("vlc", 0.5, scale=SCALE), SCALE
-    ),
-    "siglip": lambda: open_clip_loss(SigLipLoss(), siglip_formula, SIGLIP_SCALE, SIGLIP_BIAS),
-    "ntxent": lambda: metric_loss(NTXentLoss(temperature=1 / SCALE), formula("vlc", scale=SCALE, symmetric=False)),
+    "clip-compiled": lambda: open_clip_loss(torch.compile(ClipLoss(), dynamic=False), SCALE),
+    "siglip": lambda: open_clip_loss(SigLipLoss(), SIGLIP_SCALE, SIGLIP_BIAS),
+    "ntxent": lambda: metric_loss(NTXentLoss(temperature=1 / SCALE)),
     "triplet-margin": lambda: metric_loss(
         # The default reducer leaves out triplets without a loss.
         TripletMarginLoss(margin=MARGIN, distance=CosineSimilarity(), reducer=MeanReducer()),
-        formula("triplet_hn", margin=MARGIN, symmetric=False),
         BatchHardMiner(distance=CosineSimilarity()),
     ),
-    "three-products": lambda: Contestant(three_products, None),
+    "three-products": lambda: three_products,
 }
 
 
-def step(contestant: Contestant, images: Tensor, texts: Tensor, labels: Tensor) -> None:
+def step(loss: Loss, images: Tensor, texts: Tensor, labels: Tensor) -> None:
     """Run forward and backward, with new labels as each training step has them, and drop the gradients."""
-    value = contestant.loss(images, texts, labels.clone())
-    if contestant.formula is not None:
+    value = loss(images, texts, labels.clone())
+    if isinstance(value, Tensor):
         value.backward()
     images.grad = texts.grad = None
 
 
-def measure(contestants: Mapping[str, Contestant], images: Tensor, texts: Tensor, rounds: int) -> Measured:
-    """Check the contestants; return seconds by name and round, and bytes by name."""
+def measure(losses: Mapping[str, Loss], images: Tensor, texts: Tensor, rounds: int) -> Measured:
+    """Return seconds by name and round, and bytes by name."""
     labels = torch.arange(len(images), device=images.device)
-    for name, (loss, formula) in contestants.items():
-        if formula is not None:
-            check(name, partial(loss, labels=labels[:CHECKED]), formula, images[:CHECKED], texts[:CHECKED])
-    steps = {name: partial(step, contestant, images, texts, labels) for name, contestant in contestants.items()}
+    steps = {name: partial(step, loss, images, texts, labels) for name, loss in losses.items()}
     seconds = time_rounds(steps, rounds, clock(images.device))
     return seconds, {name: extra_bytes(run, device=images.device) for name, run in steps.items()}
 
@@ -164,12 +128,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     torch.set_num_threads(arguments.threads)
-    contestants = {}
+    losses = {}
     for name in arguments.losses:
         for backend in arguments.backends:
-            loss = metric_loss(create_loss(name, **BACKENDS[backend]), formula(name))
-            contestants[f"{name} ({backend})" if backend else name] = loss
-    contestants |= {name: PEERS[name]() for name in arguments.peers}
+            loss = metric_loss(create_loss(name, **BACKENDS[backend]))
+            losses[f"{name} ({backend})" if backend else name] = loss
+    losses |= {name: PEERS[name]() for name in arguments.peers}
     print(f"torch {torch.__version__}, {arguments.device}, threads: {arguments.threads}")
     measured = {}
     for size in sorted(arguments.batch_sizes):
@@ -180,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             .requires_grad_()
             for _ in range(2)
         )
-        measured[size] = measure(contestants, images, texts, arguments.rounds)
+        measured[size] = measure(losses, images, texts, arguments.rounds)
         title = f"B {size:,}, D {arguments.dimension:,}, {arguments.dtype}"
         print_table(title, measured[size][0], arguments.peers[0], measured[size][1])
     if arguments.plot is not None:

@@ -9,13 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
 from vl_plugins.tables import align_columns
-
-TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}  # relative; products of GPUs may round float32 to TF32
 
 
 def clock(device: str | torch.device = "cpu") -> Callable[[], float]:
@@ -73,30 +69,6 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | 
         total += event.nbytes()
         largest = max(largest, total)
     return largest - kept
-
-
-def check(name: str, function: Callable, reference: Callable, images: Tensor, texts: Tensor) -> None:
-    """Check that a function of unit vectors has the value and the gradients of a reference.
-
-    Args:
-        name: of the function, for errors.
-        function: of images and texts in float32, to a number.
-        reference: of the same in float64.
-        images, texts: (..., D).
-
-    Raises:
-        ValueError: value or gradients differ by more than rounding.
-    """
-    results = []
-    for compute, dtype in ((function, torch.float32), (reference, torch.float64)):
-        leaves = [side.detach().to(dtype, copy=True).requires_grad_() for side in (images, texts)]
-        # Gradients along the vectors do not count: a function that normalizes its inputs has none.
-        value = compute(*(normalize(leaf, dim=-1) for leaf in leaves))
-        results.append([value.detach(), *torch.autograd.grad(value, leaves)])
-    for what, actual, expected in zip(("value", "image gradient", "text gradient"), *results, strict=True):
-        difference = torch.linalg.vector_norm(actual.double() - expected) / torch.linalg.vector_norm(expected)
-        if not difference <= TOLERANCE[images.device.type]:  # NaN is not
-            raise ValueError(f"{name}: its {what} differs from that of the formula by {difference:.1e}")
 
 
 def print_table(

@@ -99,7 +99,6 @@ def test_the_message_of_a_loader_is_that_of_its_worker(workers):
 
 def test_the_nearest_of_many_names_are_listed():
     text = str(unknown_name("model", "ViT-L-33", [f"ViT-{size}-{patch}" for size in "BL" for patch in range(50)]))
-    assert text.startswith("unknown model 'ViT-L-33' (did you mean 'ViT-L-3")
     assert "the nearest of 100: " in text
     assert text.count(",") == 4
 
@@ -110,32 +109,24 @@ def test_no_hint_if_no_name_is_near():
         one_of("loss", "xyz", ["unified", "vlc"])
 
 
-@pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5)])
-def test_numbers_become_floats(value):
-    checked = number("margin", value)
-    assert (checked, type(checked)) == (value, float)
+@pytest.mark.parametrize(
+    ("value", "options", "expected"),
+    [
+        *((value, {}, "a finite number") for value in (float("nan"), float("inf"), "0.2", None, True)),
+        (-0.1, {"least": 0}, "a finite number >= 0"),
+        (0, {"above": 0}, "a finite number > 0"),
+        *((value, {"least": 1, "kind": int}, "an integer >= 1") for value in (0, 1.0, "1", True)),
+    ],
+)
+def test_wrong_numbers(value, options, expected):
+    with pytest.raises(ValueError, match=f"^margin must be {expected}, got {value!r}$"):
+        number("margin", value, **options)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.2", None, True])
-def test_not_a_number(value):
-    with pytest.raises(ValueError, match=f"^margin must be a finite number, got {value!r}$"):
-        number("margin", value)
-
-
-def test_bounds():
-    assert (number("offset", -0.5), number("margin", 0, least=0)) == (-0.5, 0)
-    with pytest.raises(ValueError, match=r"^margin must be a finite number >= 0, got -0\.1$"):
-        number("margin", -0.1, least=0)
-    for value in (0, -1):
-        with pytest.raises(ValueError, match=f"^scale must be a finite number > 0, got {value}$"):
-            number("scale", value, above=0)
-
-
-@pytest.mark.parametrize("value", [0, 1.0, "1", None, True])
-def test_integers(value):
-    assert number("k", 1, least=1, kind=int) == 1
-    with pytest.raises(ValueError, match=f"^k must be an integer >= 1, got {value!r}$"):
-        number("k", value, least=1, kind=int)
+def test_numbers():
+    for value in (0.5, 1, np.float32(0.5)):
+        assert (number("margin", value), type(number("margin", value))) == (value, float)
+    assert (number("margin", 0, least=0), number("k", 1, least=1, kind=int)) == (0, 1)
 
 
 def test_a_missing_package_is_named_with_its_extra():

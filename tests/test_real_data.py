@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -60,33 +59,3 @@ def test_shards_training_and_evaluation(stamps, tmp_path, epochs, rsum_on_traini
     metrics = evaluation["results"][0]["metrics"]["plain"]
     assert (metrics["num_samples"], metrics["num_captions"]) == (575, 2875)
     assert metrics["rsum"] > rsum_on_training_images
-
-
-@pytest.mark.slow
-def test_two_towers_from_a_file(stamps, tmp_path):
-    """From pictures to numbers, in one go and with a break after the second epoch."""
-    source = ["--annotations", stamps / "dataset_stamps.json", "--images", stamps]
-    run(tmp_path, "vl_plugins.cli", "shards", "coco", *source, "--out", "shards", "--samples-per-shard", "200")
-    command = ["vl_plugins.integrations.pytorch_metric_learning", "--config", "toy.yaml", "--device", "cpu"]
-    command += ["--train-data", "shards/stamps-train-{000000..000002}.tar", "--out"]
-    validation = ["--val-data", "shards/stamps-val-000000.tar", "--set", "image.trunk.image_size=32"]
-    run(tmp_path, *command, "whole", *validation, "training.epochs=3")
-    rows = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
-    assert [json.loads(row)["num_captions"] for row in rows] == [300] * 3
-    code = f"""
-import os, signal
-from vl_plugins.data import CaptionSampler
-from vl_plugins.integrations.pytorch_metric_learning import main
-set_epoch = CaptionSampler.set_epoch
-def kill(self, epoch):
-    if epoch == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    set_epoch(self, epoch)
-CaptionSampler.set_epoch = kill
-main({list(map(str, [*command[1:], "killed", *validation, "training.epochs=3"]))!r})
-"""
-    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert killed.returncode == -signal.SIGKILL
-    assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows[:2]
-    run(tmp_path, *command, "killed", *validation, "training.epochs=3", "--resume")
-    assert (tmp_path / "killed" / "results.jsonl").read_text().splitlines() == rows

@@ -1,5 +1,4 @@
 import io
-import itertools
 import json
 import tarfile
 
@@ -17,12 +16,10 @@ from vl_plugins.plots import attention as attention_plot
 from vl_plugins.plots.attention import AttendedImage, attended_images, plot_attention
 from vl_plugins.plots.figures import COLORS
 
-LONG = "a dog and a cat, worth $5 or $x_1$, that " + "play with Donaudampfschifffahrtsgesellschaftskapitäne and " * 9
 
-
-def attended(size=(60, 90), caption="a dog", slots=4):
-    captions, matches = [f"{caption} {slot}" for slot in range(slots)], [slot % 2 == 0 for slot in range(slots)]
-    return AttendedImage(torch.rand(*size, 3), torch.randn(slots, 4, 6).softmax(dim=0), captions, matches)
+def attended():
+    captions, matches = [f"a $1 dog {slot}" for slot in range(4)], [slot % 2 == 0 for slot in range(4)]
+    return AttendedImage(torch.rand(60, 90, 3), torch.randn(4, 4, 6).softmax(dim=0), captions, matches)
 
 
 @pytest.fixture
@@ -49,8 +46,9 @@ def test_a_row_for_each_picture_and_a_panel_for_each_slot(draw):
         assert torch.equal(torch.as_tensor(picture.images[0].get_array()), item.image)
         assert {axes.images[1].get_clim() for axes in panels} == {(0, largest)}
         texts = [" ".join(axes.get_xlabel().split()) for axes in panels]
-        assert texts == ["✓ a dog 0", "✗ a dog 1", "✓ a dog 2", "✗ a dog 3"]
+        assert texts == ["✓ a $1 dog 0", "✗ a $1 dog 1", "✓ a $1 dog 2", "✗ a $1 dog 3"]
         assert [axes.xaxis.label.get_color() for axes in panels] == [COLORS[0], COLORS[1]] * 2
+        assert not any(axes.xaxis.label.get_parse_math() for axes in panels)  # a price is no formula
     legend = [(text.get_text(), text.get_color()) for text in figure.texts]
     assert legend == [("✓ caption of this image", COLORS[0]), ("✗ caption of another image", COLORS[1])]
 
@@ -66,28 +64,6 @@ def test_attention_lies_where_it_belongs(draw):
         assert gray.get_extent() == shown.get_extent()
         torch.testing.assert_close(torch.as_tensor(shown.get_array())[1::3, 1::3], attention[slot])
         assert 0.2 <= gray.get_array().min() < gray.get_array().max() <= 0.9, "dimmed"
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_everything_fits_and_nothing_overlaps(draw, slots):
-    """Captions are cut off only when they are too long, and dollar signs are no formulas."""
-    items = [attended((60, 90), LONG, slots), attended((150, 50), "a $1 bill", slots), attended((50, 50), LONG, slots)]
-    figure, rows = draw(items)
-    figure.savefig(io.BytesIO())
-    assert rows[0][1].get_xlabel().startswith("✓ a dog and a cat, worth\n$5 or $x_1$, that play\n")
-    assert rows[0][1].get_xlabel().endswith("…")
-    assert not rows[0][1].xaxis.label.get_parse_math()
-    texts = [*figure.texts, *(text for row in rows for axes in row for text in (axes.xaxis.label, axes.title))]
-    boxes = [text.get_window_extent() for text in texts if text.get_text()]
-    boxes += [axes.get_window_extent() for row in rows for axes in row]
-    boxes += [axes.get_tightbbox() for axes in figure.axes if not axes.images or axes.get_ylabel()]
-    assert len(boxes) == 2 + 3 * slots + (slots + 1) + 3 * (slots + 1) + 1
-    for box in boxes:
-        assert min(box.x0, box.y0) >= -1
-        assert box.x1 <= figure.bbox.width + 1
-        assert box.y1 <= figure.bbox.height + 1
-    for first, second in itertools.combinations(boxes, 2):
-        assert not first.overlaps(second)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +87,6 @@ def test_pictures_attention_and_captions_are_the_models(loaded, collection, monk
     model, preprocess, tokenizer = loaded
     monkeypatch.setattr(attention_plot, "CAPTIONS_PER_BATCH", 7)
     items = attended_images(*loaded, collection, images=9)
-    first_iteration = attended_images(*loaded, collection, images=1, iteration=1)[0]
     files = collection.pictures(range(9))
     images = torch.stack([preprocess(Image.open(io.BytesIO(files[index]))) for index in range(9)])
     output, normalization = model.predict_image_sets(images), preprocess.transforms[-1]
@@ -119,7 +94,6 @@ def test_pictures_attention_and_captions_are_the_models(loaded, collection, monk
     for index, item in enumerate(items):
         torch.testing.assert_close(item.image, images[index].permute(1, 2, 0) * std + mean, atol=1e-5, rtol=0)
         torch.testing.assert_close(item.attention.flatten(1).T, output.attention[index, -1])
-    torch.testing.assert_close(first_iteration.attention.flatten(1).T, output.attention[0, 0])
     sets = [model.encode_text(tokenizer([caption]), normalize=True)[0] for caption in collection.captions]
     for index, item in enumerate(items):
         for slot, element in enumerate(model.encode_image(images[index][None], normalize=True)[0]):

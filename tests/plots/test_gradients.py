@@ -79,20 +79,6 @@ def test_the_loss_is_left_as_it_is():
     assert loss.state_dict() == before
 
 
-class HalfOfSquares(torch.nn.Module):
-    def forward(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        assert (len(embeddings), len(ref_emb)) == (1, 2), "the triplet is not alone"
-        assert (labels.tolist(), ref_labels.tolist()) == ([0], [0, 1])
-        assert [index.tolist() for index in indices_tuple] == [[0], [0], [0], [1]]
-        return (embeddings @ ref_emb.T).square().sum() / 2
-
-
-def test_any_module_that_is_called_like_a_loss():
-    positive, negative = gradient_sizes(HalfOfSquares(), torch.tensor(POSITIVES), torch.tensor(NEGATIVES))
-    torch.testing.assert_close(positive, torch.tensor(POSITIVES).abs().expand(4, 5))
-    torch.testing.assert_close(negative, torch.tensor(NEGATIVES)[:, None].abs().expand(4, 5))
-
-
 def test_each_panel_holds_the_sizes_of_its_pair(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(gradients, "write_figure", lambda figure, out: figures.append(figure))

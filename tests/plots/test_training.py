@@ -38,15 +38,7 @@ def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
     assert [item["rsum"] for item in read_results(file)] == [150.0, 300.0]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'{"epoch": 1, "rsum"',
-        b'{"epoch": 1, "image_to_text_R@1": 0.5}',
-        b'{"epoch": 1, "rsum": "3"}',
-        b"\xff",
-    ],
-)
+@pytest.mark.parametrize("content", [b'{"epoch": 1, "rsum"', b'{"epoch": 1, "image_to_text_R@1": 1}', b"\xff"])
 def test_bad_line_is_named(tmp_path, content):
     file = write_rows(tmp_path / "results.jsonl", row(1))
     file.write_bytes(file.read_bytes() + content)

@@ -94,22 +94,6 @@ def test_equals_eccv_caption(benchmark, coco):
             assert results[names[name][0]][f"{way}_{names[name][1]}"] == pytest.approx(value, rel=0, abs=1e-12), name
 
 
-def test_equals_clip_benchmark(coco):
-    """On the first thousand images; its function makes a matrix of (queries, k, candidates)."""
-    from clip_benchmark.metrics.zeroshot_retrieval import recall_at_k
-
-    found = coco.select(torch.arange(1000), torch.arange(5000))
-    metrics = evaluate([found], "flickr30k-1k").metrics["flickr30k-1k"]
-    scores = found.captions @ found.images.T
-    positive = torch.zeros_like(scores, dtype=torch.bool)
-    positive[torch.arange(5000), found.image_of_caption] = True
-    for k in (1, 10):
-        for way, matrix, truth in (("text_to_image", scores, positive), ("image_to_text", scores.T, positive.T)):
-            parts = zip(matrix.split(50), truth.split(50), strict=True)
-            expected = torch.cat([recall_at_k(*part, k) > 0 for part in parts]).double().mean().item()
-            assert metrics[f"{way}_R@{k}"] == pytest.approx(expected, rel=0, abs=1e-12)
-
-
 @pytest.mark.parametrize("ids", [True, False])
 def test_of_more_captions_five_count(test_split, ids):
     """Of ten images with six captions those that COCO's ids tell, otherwise the first ones; the numbers say so."""
@@ -205,7 +189,7 @@ def test_the_number_of_images_is_checked_before_they_are_encoded():
         check_images("coco-5k", 1000)
 
 
-def model(kind, images):
+def model(kind, images=1000):
     """Embeddings of a model of which everybody knows what must come out, with five captions of each image."""
     generator = torch.Generator().manual_seed(0)
     sides = (torch.randn(number, 64, generator=generator) for number in (images, 5 * images))
@@ -216,35 +200,14 @@ def model(kind, images):
     return own, torch.where(torch.tensor(is_right * images)[:, None], own.repeat_interleave(5, dim=0), others)
 
 
-def cell(metrics, name, rsum=False):
-    """A cell of the guide's table: a metric of both directions in percent, and RSUM."""
-    both = " / ".join(f"{100 * metrics[f'{way}_{name}']:.1f}" for way in ("image_to_text", "text_to_image"))
-    return f"{both}, {metrics['rsum']:.1f}" if rsum else both
-
-
-KINDS = ("perfect", "constant", "random", "knows first captions")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["perfect", "constant", "random", "knows first captions"])
 def test_models_of_which_everybody_knows_the_numbers(kind):
-    metrics = evaluate([flickr30k(embeddings=model(kind, 1000))], "flickr30k-1k").metrics["flickr30k-1k"]
-    assert f"\n| {kind} | {cell(metrics, 'R@1', rsum=True)} |" in GUIDE
+    metrics = evaluate([flickr30k(embeddings=model(kind))], "flickr30k-1k").metrics["flickr30k-1k"]
+    both = " / ".join(f"{100 * metrics[f'{way}_R@1']:.1f}" for way in ("image_to_text", "text_to_image"))
+    assert f"\n| {kind} | {both}, {metrics['rsum']:.1f} |" in GUIDE
     if kind == "constant":
         assert (metrics["image_to_text_mean_rank"], metrics["text_to_image_mean_rank"]) == (4996, 1000)
     if kind == "random":  # binomial, give or take four standard deviations
         for way, chance, queries in (("image_to_text", 1 - (1 - 10 / 5000) ** 5, 1000), ("text_to_image", 0.01, 5000)):
             deviation = 4 * (chance * (1 - chance) / queries) ** 0.5
             assert metrics[f"{way}_R@10"] == pytest.approx(chance, abs=deviation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_of_the_guide_about_these_models(test_split, kind):
-    found = features([*test_split.values()], [*test_split], model(kind, 5000))
-    results = {}
-    for protocol in ("coco-1k", "coco-5k", "eccv"):
-        results |= evaluate([found], protocol).metrics
-    cells = [cell(results[name], "R@1", rsum=True) for name in ("coco-1k", "coco-5k")]
-    cells += [cell(results["cxc"], "R@1"), cell(results["eccv-caption"], "mean_average_precision_at_r")]
-    (line,) = (line for line in GUIDE.splitlines() if line.startswith(f"| {kind} | "))
-    assert line.endswith(f" | {' | '.join(cells)} |")

@@ -1,6 +1,8 @@
 """Exact ranks of image-text retrieval, without sorting and without the whole similarity matrix."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,8 @@ __all__ = ["Answers", "DirectionRanks", "Ranks", "retrieval_ranks", "right_answe
 Answers = Mapping[int, Sequence[int]]
 """The right candidates of each query, by index; -1 stands for one that is not among the candidates."""
 
-BLOCK = 2**22  # similarities computed at a time
+BLOCK = 2**22  # similarities computed at a time in a thread
+SEVERAL_BLOCKS = 2**25  # in all threads
 TOP = 10  # wrong candidates of each query that are returned
 
 
@@ -168,8 +171,9 @@ def _rank(
     queries, relevant, counts, flat = (tensor.to(device) for tensor in (queries, relevant, counts, flat))
     first = counts.cumsum(0) - counts
     rows = max(1, BLOCK // shape[1] // KERNEL) * KERNEL
-    parts = []
-    for part in tqdm(torch.arange(len(queries), device=device).split(rows), disable=not progress, desc="rank"):
+
+    @torch.no_grad()  # in each thread
+    def rank_block(part: Tensor) -> tuple[Tensor, ...]:
         places = torch.arange(int(counts[part].max()), device=device)
         padding = places >= counts[part, None]
         right = flat[first[part, None] + places.masked_fill(padding, 0)]
@@ -189,6 +193,29 @@ def _rank(
         negative = negative[:, :top].clone()  # one query with thousands of right answers must not set the memory of all
         negatives = negatives[:, :top].masked_fill(negative == -torch.inf, -1)
         of_positives = (value[~padding] for value in positives)
-        parts.append((rank.long(), average_precision, r_precision, *of_positives, negatives, negative))
+        return rank.long(), average_precision, r_precision, *of_positives, negatives, negative
+
+    blocks = torch.arange(len(queries), device=device).split(rows)
+    with _threads(max(1, SEVERAL_BLOCKS // (rows * shape[1])) if device.type == "cpu" else 1) as run:
+        parts = list(tqdm(run(rank_block, blocks), total=len(blocks), disable=not progress, desc="rank"))
     rank, *fields = (torch.cat(column) for column in zip(*parts, strict=True))
     return DirectionRanks(queries, rank, relevant, *fields)
+
+
+@contextmanager
+def _threads(most: int) -> Iterator[Callable]:
+    """Yield a ``map`` that runs a function in threads, which share those of PyTorch.
+
+    On busy cores the threads of one operation wait for each other at its end, which takes time slices. Threads with
+    blocks of their own do not.
+    """
+    threads = torch.get_num_threads()
+    workers = min(threads, most)
+    if workers == 1:
+        yield map
+        return
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,)) as pool:
+            yield pool.map
+    finally:
+        torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """Similarities of images and captions, computed for some queries and all candidates at a time."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ KEPT = 2**28  # similarities other than dot products that are kept for both dire
 
 
 class Similarities(Protocol):
-    """Similarities of I images and C captions.
+    """Similarities of I images and C captions. On the CPU they may be asked for in several threads.
 
     Attributes:
         shape: (I, C).
@@ -61,25 +61,22 @@ class EmbeddingSimilarities:
         if similarity is None and (images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]):
             raise ValueError(f"embeddings must be (I, D) and (C, D), got {(*images.shape,)} and {(*captions.shape,)}")
         self.shape, self.device, self.similarity = (len(images), len(captions)), images.device, similarity
-        self._is_kept = similarity is not None and len(images) * len(captions) <= KEPT
         self._images, self._captions = map(_padded, full_precision(images.detach(), captions.detach()))
+        is_kept = similarity is not None and len(images) * len(captions) <= KEPT
+        self._all = self._compare(self._images, self._captions) if is_kept else None
 
     def of_images(self, images: Tensor) -> Tensor:
-        if self._is_kept:
+        if self._all is not None:
             return self._all[images, : self.shape[1]]
         return self._compare(_padded(self._images[images]), self._captions)[: len(images), : self.shape[1]]
 
     def of_captions(self, captions: Tensor) -> Tensor:
-        if self._is_kept:
+        if self._all is not None:
             return self._all[: self.shape[0], captions].T.contiguous()
         chosen = _padded(self._captions[captions])
         if self.similarity is None:
             return self._compare(chosen, self._images)[: len(captions), : self.shape[0]]
         return self._compare(self._images, chosen)[: self.shape[0], : len(captions)].T.contiguous()
-
-    @cached_property
-    def _all(self) -> Tensor:
-        return self._compare(self._images, self._captions)
 
     @torch.no_grad()
     def _compare(self, images: Tensor, captions: Tensor) -> Tensor:
