@@ -19,7 +19,7 @@ OURS = "vl_plugins.cli"
 LAUNCH = "vl_plugins.integrations.open_clip.launcher"
 TRAIN_TOWERS = "vl_plugins.integrations.pytorch_metric_learning.command_line"
 MODULES = (OURS, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure", "duckdb")
-MODULES += ("vl_plugins.integrations.pytorch_metric_learning.training", "safetensors.torch", "transformers")
+MODULES += ("vl_plugins.integrations.pytorch_metric_learning.run", "safetensors.torch", "transformers")
 SECONDS, MEGABYTES = 60, 1000  # of the processor; and beyond the memory of the parent
 
 
@@ -42,6 +42,7 @@ def forked(method="forkserver"):
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context(method).Process(target=_serve, args=(theirs,))
     process.start()
+    theirs.close()  # so that its end is noticed
 
     def run(folder, module, arguments, **variables):
         ours.send((str(folder), module, arguments.split(), variables))
