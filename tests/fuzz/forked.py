@@ -38,6 +38,8 @@ def forked(method="forkserver"):
 
     Args:
         method: how the parent is started; ``"spawn"`` takes over the environment of this process as it is now.
+
+    With the variable ``KILL_WORKERS`` all processes that the command forks are killed at once.
     """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context(method).Process(target=_serve, args=(theirs,))
@@ -80,6 +82,8 @@ def _run(folder, module, arguments, variables):
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEGABYTES * 2**20,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
+        if "KILL_WORKERS" in variables:
+            os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGKILL))
         signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
         signal.alarm(3 * SECONDS)
         status = importlib.import_module(module).main(arguments)

@@ -27,7 +27,9 @@ def recalls(whole, folder, file, output):
 
 @cache
 def original(whole, file):
-    return load_model(whole / file), weights(torch.load(whole / file, weights_only=True))[1]
+    return load_model(whole / file, model_config="model/tiny.json"), weights(
+        torch.load(whole / file, weights_only=True)
+    )[1]
 
 
 def weights(content):

@@ -25,8 +25,9 @@ LIBRARY = r"""
 static int fails(int file) {
     static long number;
     struct stat status;
-    const char *at = getenv("FAULT_AT");
-    if (!at || file < 3 || fstat(file, &status) || !S_ISREG(status.st_mode) || ++number < atol(at)) return 0;
+    const char *at = getenv("FAULT_AT"), *restarts = getenv("TORCHELASTIC_RESTART_COUNT");
+    if (!at || (restarts && atol(restarts)) || file < 3) return 0;
+    if (fstat(file, &status) || !S_ISREG(status.st_mode) || ++number < atol(at)) return 0;
     int fault = atoi(getenv("FAULT"));
     if (number > atol(at) && fault != ENOSPC) return 0;
     if (fault < 0) { kill(getpid(), -fault); return 0; }
