@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
 
@@ -102,12 +103,13 @@ def read_torch_file(file: str | os.PathLike) -> Any:
 
 @contextlib.contextmanager
 def until_first_step(what: str) -> Iterator[None]:
-    """Do what :func:`user_errors` does until an optimizer has made a step; from then on, an exception is a bug.
+    """Do what :func:`user_errors` does until an optimizer begins its second step; from then on, an exception is a bug.
 
     The state of a damaged checkpoint and options of a wrong type may be used only there.
     """
     with contextlib.ExitStack() as border:
         border.enter_context(user_errors(what))
-        hook = register_optimizer_step_post_hook(lambda *_: border.close())
+        steps = itertools.count()
+        hook = register_optimizer_step_pre_hook(lambda *_: border.close() if next(steps) else None)
         border.callback(hook.remove)
         yield
