@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import UserError, all_values, require
 
 __all__ = ["CommandParser", "KeyValues", "Parser", "find_config", "literal", "parse_key_values", "read_yaml"]
 
@@ -104,6 +104,9 @@ def read_yaml(path: Path) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    for _ in all_values(str(path), content):  # raises an error for too many
+        pass
+    return content

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, first_captions
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
 from vl_plugins.retrieval import format_metrics_table
 from vl_plugins.retrieval.features import Features, describe_similarity
@@ -73,7 +73,8 @@ def encode_checkpoint(
         dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
     )
     bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
-    encoded = _gather(_encode_batches(loaded, bar, device, precision), rank, world_size)
+    with user_errors(f"checkpoint {file}"):  # its model and tokenizer may not fit together
+        encoded = _gather(_encode_batches(loaded, bar, device, precision), rank, world_size)
     if rank > 0:
         return None
     if max_captions is not None:

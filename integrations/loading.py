@@ -1,18 +1,21 @@
 """Checkpoints of either host, loaded for evaluation and for use as a library."""
 
+import contextlib
 import importlib
+import itertools
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
 
-__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file"]
+__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file", "until_first_step"]
 
 # ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
 PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
@@ -83,11 +86,30 @@ def read_torch_file(file: str | os.PathLike) -> Any:
         OSError: it cannot be opened.
     """
     try:
+        if is_zip := zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                # torch compares no checksums. With `set_crc32_options(False)` it writes none, all 0.
+                if any(member.CRC for member in archive.infolist()) and archive.testzip() is not None:
+                    raise zipfile.BadZipFile("a checksum is wrong")
         # With mmap, tensors stay in the file until they are used. torch 2.2 cannot map a Path.
-        return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError:
         raise
     except Exception as error:  # a damaged file can raise any error
         raise UserError(
             f"{file}: it is damaged, or holds more than tensors and text, and such files can run code"
         ) from error
+
+
+@contextlib.contextmanager
+def until_first_step(what: str) -> Iterator[None]:
+    """Do what :func:`user_errors` does until an optimizer begins its second step; from then on, an exception is a bug.
+
+    The state of a damaged checkpoint and options of a wrong type may be used only there.
+    """
+    with contextlib.ExitStack() as border:
+        border.enter_context(user_errors(what))
+        steps = itertools.count()
+        hook = register_optimizer_step_pre_hook(lambda *_: border.close() if next(steps) else None)
+        border.callback(hook.remove)
+        yield

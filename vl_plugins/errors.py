@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 __all__ = [
     "MissingExtraError",
     "UserError",
+    "all_values",
+    "check_sizes",
     "did_you_mean",
     "exit_status",
     "first_line",
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 TRACEBACK = "VL_PLUGINS_TRACEBACK"
+MOST_VALUES = 10_000  # in a configuration
+LARGEST_SIZE = 500_000  # of a model, such as its vocabulary
 
 
 class UserError(ValueError):
@@ -135,6 +139,27 @@ def number(name: str, value: Any, least: float = -math.inf, above: float = -math
         what = "a finite number" if kind is float else "an integer"
         raise ValueError(f"{name} must be {what}{bound}, got {value!r}")
     return kind(value)
+
+
+def all_values(what: str, content: Any) -> Iterator[Any]:
+    """Yield every value in nested mappings and lists; raise ``UserError`` for more than any configuration has.
+
+    References to one list, as YAML has them, can make billions of a few lines.
+    """
+    waiting = [content]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return
+        yield (value := waiting.pop())
+        waiting += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    raise UserError(f"{what}: a configuration of more than {MOST_VALUES:,} values")
+
+
+def check_sizes(what: str, settings: Any) -> None:
+    """Raise ``UserError`` for a size that no model has, before memory is asked for."""
+    for value in all_values(what, settings):
+        if isinstance(value, (int, float)) and value > LARGEST_SIZE:
+            raise UserError(f"{what}: {value:,} is more than {LARGEST_SIZE:,}, the largest size in a model")
 
 
 def require(module: str, extra: str) -> ModuleType:

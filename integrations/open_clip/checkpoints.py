@@ -14,7 +14,7 @@ from open_clip import factory
 from safetensors.torch import load_file
 from torch import nn
 
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError, check_sizes, user_errors
 from vl_plugins.integrations.command_lines import literal
 from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.open_clip.heads import add_heads
@@ -108,6 +108,7 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
     preprocessing = open_clip.get_pretrained_cfg(name, recorded.get("pretrained") or "")
     options |= {o: recorded.get(o) or preprocessing.get(o.removeprefix("image_")) for o in PREPROCESSING}
     options = {option: value for option, value in options.items() if value is not None}
+    check_sizes(f"checkpoint {file}", options)
     logging.disable(logging.WARNING)  # open_clip warns of random weights, which the file replaces
     try:
         loaded, _, preprocess = open_clip.create_model_and_transforms(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vl_plugins.data.collection import expand_braces
 from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
 from vl_plugins.registry import check_registered
@@ -90,6 +91,7 @@ class _Parser(Parser):
 
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
+                expand_braces(shards)  # raises an error for too many
                 remote = next((shard for shard in expand_urls(shards) if ":" in shard), None)
                 if remote and shards == getattr(found, option):
                     raise UserError(f"{file}: {remote!r} is no local path; without --loss, give it on the command line")

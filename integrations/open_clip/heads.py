@@ -10,7 +10,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vl_plugins.errors import number, user_errors
+from vl_plugins.errors import check_sizes, number, user_errors
 from vl_plugins.integrations.open_clip.towers import image_features, text_features
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput, TowerFeatures
 
@@ -127,6 +127,7 @@ def _make_head(head: str, features: TowerFeatures, options: Mapping[str, Any]) -
     assert features.pooled is not None
     width = features.pooled.shape[-1]
     with user_errors(f"--head {head}"):
+        check_sizes(f"--head {head}", options)
         if head == "linear":
             return LinearHead(width, **options)
         return SetHead(SetPrediction(width, features.local.shape[-1], **options))

@@ -7,7 +7,7 @@ from typing import Any
 
 import open_clip
 
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError, check_sizes, one_of, user_errors
 
 __all__ = ["add_model_config", "check_model", "has_schema", "register_models"]
 
@@ -47,6 +47,7 @@ def check_model(name: str) -> dict[str, Any]:
     with user_errors(f"model {name}"):
         config = open_clip.get_model_config(name)
         _check_no_code(f"model {name}", config, name.partition("local-dir:")[2])
+        check_sizes(f"model {name}", config)
     return config
 
 

@@ -22,7 +22,7 @@ from webdataset import autodecode
 
 from vl_plugins.data.sampler import parse_captions_per_image
 from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.loading import OTHER_FORMATS
+from vl_plugins.integrations.loading import OTHER_FORMATS, until_first_step
 from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
@@ -67,20 +67,12 @@ def train(args: Namespace) -> int:
             loss = build_loss(args, steps)
             _try(loss, (4, 2, 8) if args.head == "set" else (4, 8))
     splits = data.read_splits(args)
-    host_train = trainer.train_one_epoch
-    with ExitStack() as border, ExitStack() as patches:
-        border.enter_context(user_errors(f"--resume {args.resume}" if args.resume else "open_clip"))
-
-        def train_one_epoch(*given: Any, **options: Any) -> Any:
-            border.close()  # from the first step on, an exception is a bug
-            return host_train(*given, **options)
-
+    with until_first_step(f"--resume {args.resume}" if args.resume else "open_clip"), ExitStack() as patches:
         replaced: dict[str, Any] = {
             "parse_args": lambda argv: args,
             "create_model_and_transforms": partial(_create_model, args=args, loss=loss),
             "get_data": partial(data.get_data, host_get_data=trainer.get_data, splits=splits, steps=steps),
             "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate),
-            "train_one_epoch": train_one_epoch,
         }
         if hasattr(trainer, "pt_load"):  # in 3.x
             replaced["pt_load"] = _load

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vl_plugins.errors import UserError, first_line, one_of, user_errors
-from vl_plugins.integrations.command_lines import find_config
+from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config", "split"]
@@ -141,6 +141,7 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     file = find_config(path, "pytorch_metric_learning")
     with user_errors(str(file)):
+        read_yaml(file)  # raises an error for more than a configuration, which OmegaConf would copy
         content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         check_registered(content.get("loss"))
         return parse_config(content, overrides)

@@ -116,6 +116,7 @@ class Run:
         self.loader, self.validation = self._loaders()
         for stage in config.schedule:  # for errors of later stages
             _, schedule = self._start(stage)
+            schedule.replay([{"rsum": 0.0}])  # options of a wrong type fail only here
             if schedule.by == "plateau" and self.validation is None:
                 raise UserError("lr_scheduler ReduceLROnPlateau needs validation: data.val or --val-data")
             if schedule.mismatch and self.accelerator.is_main_process:

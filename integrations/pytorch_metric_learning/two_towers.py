@@ -1,6 +1,7 @@
 """Two towers from a configuration."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vl_plugins.encoders import (
     Vocabulary,
     read_word_vectors,
 )
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError, check_sizes, one_of, user_errors
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, split
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput
 from vl_plugins.registry import options_of
@@ -128,6 +129,7 @@ def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretra
         vectors = read_word_vectors(path, vocabulary) if path and pretrained else None
         words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
     torch.manual_seed(config.seed)
+    check_sizes("configuration", [asdict(config.image), asdict(config.text), config.dim, config.head])
     image_trunk = _trunk("image", config.image, {}, pretrained)
     if (config.data.inputs == "features") != isinstance(image_trunk, FeatureTrunk):
         raise UserError(f"image.trunk {config.image.trunk} does not take data.inputs {config.data.inputs!r}")

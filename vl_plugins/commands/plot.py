@@ -77,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _training(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.curves import plot_training_curves, read_results
 
-    runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
-    plot_training_curves(runs, arguments.out)
+    with user_errors(" ".join(arguments.runs)):
+        runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
+        plot_training_curves(runs, arguments.out)
 
 
 def _attention(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,15 @@
 """The images of several shards as one collection: where they are, and, when asked for, their names and captions."""
 
 import copy
+import itertools
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
@@ -16,7 +19,7 @@ from fsspec.asyn import reset_lock
 from vl_plugins.data.files import exists, file_errors, locate
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
 from vl_plugins.data.samples import Record, input_of, parse_sample
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,11 +27,25 @@ if TYPE_CHECKING:
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
+MOST_SHARDS = 500_000  # in a pattern
+GROUP = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 
 # Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
 # the parent, forever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=reset_lock)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return what a pattern with braces stands for; raise ``ValueError`` if that is more than any data set has."""
+    groups = ((group.count(","), RANGE.match(group)) for group in GROUP.findall(pattern))
+    sizes = (abs(int(found[2]) - int(found[1])) if found else commas for commas, found in groups)
+    if math.prod(size + 1 for size in sizes) <= MOST_SHARDS:  # each range is made as a whole
+        shards = list(itertools.islice(braceexpand(pattern), MOST_SHARDS + 1))
+        if len(shards) <= MOST_SHARDS:
+            return shards
+    raise ValueError(f"it names more than {MOST_SHARDS:,} shards")
 
 
 def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
@@ -44,23 +61,29 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     """
     try:
         if isinstance(pattern, (str, os.PathLike)):
-            shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
+            shards = [shard for part in os.fspath(pattern).split("::") for shard in expand_braces(part) if shard]
         else:
             shards = [os.fspath(shard) for shard in pattern]
     except ValueError as error:
         raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
     if not shards:
         raise UserError(f"the shard pattern {pattern!r} names no shards")
-    paths = [shard if "://" in shard else os.path.abspath(shard) for shard in shards]
-    if len(set(paths)) < len(paths):
-        raise UserError(f"the shard {Counter(paths).most_common(1)[0][0]} is listed more than once")
     if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
         raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        missing = [shard for shard, found in zip(shards, pool.map(exists, shards), strict=True) if not found]
-    if missing:
+        files = list(pool.map(_identity, shards))
+    if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
         raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
+    if len(set(files)) < len(files):
+        raise UserError(
+            f"the shard {shards[files.index(Counter(files).most_common(1)[0][0])]} is listed more than once"
+        )
     return shards
+
+
+def _identity(shard: str) -> Any:
+    """Return what all links to a shard share, or its URL; None if there is no such file."""
+    return None if not exists(shard) else os.stat(shard)[1:3] if os.path.isfile(shard) else shard
 
 
 def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
@@ -73,7 +96,7 @@ def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> 
         UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
     """
     shards = expand_shards(shards)
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
         collection = Collection(shards, pool.map(read_head, shards))
     if not len(collection):
         raise UserError(f"the shards hold no images: {shards[0]}, ...")

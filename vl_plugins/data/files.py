@@ -134,8 +134,10 @@ def file_errors(action: str, url: Url) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # The zip writer of torch.save raises a RuntimeError after the OSError of the file.
+        # The zip writer of torch.save raises a RuntimeError after the OSError of the file, or Ctrl-C.
         cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         if not isinstance(cause, OSError):
             raise
         reason = cause.strerror or str(cause) or type(cause).__name__

@@ -16,7 +16,7 @@ import numpy as np
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import file_errors, join, locate, sha256, write_complete
 from vl_plugins.data.samples import TEXTS, Record, parse_record, read_samples
-from vl_plugins.errors import UserError
+from vl_plugins.errors import UserError, user_errors
 
 INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
 RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
@@ -129,12 +129,10 @@ def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
     with file_errors("read", file):
         try:
             files, path = locate(file)
-            with files.open(path, block_size=BLOCK_BYTES) as stream:
+            with user_errors(f"{file} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
                 return read(stream)
         except NO_INDEX:
             return None
-        except msgspec.DecodeError as error:
-            raise UserError(f"{file} is damaged: {error}; {RENEW}") from error
 
 
 def scan_shard(shard: str) -> ShardIndex:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import UserError, require, user_errors
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves, write_figure
 
 __all__ = ["plot_training_curves", "read_results"]
@@ -40,14 +40,12 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise UserError(f"{run} is no results.jsonl, nor a run folder with one; runs write it after a first validation")
     rows = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
+        with user_errors(f"{file}, line {number} is no validation result"):
             row = json.loads(line) if line.strip() else {}
             if "epoch" in row:
                 if "rsum" not in row:  # of open_clip, or of version 0.2
                     row["rsum"] = 100 * sum(row[name] for name in RECALLS) if RECALLS[0] in row else row["rsum_percent"]
                 rows[row["epoch"] + 0] = row | {"rsum": row["rsum"] + 0.0}
-        except (ValueError, TypeError, LookupError) as error:
-            raise UserError(f"{file}, line {number} is no validation result: {error!r}") from error
     if not rows:
         raise UserError(f"{file} holds no validation results")
     return [rows[epoch] for epoch in sorted(rows)]

@@ -33,6 +33,7 @@ SUFFIXES = (".safetensors", ".npz")
 TENSORS = {"image_features": "images", "caption_features": "captions", "image_of_caption": "image_of_caption"}
 IDS = ("image_ids", "caption_ids")
 METADATA = "vl_plugins"  # key of the JSON text with the ids and the description
+MOST_DECLARED = 100  # times the size of an .npz file; embeddings are hardly compressed
 NORM_TOLERANCE = 0.01  # half precision rounds norms by less
 
 
@@ -226,6 +227,9 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False) -> Featur
                 text = (opened.metadata() or {}).get(METADATA, "{}")
         else:
             with np.load(file, allow_pickle=False) as opened:
+                declared = sum(member.file_size for member in opened.zip.infolist())
+                if declared > MOST_DECLARED * os.path.getsize(file):
+                    raise UserError(f"features {file}: {declared:,} bytes, compressed more than {MOST_DECLARED} times")
                 arrays = {name: opened[name] for name in (*TENSORS, *IDS, METADATA) if name in opened.files}
             text = str(arrays.pop(METADATA, "{}"))
     try:
@@ -244,5 +248,5 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False) -> Featur
             tensors[side] = tensors[side] / norms.masked_fill(norms == 0, 1)
         known = {name: values[name] for name in (*IDS, "description") if values.get(name) is not None}
         return Features(**tensors, **known)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:  # of damaged files
+    except Exception as error:  # of damaged files
         raise UserError(f"features {file}: {str(error).removeprefix('features ')}") from error
