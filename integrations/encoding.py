@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import vl_plugins
-from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, first_captions
+from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader
 from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
 from vl_plugins.retrieval import format_metrics_table
@@ -36,7 +36,6 @@ def encode_checkpoint(
     model: str | None = None,
     *,
     model_config: str | Path | None = None,
-    max_captions: int | None = None,
     batch_size: int = 64,
     workers: int = 1,
     device: str | torch.device = "cpu",
@@ -50,7 +49,6 @@ def encode_checkpoint(
         checkpoint, model, model_config, device, precision: as for :func:`vl_plugins.integrations.loading.load_model`;
             or ``checkpoint`` is the folder of a run, see :func:`find_checkpoint`.
         shards: as for :func:`vl_plugins.data.expand_shards`.
-        max_captions: only the first so many captions of each image.
         batch_size: images in a batch.
         workers: loader processes.
         processes: rank of this process and number of processes.
@@ -69,16 +67,12 @@ def encode_checkpoint(
     )
     dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(loaded, "inputs", "images"))
     collection = dataset.collection
-    batches = evaluation_loader(
-        dataset, batch_size, max_captions=max_captions, workers=workers, rank=rank, world_size=world_size
-    )
+    batches = evaluation_loader(dataset, batch_size, workers=workers, rank=rank, world_size=world_size)
     bar = tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank > 0)
     with user_errors(f"checkpoint {file}"):  # its model and tokenizer may not fit together
         encoded = _gather(_encode_batches(loaded, bar, device, precision), rank, world_size)
     if rank > 0:
         return None
-    if max_captions is not None:
-        collection = collection.with_captions(first_captions(collection.image_of_caption, max_captions))
     weights = {name: value for name, value in loaded.state_dict().items() if isinstance(value, Tensor)}
     description = {
         **({} if model is None else {"model": model}),

@@ -196,7 +196,6 @@ def evaluation_loader(
     dataset: ShardDataset,
     batch_size: int,
     *,
-    max_captions: int | None = None,
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -209,7 +208,6 @@ def evaluation_loader(
     Args:
         dataset: what to read.
         batch_size: images in a batch; the last one may be smaller.
-        max_captions: only the first so many captions of each image.
         workers: processes of the loader.
         rank, world_size: number of this process among those that share the batches, and their number.
 
@@ -218,12 +216,8 @@ def evaluation_loader(
     """
     dataset = copy.copy(dataset)
     dataset.on_error = "raise"
-    counts = [min(count, max_captions or count) for count in dataset.collection.captions_per_image.tolist()]
     starts = range(0, len(dataset), batch_size)[rank::world_size]
-    batches = [
-        [Draw(image, range(counts[image])) for image in range(start, min(start + batch_size, len(dataset)))]
-        for start in starts
-    ]
+    batches = [list(range(start, min(start + batch_size, len(dataset)))) for start in starts]
     return DataLoader(
         dataset,
         batch_sampler=batches,
