@@ -18,7 +18,6 @@ __all__ = [
     "check_sizes",
     "did_you_mean",
     "exit_status",
-    "first_line",
     "message",
     "missing_extra",
     "number",
@@ -90,15 +89,6 @@ def message(error: Exception) -> str:
     if text.startswith("Caught ") and "\nOriginal " in text:  # written by torch
         text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
     return text
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text; of an empty text the type of the error.
-
-    >>> first_line(RuntimeError("no such device\\nC++ stack trace")), first_line(AssertionError())
-    ('no such device', 'AssertionError')
-    """
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:

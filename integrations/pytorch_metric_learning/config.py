@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vl_plugins.errors import UserError, first_line, one_of, user_errors
+from vl_plugins.errors import UserError, one_of, user_errors
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
@@ -168,7 +168,7 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         tree.stages = [OmegaConf.merge(tree.get("training") or {}, stage) for stage in tree.get("stages") or []]
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{first_line(error)}") from error
+        raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{str(error).splitlines()[0]}") from error
     if config.head is not None:
         one_of("head", split(config.head)[0], ("set",))
     return config
