@@ -83,7 +83,7 @@ def test_the_tables_of_kaggles_flickr_data_sets(write):
 
 def test_absolute_paths_inside_the_root(write, tmp_path):
     root = tmp_path / "root"
-    file = write(f"image,caption\n{root}/a/1.jpg,one\na/1.jpg,two\n{root}/../1.jpg,x\n{root}2/1.jpg,y\n")
+    file = write(f"image,caption\n{root}/a/1.jpg,one\n./a//1.jpg,two\n{root}/../1.jpg,x\n{root}2/1.jpg,y\n")
     for given_root in (root, f"{root}/"):
         image, *rejected = read_table(file, image_root=given_root)
         assert (image.file, image.filename, image.captions) == ("a/1.jpg", "a/1.jpg", ("one", "two"))

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -136,7 +136,8 @@ def read_table(
                 row = found.row(line, values, split_name)
                 row.problem = values.get(None)
                 if isinstance(row.file, str):
-                    row.file = key = row.file.removeprefix(root)
+                    path = row.file.removeprefix(root)
+                    row.file = key = str(PurePosixPath(path)) if "./" in path or "//" in path else path
                 else:
                     key = f"{line}/"  # no path ends so
                 if val_fraction or test_fraction:
