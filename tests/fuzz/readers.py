@@ -86,7 +86,7 @@ def captions_of_shards(shards, usable=False):
 
 def captions_of_source(file):
     """Return the captions of each image in an annotation file or a table."""
-    text, images = file.read_text("utf-8-sig"), {}
+    text, images = file.read_text("utf-8-sig", "replace"), {}
     if file.suffix == ".csv":
         for row in csv.DictReader(io.StringIO(text)):
             images.setdefault(row["image"], []).append(row["caption"])
