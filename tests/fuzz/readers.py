@@ -68,7 +68,9 @@ def samples_of(shards):
 
 
 def captions_of(sample):
-    return json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
+    content = json.loads(sample.get("json", b"{}"))
+    found = content.get("captions") if isinstance(content, dict) else None
+    return [sample["txt"].decode()] if found is None else found
 
 
 def captions_of_shards(shards, usable=False):
