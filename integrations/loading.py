@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
 
-__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file", "until_first_step"]
+__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file", "through_first_step"]
 
 # ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
 PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
@@ -102,8 +102,8 @@ def read_torch_file(file: str | os.PathLike) -> Any:
 
 
 @contextlib.contextmanager
-def until_first_step(what: str) -> Iterator[None]:
-    """Do what :func:`user_errors` does until an optimizer begins its second step; from then on, an exception is a bug.
+def through_first_step(what: str) -> Iterator[None]:
+    """Do what :func:`user_errors` does through the first step of an optimizer; from then on, an exception is a bug.
 
     The state of a damaged checkpoint and options of a wrong type may be used only there.
     """

@@ -22,7 +22,7 @@ from webdataset import autodecode
 
 from vl_plugins.data.sampler import parse_captions_per_image
 from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.loading import OTHER_FORMATS, until_first_step
+from vl_plugins.integrations.loading import OTHER_FORMATS, through_first_step
 from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
@@ -67,7 +67,7 @@ def train(args: Namespace) -> int:
             loss = build_loss(args, steps)
             _try(loss, (4, 2, 8) if args.head == "set" else (4, 8))
     splits = data.read_splits(args)
-    with until_first_step(f"--resume {args.resume}" if args.resume else "open_clip"), ExitStack() as patches:
+    with through_first_step(f"--resume {args.resume}" if args.resume else "open_clip"), ExitStack() as patches:
         replaced: dict[str, Any] = {
             "parse_args": lambda argv: args,
             "create_model_and_transforms": partial(_create_model, args=args, loss=loss),

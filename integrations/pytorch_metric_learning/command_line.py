@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     for module in ("omegaconf", "accelerate", "tensorboard", "timm"):
         require(module, extra="pml")
-    from vl_plugins.integrations.loading import until_first_step
+    from vl_plugins.integrations.loading import through_first_step
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
     from vl_plugins.integrations.pytorch_metric_learning.run import Run, make_accelerator
 
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> None:
     logger = logging.getLogger("vl_plugins")
     logger.setLevel(logging.INFO if accelerator.is_main_process else logging.WARNING)
     logger.handlers = [handler]
-    with until_first_step(arguments.config):
+    with through_first_step(arguments.config):
         Run(config, out, accelerator, resume=arguments.resume).train()
 
 

@@ -68,7 +68,9 @@ def samples_of(shards):
 
 
 def captions_of(sample):
-    return json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
+    content = json.loads(sample.get("json", b"{}"))
+    found = content.get("captions") if isinstance(content, dict) else None
+    return [sample["txt"].decode()] if found is None else found
 
 
 def captions_of_shards(shards, usable=False):
@@ -86,7 +88,7 @@ def captions_of_shards(shards, usable=False):
 
 def captions_of_source(file):
     """Return the captions of each image in an annotation file or a table."""
-    text, images = file.read_text("utf-8-sig"), {}
+    text, images = file.read_text("utf-8-sig", "replace"), {}
     if file.suffix == ".csv":
         for row in csv.DictReader(io.StringIO(text)):
             images.setdefault(row["image"], []).append(row["caption"])

@@ -1,8 +1,10 @@
 """Commands meet a full disk, a broken one, or a signal at one of their writes, and then run again to the same end."""
 
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from errno import EIO, ENOSPC
 
 import pytest
@@ -29,7 +31,7 @@ static int fails(int file) {
     if (!at || (restarts && atol(restarts)) || file < 3) return 0;
     if (fstat(file, &status) || !S_ISREG(status.st_mode) || ++number < atol(at)) return 0;
     int fault = atoi(getenv("FAULT"));
-    if (number > atol(at) && fault != ENOSPC) return 0;
+    if (number > atol(at) && fault < 0) return 0;
     if (fault < 0) { kill(getpid(), -fault); return 0; }
     errno = fault;
     return 1;
@@ -54,14 +56,19 @@ STATUSES = {ENOSPC: 2, EIO: 2, -signal.SIGTERM: -signal.SIGTERM, -signal.SIGINT:
 
 
 @pytest.fixture(scope="module")
-def run_with_faults(tmp_path_factory):
+def library(tmp_path_factory):
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    library = tmp_path_factory.mktemp("library") / "faults.so"
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    file = tmp_path_factory.mktemp("library") / "faults.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(file), "-ldl"]
     subprocess.run(command, input=LIBRARY, text=True, check=True)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def run_with_faults(library):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(library))
+        patch.setenv("LD_PRELOAD", library)
         with forked("spawn") as run:
             yield run
 
@@ -97,3 +104,21 @@ def test_nothing_half_written_and_the_same_end(name, fault, whole, run_with_faul
         assert_equal_nested(contents(folder / "out"), expected)
     assert statuses <= {0, STATUSES[fault]}  # 0 without so many writes, or after one to a log
     assert STATUSES[fault] in statuses
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_again_after_one_dies(whole, run, library, tmp_path):
+    """The first one is killed at a write of the second epoch."""
+    folder = shutil.copytree(whole, tmp_path / "files")
+    command = "torchrun --nproc_per_node 2 --max-restarts 1 -m vl_plugins.integrations.pytorch_metric_learning --"
+    command = [sys.executable, "-m", *f"torch.distributed.run {command.removeprefix('torchrun ')}".split()]
+    command += "--config pml.yaml --device cpu --resume --set training.epochs=3 --out".split()
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    faults = {"LD_PRELOAD": library, "FAULT": str(-signal.SIGKILL), "FAULT_AT": "60"}
+    for out, more in (("straight", {}), ("killed", faults)):
+        finished = subprocess.run([*command, out], cwd=folder, env=variables | more, capture_output=True, text=True)
+        print(finished.stderr)
+        assert finished.returncode == 0
+    assert "resuming after epoch" in finished.stderr or finished.stderr.count("stage 1 of 1") == 2
+    straight, killed = (contents(folder / out)["latest.pt"] for out in ("straight", "killed"))
+    assert_equal_nested(killed["models"], straight["models"])
