@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vl_plugins.data.collection import expand_braces
 from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
 from vl_plugins.registry import check_registered
@@ -88,6 +87,8 @@ class _Parser(Parser):
         if not (found.loss or found.captions_per_image):
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
             from webdataset.shardlists import expand_urls  # imports torch
+
+            from vl_plugins.data.collection import expand_braces
 
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
