@@ -108,9 +108,9 @@ def test_nothing_half_written_and_the_same_end(name, fault, whole, run_with_faul
 
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_again_after_one_dies(whole, run, library, tmp_path):
-    """The first one is killed at a write of the second epoch."""
+    """The first one is killed at a write. More than one restart: gloo fails to connect after some of them."""
     folder = shutil.copytree(whole, tmp_path / "files")
-    command = "torchrun --nproc_per_node 2 --max-restarts 1 -m vl_plugins.integrations.pytorch_metric_learning --"
+    command = "torchrun --nproc_per_node 2 --max-restarts 3 -m vl_plugins.integrations.pytorch_metric_learning --"
     command = [sys.executable, "-m", *f"torch.distributed.run {command.removeprefix('torchrun ')}".split()]
     command += "--config pml.yaml --device cpu --resume --set training.epochs=3 --out".split()
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
