@@ -70,9 +70,12 @@ def _run(arguments: argparse.Namespace) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
     logger = logging.getLogger("vl_plugins")
     logger.setLevel(logging.INFO if accelerator.is_main_process else logging.WARNING)
-    logger.handlers = [handler]
-    with through_first_step(arguments.config):
-        Run(config, out, accelerator, resume=arguments.resume).train()
+    logger.addHandler(handler)
+    try:
+        with through_first_step(arguments.config):
+            Run(config, out, accelerator, resume=arguments.resume).train()
+    finally:
+        logger.removeHandler(handler)
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
