@@ -1,10 +1,8 @@
 """Commands meet a full disk, a broken one, or a signal at one of their writes, and then run again to the same end."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from errno import EIO, ENOSPC
 
 import pytest
@@ -104,21 +102,3 @@ def test_nothing_half_written_and_the_same_end(name, fault, whole, run_with_faul
         assert_equal_nested(contents(folder / "out"), expected)
     assert statuses <= {0, STATUSES[fault]}  # 0 without so many writes, or after one to a log
     assert STATUSES[fault] in statuses
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks_again_after_one_dies(whole, run, library, tmp_path):
-    """The first one is killed at a write. More than one restart: gloo fails to connect after some of them."""
-    folder = shutil.copytree(whole, tmp_path / "files")
-    command = "torchrun --nproc_per_node 2 --max-restarts 3 -m vl_plugins.integrations.pytorch_metric_learning --"
-    command = [sys.executable, "-m", *f"torch.distributed.run {command.removeprefix('torchrun ')}".split()]
-    command += "--config pml.yaml --device cpu --resume --set training.epochs=3 --out".split()
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    faults = {"LD_PRELOAD": library, "FAULT": str(-signal.SIGKILL), "FAULT_AT": "60"}
-    for out, more in (("straight", {}), ("killed", faults)):
-        finished = subprocess.run([*command, out], cwd=folder, env=variables | more, capture_output=True, text=True)
-        print(finished.stderr)
-        assert finished.returncode == 0
-    assert "resuming after epoch" in finished.stderr or finished.stderr.count("stage 1 of 1") == 2
-    straight, killed = (contents(folder / out)["latest.pt"] for out in ("straight", "killed"))
-    assert_equal_nested(killed["models"], straight["models"])
