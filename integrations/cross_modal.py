@@ -147,9 +147,8 @@ def _check_takes_references(loss: nn.Module) -> None:
     parameters = inspect.signature(loss.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     computes: Any = getattr(loss, "compute_loss", None)
-    refuses = (
-        computes is not None and "ref_not_supported" in computes.__code__.co_names
-    )  # pytorch-metric-learning's way
+    # pytorch-metric-learning's losses refuse ref_emb by a call in compute_loss.
+    refuses = computes is not None and "ref_not_supported" in computes.__code__.co_names
     if refuses or not (takes_any or {"labels", "ref_emb", "ref_labels"} <= parameters.keys()):
         raise UserError(
             f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "

@@ -120,6 +120,10 @@ def test_a_file_of_another_format_always_raises(write, read, content, message):
 WRONG_IMAGES = {
     "repeated id": ({"cocoid": 1000}, "image id 1000 occurs more than once"),
     "repeated caption id": ({"sentences": [{"raw": "a", "sentid": 0}]}, "caption id 0 occurs more than once"),
+    "caption ids of the next image and of an earlier one": (
+        {"sentences": [{"raw": "a", "sentid": 30}, {"raw": "b", "sentid": 0}]},
+        "caption id 0 occurs more than once",
+    ),
     "caption id twice": ({"sentences": [{"raw": "a", "sentid": 9}] * 2}, "caption id 9 occurs more than once"),
     "no captions": ({"sentences": []}, "it has no captions, or a blank one"),
     "blank caption": (

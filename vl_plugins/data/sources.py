@@ -57,10 +57,10 @@ def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
             image = msgspec.convert(fields, CaptionedImage)
             claimed: list[tuple[str, Any]] = [("image", str(image.image_id))] if may_repeat else []
             claimed += [] if first.caption_ids is None else [("caption", each) for each in image.caption_ids]
-            for kind, each in claimed:
-                if (kind, each) in used:
+            for number, (kind, each) in enumerate(claimed):
+                if (kind, each) in used or (kind, each) in claimed[:number]:
                     raise UserError(f"{kind} id {each} occurs more than once; ids must be unique")
-                used.add((kind, each))
+            used.update(claimed)  # a rejected image takes no ids
         except ValueError as error:
             wrong = wrong if wrong is not first else next(filter(_lacks_captions, group), first)
             name = wrong.file if wrong.filename is None else wrong.filename
