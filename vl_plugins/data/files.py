@@ -17,6 +17,10 @@ from vl_plugins.errors import UserError, user_errors
 
 Url = str | os.PathLike
 
+# Forked workers of a loader clear fsspec's cache. What is then unused closes its connections, and so removes them from
+# the event loop of the parent, which waits for their answers forever.
+_OPENED: set[Any] = set()
+
 
 def join(folder: Url, name: str) -> str:
     """Return the location of a file in a folder, both paths or URLs."""
@@ -26,7 +30,9 @@ def join(folder: Url, name: str) -> str:
 def locate(url: Url) -> tuple[Any, str]:
     """Return the file system of a location, and the path there."""
     with user_errors(os.fspath(url)):
-        return fsspec.core.url_to_fs(os.fspath(url))
+        files, path = fsspec.core.url_to_fs(os.fspath(url))
+    _OPENED.add(files)
+    return files, path
 
 
 def read_bytes(url: Url) -> bytes:
