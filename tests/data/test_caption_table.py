@@ -165,7 +165,7 @@ CSV = "image,caption\na.jpg,one\n"
         ("a.csv", CSV, {"delimiter": "ab"}, "delimiter"),
         ("a.csv", f'{CSV}\n"b.jpg,"two"\n', {}, "line 4: .*; is a quote missing, or one too many"),
         ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
-        ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: it is not UTF-8"),
+        ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: 'utf-8' codec"),
         ("a.jsonl", f"\n{CSV}", {}, "line 2: it is not a JSON object: JSON is malformed"),
         ("a.jsonl", '["a.jpg", "one"]', {}, "line 1: it is not a JSON object: Expected `object`, got `array`"),
     ],

@@ -99,7 +99,8 @@ def captions_of_source(file):
     elif "annotations" in (content := json.loads(text)):
         names = {image["id"]: image["file_name"] for image in content["images"]}
         for one in content["annotations"]:
-            images.setdefault(names[one["image_id"]], []).append(one["caption"])
+            if one["image_id"] in names:  # pycocotools ignores others, too
+                images.setdefault(names[one["image_id"]], []).append(one["caption"])
     else:
         for image in content["images"]:
             place = image.get("filepath", ""), image["filename"]

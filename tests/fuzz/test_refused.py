@@ -17,6 +17,8 @@ SETS = "--config open_clip.yaml --name refused"
 MANY = "it names more than 500,000 shards"
 COMMANDS = [
     (OURS, "evaluate --features zeros.npz", "zeros.npz: 67,", "compressed more than 100 times"),
+    (OURS, "evaluate --features NaN.npz", "NaN.npz: ", "without NaN and infinity"),
+    (OURS, "evaluate --features Infinity.npz", "Infinity.npz: ", "without NaN and infinity"),
     (LAUNCH, f"{SETS} --model wide --model-config wide.json", "model wide: 1,000,000 is more than 500,000"),
     (LAUNCH, f"{SETS} --head-kwargs num_slots=1000000000", "1,000,000,000 is more than 500,000"),
     (OURS, f"encode logs/new/checkpoints/slots.pt {PICTURES} {ENCODE}", "1,000,000,000 is more than 500,000"),
@@ -42,6 +44,10 @@ COMMANDS = [
 def folder(whole):
     names = {"image_features": (2**20, 16), "caption_features": (1, 16), "image_of_caption": (1,)}
     np.savez_compressed(whole / "zeros.npz", **{name: np.zeros(shape, "f4") for name, shape in names.items()})
+    arrays = dict(np.load(whole / "features/set.npz"))
+    for number in ("NaN", "Infinity"):
+        text = str(arrays["vl_plugins"]).replace('"alpha": 16.0', f'"alpha": {number}')
+        np.savez(whole / f"{number}.npz", **arrays | {"vl_plugins": text})
     model = json.loads((whole / "model/tiny.json").read_text())
     (whole / "wide.json").write_text(json.dumps(model | {"vision_cfg": model["vision_cfg"] | {"width": 10**6}}))
     checkpoints = whole / "logs/new/checkpoints"

@@ -51,7 +51,7 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
         The rows of each image in their order, images by their first rows; and whether another image may have its id.
 
     Raises:
-        UserError: a text is not valid Unicode.
+        UserError: a text is not valid Unicode, or an integer has more than 64 bits.
     """
     integers = True
     # Most tables have the rows of an image together.
@@ -63,8 +63,8 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
                 integers = type(image_id) is int or CANONICAL_INT.fullmatch(str(image_id)) is not None
             try:
                 spool.add(row, hash_text(key), 0 if image_id is None else hash_text(str(image_id)))
-            except UnicodeEncodeError as error:
-                raise UserError(f"{source}{row.place}: it is not UTF-8") from error
+            except (UnicodeEncodeError, OverflowError) as error:
+                raise UserError(f"{source}{row.place}: {error}") from error
         # Rows of one image that have different ids raise an error later, so any of them will do.
         query = (
             "WITH images AS (SELECT image, min(position) AS first, any_value(nullif(id, 0)) AS id FROM rows "
