@@ -59,6 +59,13 @@ def test_nothing_else_is_resolved(tmp_path, value):
             read()
 
 
+def test_a_file_cannot_name_a_class_by_its_module(tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings(miner="os:system", loss={"name": "${miner}"})))
+    with pytest.raises(UserError, match="files name registered losses only"):
+        read_config(tmp_path / "a.yaml", {"loss.scale": 1})
+    assert read_config(tmp_path / "a.yaml", {"loss": "own:Loss"}).loss == "own:Loss"
+
+
 def test_values_of_the_command_line(config):
     def read(*argv):
         return config_of_command(["--config", config, *argv])
@@ -68,7 +75,7 @@ def test_values_of_the_command_line(config):
     assert read("--loss-kwargs", "warmup_steps=5").loss == {"name": "triplet_hn", "margin": 0.3, "warmup_steps": 5}
     changed = read(
         *("--train-data", "a-{0..1}.tar::b.tar", "--val-data", "b.tar"),
-        *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "reducer.collect_stats=true"),
+        *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "one_set=true"),
         *("--set", "miner=BatchHardMiner", "head={name: set, num_slots: 2}", "dim=8", "distance=null"),
         *("--set", "loss.distance.p=1", "loss.distance.name=LpDistance", "stages.0.epochs=4"),
     )
@@ -77,7 +84,7 @@ def test_values_of_the_command_line(config):
     assert (changed.data.train, changed.data.val, changed.dim) == ("a-{0..1}.tar::b.tar", "b.tar", 8)
     assert changed.training.optimizer == {"name": "Adam", "lr": 1e-5}
     assert changed.training.freeze == ["text_trunk"]
-    assert changed.reducer == {"name": "SumReducer", "collect_stats": True}
+    assert changed.one_set is True
     assert (changed.miner, changed.head, changed.distance) == ("BatchHardMiner", {"name": "set", "num_slots": 2}, None)
 
 
@@ -85,10 +92,9 @@ def test_files(config, monkeypatch):
     config.write_text(yaml.safe_dump(settings()).replace("lr: 0.01", "lr: 1e-4"))
     assert read_config(config).training.optimizer["lr"] == 1e-4, "which YAML 1.1 takes for text"
     assert parse_config(asdict(read_config(config))) == read_config(config)
-    for broken, message in (("- a", "config.yaml"), ("dim: 1\ndim: 2", "a key is given twice")):
-        config.write_text(broken)
-        with pytest.raises(UserError, match=message):
-            read_config(config)
+    config.write_text("dim: 1\ndim: 2")
+    with pytest.raises(UserError, match="a key is given twice"):
+        read_config(config)
     monkeypatch.chdir("/")
     assert read_config("toy.yaml").loss["name"] == "unified"
 
@@ -98,8 +104,6 @@ def test_files(config, monkeypatch):
     [
         ({"epochs": 3}, "epochs: Key 'epochs' not in 'Config'"),
         ({"data": {"train": "???"}}, "data.train: .*missing mandatory value: train"),
-        ({"head": "linear"}, "unknown head 'linear'; known: set"),
-        ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be > 0, or null"),
         ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": "${no}"}}}, "Interpolation key 'no' not found"),
     ],
 )
