@@ -55,7 +55,7 @@ class TimmTrunk(nn.Module):
         timm = require("timm", extra="timm")
         size = (image_size, image_size) if isinstance(image_size, int) else image_size and tuple(image_size)
         # Other models take images of any size, and have no such option.
-        if size and timm.get_pretrained_cfg(model, allow_unregistered=False).fixed_input_size:
+        if size and getattr(timm.get_pretrained_cfg(model), "fixed_input_size", False):
             options = {"img_size": size} | options
         self.model = timm.create_model(model, pretrained, **{"num_classes": 0} | options)
         self.local_width, self.pooled_width = self.model.num_features, self.model.head_hidden_size
