@@ -10,6 +10,7 @@
 import tempfile
 
 import torch
+from torch.nn import functional
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 
 from vl_plugins import create_loss
@@ -18,7 +19,7 @@ from vl_plugins.retrieval import format_metrics_table
 
 __all__ = ["RetrievalTrainer", "collate", "main", "make_dataset", "make_model"]
 
-TRAIN, TEST, BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 64, 32, 10, 1e-3
+TRAIN, TEST, SIZE, END = 512, 64, 2 * scenes.PATCH_SIZE, scenes.THINGS + 1
 
 
 class RetrievalTrainer(Trainer):
@@ -47,37 +48,39 @@ def collate(items):
 def make_model():
     """Return a small CLIP with random weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = {"image_size": scenes.PICTURE_SIZE, "patch_size": scenes.PATCH_SIZE}
-    text = {"vocab_size": scenes.VOCABULARY_SIZE, "max_position_embeddings": scenes.CAPTION_LENGTH}
-    text |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": scenes.END}
+    vision = {"image_size": SIZE, "patch_size": scenes.PATCH_SIZE}
+    text = {"vocab_size": END + 1, "max_position_embeddings": 4}
+    text |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": END}
     return CLIPModel(CLIPConfig(text_config=sizes | text, vision_config=sizes | vision, projection_dim=64))
 
 
-def make_dataset(training):
-    return [
-        {"pixel_values": picture, "input_ids": captions, "image_id": image_id}
-        for image_id, (picture, captions) in enumerate(zip(training.pictures, training.captions, strict=True))
-    ]
+def make_dataset(split):
+    """Return items of images with 2 x 2 regions, and of captions that end as CLIP wants, by the largest id."""
+    images = functional.fold(split.regions.mT, SIZE, scenes.PATCH_SIZE, stride=scenes.PATCH_SIZE)
+    captions = functional.pad(split.words, (0, 1), value=END)
+    items = enumerate(zip(images, captions, strict=True))
+    return [{"pixel_values": image, "input_ids": texts, "image_id": image_id} for image_id, (image, texts) in items]
 
 
 @torch.inference_mode()
 def evaluate(model, test):
-    outputs = model.eval()(pixel_values=test.pictures, input_ids=test.captions.flatten(0, 1))
+    batch = collate(test)
+    outputs = model.eval()(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"])
     return scenes.evaluate(outputs.image_embeds @ outputs.text_embeds.T)
 
 
 def main():
     """Train and print the recalls on test pictures; return the metrics ``"before"`` and ``"after"``."""
     torch.manual_seed(0)
-    training, test = scenes.make_scenes(TRAIN, TEST)
+    training, test = (make_dataset(scenes.make_scenes(count, seed)) for count, seed in ((TRAIN, 1), (TEST, 2)))
     model = make_model()
     metrics = {"before": evaluate(model, test)}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            per_device_train_batch_size=BATCH_SIZE,
-            num_train_epochs=EPOCHS,
-            learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=32,
+            num_train_epochs=10,
+            learning_rate=1e-3,
             remove_unused_columns=False,  # the Trainer would drop image_ids, which is no input of the model
             label_names=["image_ids"],  # for an eval_loss
             dataloader_drop_last=True,
@@ -86,7 +89,7 @@ def main():
             disable_tqdm=True,
             use_cpu=True,
         )
-        trainer = RetrievalTrainer(model, arguments, data_collator=collate, train_dataset=make_dataset(training))
+        trainer = RetrievalTrainer(model, arguments, data_collator=collate, train_dataset=training)
         trainer.train()
     metrics["after"] = evaluate(model, test)
     if trainer.is_world_process_zero():

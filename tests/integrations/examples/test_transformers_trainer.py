@@ -28,8 +28,7 @@ def test_it_learns(capsys):
 
 def make_model_and_dataset():
     torch.manual_seed(0)
-    (training,) = scenes.make_scenes(IMAGES)
-    dataset = example.make_dataset(training)
+    dataset = example.make_dataset(scenes.make_scenes(IMAGES))
     for item, image_id in zip(dataset, IMAGE_IDS, strict=True):
         item["image_id"] = image_id
     return example.make_model(), dataset
