@@ -16,8 +16,7 @@ from vl_plugins.registry import check_registered
 
 __all__ = ["Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config", "split"]
 
-Component = Any
-"""A name, or a mapping of ``name`` and options; OmegaConf has no type for this union."""
+Component = Any  # a name, or a mapping of name and options; OmegaConf has no type for this union
 
 
 @dataclass

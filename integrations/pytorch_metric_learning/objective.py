@@ -60,11 +60,7 @@ class Objective(nn.Module):
         return {**self.towers.parts(), "loss": self.loss}
 
     def set_mode(self, stage: StageConfig) -> None:
-        """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode.
-
-        Raises:
-            UserError: ``freeze`` or ``lr_scale`` has a part that the model does not have.
-        """
+        """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode."""
         parts = self.parts()
         for name in (*stage.freeze, *stage.lr_scale):
             one_of("part", name, parts)
@@ -116,13 +112,8 @@ def make_scheduler(
 ) -> tuple[lr_scheduler.LRScheduler, int]:
     """Return the learning rate scheduler of a stage, and the number of training steps between its own.
 
-    Its steps are repeated, not saved, so a schedule that was changed continues as if it had been so from the beginning.
-
-    Args:
-        stage: names the class, its options and ``by``.
-        optimizer: of the stage, before its first step.
-        steps_per_epoch: training steps.
-        epochs: number of epochs to repeat.
+    The steps of the first ``epochs`` are repeated, not saved, so a schedule that was changed continues as if it had
+    been so from the beginning.
     """
     name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
     by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))

@@ -67,10 +67,9 @@ def make_accelerator(
             InitProcessGroupKwargs(timeout=timedelta(hours=12)),  # the others wait while the first one evaluates
         ],
     )
-    where = accelerator.device.type
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:  # accelerate would train without a scaler
-        raise UserError(f"--precision fp16: not on the device {where}; use bf16 or fp32")
-    if device == "cuda" and where != "cuda":
+        raise UserError(f"--precision fp16: not on the device {accelerator.device.type}; use bf16 or fp32")
+    if device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("--device cuda: torch finds no GPU")
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
@@ -132,13 +131,12 @@ class Run:
         return self.history
 
     def _start(self, stage: StageConfig, epochs: int) -> tuple[Optimizer, LRScheduler, int]:
-        """Return the optimizer and the schedule of a stage after some epochs."""
         self.objective.set_mode(stage)
         optimizer = make_optimizer(stage, self.objective)
         return optimizer, *make_scheduler(stage, optimizer, len(self.loader), epochs)
 
     def _train_stage(self, stage: StageConfig, first: int, last: int) -> None:
-        optimizer, *schedule = self._start(stage, len(self.history) - first)
+        optimizer, scheduler, interval = self._start(stage, len(self.history) - first)
         if self._saved and len(self.history) > first:  # a new stage has a new optimizer
             saved, groups = self._saved["optimizer"], optimizer.state_dict()["param_groups"]
             if [group["part"] for group in groups] != [group["part"] for group in saved["param_groups"]]:
@@ -150,13 +148,13 @@ class Run:
             self.accelerator.scaler.load_state_dict(self._saved["scaler"])
         self._saved = {}
         while len(self.history) < last:
-            self._train_epoch(stage, model, prepared, *schedule)
+            self._train_epoch(stage, model, prepared, scheduler, interval)
             self.history.append(self._evaluate())
             if self.accelerator.is_main_process:
                 self._write(optimizer)
         self.accelerator.free_memory()
 
-    def _train_epoch(self, stage: StageConfig, model: Any, optimizer: Any, scheduler: LRScheduler, interval: int):
+    def _train_epoch(self, stage: StageConfig, model: Any, optimizer: Any, scheduler: Any, interval: int) -> None:
         accelerator, epoch = self.accelerator, len(self.history) + 1
         self.objective.set_mode(stage)
         self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -191,20 +189,14 @@ class Run:
     def _write(self, optimizer: Optimizer) -> None:
         row, scaler = self.history[-1], self.accelerator.scaler
         model = {"epoch": row["epoch"], "metrics": row, **describe(self.config, self.objective)}
-        training = {"history": self.history, "settings": self._settings(), "optimizer": optimizer.state_dict()}
-        training["scaler"] = scaler and scaler.state_dict()
-        files = {LATEST: model | training}
+        training = {"history": self.history, "optimizer": optimizer.state_dict()}
+        files = {LATEST: model | training | {"scaler": scaler and scaler.state_dict()}}
         if "rsum" in row and row is max(self.history, key=lambda other: other.get("rsum", -math.inf)):
             files = {BEST: model, **files}
         for name, content in files.items():
             with write_complete(self.folder / name) as stream:
                 torch.save(content, stream)
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
-
-    def _settings(self) -> dict[str, Any]:
-        """Return what should not change when a run is resumed, by name."""
-        processes = self.accelerator.num_processes
-        return {**asdict(self.config), "precision": self.accelerator.mixed_precision, "processes": processes}
 
     def _read_latest(self, resume: bool) -> dict[str, Any]:
         """Return the content of ``latest.pt``, or nothing for a new run; warn of changes since."""
@@ -218,13 +210,12 @@ class Run:
             raise UserError(
                 f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
             )
-        changed = [name for name, value in self._settings().items() if value != saved["settings"].get(name)]
+        changed = [name for name, value in asdict(self.config).items() if value != saved["config"].get(name)]
         if changed and self.accelerator.is_main_process:
             logger.warning(f"resuming after epoch {saved['epoch']} with changes in: {', '.join(changed)}")
         return saved
 
     def _loaders(self) -> tuple[DataLoader, DataLoader | None]:
-        """Return loaders of training and validation; the latter is None without ``data.val``."""
         data = self.config.data
         training = self._dataset(data.train, is_train=True)
         sampler = CaptionSampler(
