@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.data import CaptionSampler, training_loader
+from vl_plugins.data import CaptionSampler
 
 accelerate = pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[pml]'")
 lightning = pytest.importorskip("lightning", reason="needs pip install 'vl_plugins[lightning]'")
@@ -28,11 +28,6 @@ IMAGES, EPOCHS, LEARNING_RATE = 32, 2, 0.05  # of all processes
 @pytest.fixture(scope="module")
 def shards(toy_shards):
     return f"{toy_shards}/toy-train-{{000000..000007}}.tar"
-
-
-def model_and_dataset(shards):
-    torch.manual_seed(0)
-    return accelerate_loop.make_model_and_dataset(shards)
 
 
 def sgd(model):
@@ -76,14 +71,10 @@ class ModuleWithSGD(lightning_module.RetrievalModule):
         return sgd(self)
 
 
-def lightning_trainer(world_size, **options):
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    strategy = "ddp" if world_size > 1 else "auto"
-    return lightning.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **quiet, **options)
-
-
 def train_with_lightning(model, dataset, world_size):
-    trainer = lightning_trainer(world_size, max_epochs=EPOCHS, use_distributed_sampler=False)
+    options = {"accelerator": "cpu", "devices": world_size, "strategy": "ddp" if world_size > 1 else "auto"}
+    options |= dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = lightning.Trainer(max_epochs=EPOCHS, use_distributed_sampler=False, **options)
     trainer.fit(ModuleWithSGD(model, dataset, IMAGES // world_size))
 
 
@@ -146,41 +137,3 @@ def test_steps_are_those_of_the_plain_formula(train, shards):
     for world_size in (1, 2):
         for found in in_processes(train_in_process, world_size, make, train, shards, world_size):
             torch.testing.assert_close(found, after, rtol=0, atol=1e-5)
-
-
-def read_dispatched(rank, shards):
-    """Return texts and labels of a batch that the first process has read and cut."""
-    _, dataset = model_and_dataset(shards)
-    configuration = accelerate.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
-    sampler = CaptionSampler(dataset.collection, 16, captions_per_image="all", rank=0, world_size=1)
-    return next(iter(accelerator.prepare(training_loader(dataset, sampler))))[1:]
-
-
-def test_dispatched_batches_lose_four_of_five_captions(shards):
-    """Unless they are nested, see tests/data/test_dataset.py."""
-    for texts, labels in in_processes(read_dispatched, 2, shards):
-        assert (len(texts), len(labels)) == (8, 8)
-
-
-def train_without_scale(rank, shards):
-    """Return what torch says where the loss leaves out the scale, and the weights with the scale frozen."""
-    model, dataset = model_and_dataset(shards)
-    exec(PLAIN.replace(", scale=scale", ""), variables := {})
-    message = ""
-    for frozen in (False, True):
-        model.logit_scale.requires_grad_(not frozen)
-        try:
-            variables["train"](DistributedDataParallel(model), dataset, sgd(model), "cpu", 1, 8)
-        except RuntimeError as error:
-            message += str(error)
-    return message, weights(model)
-
-
-def test_distributed_data_parallel_needs_the_scale_or_a_frozen_one(shards):
-    """As the page of troubleshooting says."""
-    (message, first), (other_message, second) = in_processes(train_without_scale, 2, shards)
-    for text in (message, other_message):
-        assert text.startswith("Expected to have finished reduction in the prior iteration")
-        assert text.count("Expected to have finished") == 1
-    assert torch.equal(first, second)

@@ -176,22 +176,3 @@ def test_schedules_step_by_what_they_say_and_can_be_repeated(scheduler, rates):
         make_scheduler(stage, again, 4, epochs=epoch + 1)
         repeated.append(again.param_groups[0]["lr"])
     assert found == repeated == rates
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": {"trunk": "timm"}}, "missing 1 required positional argument: 'model'"),
-        ({"training": {"lr_scale": {"metric_loss": 2}}}, "unknown part 'metric_loss'"),
-        ({"training": {"freeze": ["image_embedder", "text_trunk"]}}, "empty parameter list"),
-        ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by 'batch'"),
-        ({"head": {"name": "linear"}}, "unknown head 'linear'; known: set"),
-    ],
-)
-def test_errors_say_what_is_wrong(changes, message):
-    def make_all():
-        stage, objective = make(**changes)
-        make_scheduler(stage, make_optimizer(stage, objective), 1)
-
-    with pytest.raises((TypeError, ValueError), match=message):
-        make_all()

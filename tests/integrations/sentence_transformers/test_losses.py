@@ -216,12 +216,3 @@ def test_two_processes_are_one():
     first, second = in_processes(in_process, 2, 2)
     found = [a + b for a, b in zip(first, second, strict=True)]
     torch.testing.assert_close(found, in_process(0, 1), rtol=1e-6, atol=1e-7)
-
-
-def test_model_card():
-    loss = CachedRetrievalLoss(Lookup(), "unified", 5, mini_batch_size=8, margin=0.1)
-    expected = {"loss": "unified", "margin": 0.1, "num_positives": 5, "gather_across_devices": False}
-    assert loss.get_config_dict() == expected | {"mini_batch_size": 8}
-    assert "Li et al. 2022, Unified Loss of Pair Similarity Optimization" in loss.citation
-    assert loss.citation.startswith("@misc{")
-    assert "PyTorch Metric Learning" in RetrievalLoss(Lookup(), "NTXentLoss").citation
