@@ -15,9 +15,6 @@ from torch.multiprocessing import ProcessExitedException
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
-from vl_plugins.data.sources import read_karpathy
-from vl_plugins.data.toy import write_toy_scenes
-from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
@@ -111,29 +108,22 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
     torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
 
 
-def test_a_run_is_moved_and_extended(toy_shards, tmp_path, caplog):
+def test_a_run_is_extended(toy_shards, tmp_path, caplog):
     """With a schedule of the final length, it is the longer run; what changed is one warning."""
     scheduler = {"name": "CosineAnnealingLR", "T_max": 4}
     training = {"epochs": 2, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}}
     train(settings(toy_shards, training=training), tmp_path / "short")
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(toy_shards, moved / "shards")
-    shutil.move(tmp_path / "short", moved / "run")
-    longer = settings(moved / "shards", training={**training, "epochs": 4})
-    train(settings(toy_shards, training={**training, "epochs": 4}), tmp_path / "long")
-    caplog.clear()
-    train(longer, moved / "run", resume=True)
+    longer = settings(toy_shards, training={**training, "epochs": 4})
+    train(longer, tmp_path / "long")
+    train(longer, tmp_path / "short", resume=True)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "resuming after epoch 2 with changes in: data, training"
-    assert results(moved / "run") == results(tmp_path / "long")
-    torch.testing.assert_close(weights(moved / "run"), weights(tmp_path / "long"), rtol=0, atol=0)
+    assert warning == "resuming after epoch 2 with changes in: training"
+    assert results(tmp_path / "short") == results(tmp_path / "long")
+    torch.testing.assert_close(weights(tmp_path / "short"), weights(tmp_path / "long"), rtol=0, atol=0)
 
 
 def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     plain, folder = trained
-    (tmp_path / LATEST).write_bytes((folder / LATEST).read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"latest\.pt: it is damaged, or holds more"):
-        train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is not of this version"):
         train(plain, tmp_path, resume=True)
@@ -226,32 +216,3 @@ def test_the_toy_recipe_in_half_precision(toy_shards, tmp_path, precision):
     flags = f"--precision {precision} --device cuda --out {tmp_path} --set training.epochs=3 data.batch_size=16"
     assert main(f"--config toy.yaml {data} {flags} text.vocabulary.min_count=1".split()) == 0
     assert [row["epoch"] for row in results(tmp_path)] == [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory):
-    """Shards of 256 toy scenes to train on, and of 24 to evaluate."""
-    folder = tmp_path_factory.mktemp("scenes")
-    write_toy_scenes(folder, train=256, val=24, test=1)
-    write_shards(read_karpathy(folder / "dataset_toy.json", "coco"), folder, folder, samples_per_shard=128)
-    return folder
-
-
-SMALL = "image.trunk.model=test_efficientnet image.trunk.pretrained=false image.trunk.image_size=64 data.batch_size=32"
-SMALL += " data.workers=0 data.allow_duplicate_captions=true stages.0.epochs=1 stages.1.epochs=1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [("vsepp_flickr30k", ""), ("dive_resnet_152_flickr30k", "text.trunk.word_vectors=null")],
-)
-def test_recipes_run_to_the_end(recipe, changes, scenes, tmp_path, caplog):
-    """An epoch of each stage, with schedules, stages, losses and heads of the recipe."""
-    flags = f"--train-data {scenes}/toy-train-{{000000..000001}}.tar --val-data {scenes}/toy-val-000000.tar"
-    flags += f" --device cpu --out {tmp_path} --set {SMALL} {changes}"
-    assert main(f"--config {recipe}.yaml {flags}".split()) == 0
-    assert [row["epoch"] for row in results(tmp_path)] == [1, 2]
-    assert "stage 2 of 2: epochs 2 to 2" in caplog.text
-    model, *_ = load_model(tmp_path / LATEST)
-    assert model.head == ("set" if "dive" in recipe else None)
