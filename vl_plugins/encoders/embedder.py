@@ -27,7 +27,6 @@ class Embedder(nn.Module):
 
     Attributes:
         local_width: width of the local features of the output.
-        dim: D.
 
     Raises:
         ValueError: an unknown name, or ``own`` pooling for a trunk that does not pool.
