@@ -1,7 +1,6 @@
 """Loops with plain torch, Accelerate and Lightning take the steps of the plain formula on the joined batches."""
 
 import functools
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ transformers_trainer = pytest.importorskip("vl_plugins.integrations.examples.tra
 lightning_module = pytest.importorskip("vl_plugins.integrations.examples.lightning_module")
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/own_loop.md").read_text(encoding="utf-8")
-PLAIN, _, PREPARED, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+PLAIN, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 IMAGES, EPOCHS, LEARNING_RATE = 32, 2, 0.05  # of all processes
 
 
@@ -48,22 +47,6 @@ def train_with_accelerate(model, dataset, world_size):
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == world_size
     accelerate_loop.train(accelerator, model, dataset, sgd(model), EPOCHS, IMAGES // world_size)
-
-
-def train_with_prepared_loader(model, dataset, world_size):
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    exec(PREPARED, variables := {})
-    accelerator = variables["accelerator"]
-    assert accelerator.num_processes == world_size
-    loader = variables["make_loader"](accelerator, dataset, IMAGES // world_size)
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    loss_function = create_loss("unified", margin=0.2, gather_across_devices=True)
-    for _ in range(EPOCHS):
-        for images, texts, labels in loader:
-            image_features, text_features, scale = model(images, texts)
-            optimizer.zero_grad()
-            accelerator.backward(loss_function(image_features, labels, ref_emb=text_features, scale=scale))
-            optimizer.step()
 
 
 class ModuleWithSGD(lightning_module.RetrievalModule):
@@ -124,8 +107,7 @@ def train_by_the_formula(make, embed, shards):
 
 
 OPEN_CLIP = accelerate_loop.make_model_and_dataset, of_open_clip
-LOOPS = {train_plain: OPEN_CLIP, train_with_accelerate: OPEN_CLIP, train_with_prepared_loader: OPEN_CLIP}
-LOOPS |= {train_with_lightning: OPEN_CLIP}
+LOOPS = {train_plain: OPEN_CLIP, train_with_accelerate: OPEN_CLIP, train_with_lightning: OPEN_CLIP}
 LOOPS |= {train_with_trainer: (transformers_trainer.make_model_and_dataset, of_transformers)}
 
 
