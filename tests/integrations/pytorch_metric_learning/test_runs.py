@@ -108,9 +108,10 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
     torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
 
 
-def test_a_run_is_extended(toy_shards, tmp_path, caplog):
+@pytest.mark.parametrize(("by", "length"), [("epoch", 4), ("iteration", 16)])
+def test_a_run_is_extended(by, length, toy_shards, tmp_path, caplog):
     """With a schedule of the final length, it is the longer run; what changed is one warning."""
-    scheduler = {"name": "CosineAnnealingLR", "T_max": 4}
+    scheduler = {"name": "CosineAnnealingLR", "T_max": length, "by": by}
     training = {"epochs": 2, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}}
     train(settings(toy_shards, training=training), tmp_path / "short")
     longer = settings(toy_shards, training={**training, "epochs": 4})
