@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import open_clip
-import PIL.Image
 import pytest
 import torch
 
@@ -139,21 +138,7 @@ def test_commands_of_the_recipes(command, tmp_path, monkeypatch):
 def test_models(path):
     register_models()
     assert open_clip.get_model_config(path.stem) == json.loads(path.read_text())
-    model, _, transform = open_clip.create_model_and_transforms(path.stem, output_dict=True)
+    model = open_clip.create_model(path.stem)
     tokens = open_clip.get_tokenizer(path.stem)(["a red circle left of a blue star"])
-    size = model.visual.image_size
-    with torch.no_grad():
-        output = model(torch.zeros(1, 3, *size), tokens)
-    assert (
-        output["image_features"].shape
-        == output["text_features"].shape
-        == (1, json.loads(path.read_text())["embed_dim"])
-    )
-    assert transform(PIL.Image.new("RGB", (90, 70))).shape[1:] == size
-
-
-def test_every_file_is_covered():
-    files = {path for path in CONFIGS.rglob("*") if path.suffix in (".yaml", ".json")}
-    assert files == {*OPEN_CLIP, *PML, *CONFIGS.glob("models/*.json")}
-    assert len(PML) == 19
-    assert len(OPEN_CLIP) == 7
+    images, texts, _ = model(torch.zeros(1, 3, *model.visual.image_size), tokens)
+    assert images.shape == texts.shape

@@ -15,17 +15,15 @@ and two at evaluation, where ties count against the model and nothing is sorted:
     metrics = retrieval_metrics(ranks)
 
 ``image_of_caption`` is the index of each caption's image in the batch. A batch may hold one caption of each
-image or all five: they are five positives, never false negatives. With ``--loss goal`` the same lines train GOAL.
+image or all five: they are five positives, never false negatives.
 
-Here the model is a small one with the text-to-image attention of SCAN (Lee et al. 2018, section 3.1), and the regions
-are the four patches of made-up pictures. It takes some seconds::
+Here the model is a small one with the text-to-image attention of SCAN (Lee et al. 2018, section 3.1), and the data are
+made up. Arguments are the loss and the number of steps; it takes some seconds::
 
-    python -m vl_plugins.integrations.examples.cross_attention --loss unified --steps 100
+    python -m vl_plugins.integrations.examples.cross_attention goal 100
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,20 +69,13 @@ class CrossAttention(nn.Module):
         return (word_cosines * is_word).sum(dim=2) / is_word.sum(dim=1)
 
 
-def regions_and_words(split: scenes.Scenes) -> tuple[Tensor, Tensor]:
-    """Return (N, 4, 192), the patches of each picture, and (N, 5, 3), the words of its captions."""
-    patches = functional.unfold(split.pictures, scenes.PATCH_SIZE, stride=scenes.PATCH_SIZE)
-    return patches.transpose(1, 2), split.captions[:, :, :-1]
-
-
 def train(model: nn.Module, split: scenes.Scenes, loss: str, steps: int) -> None:
-    regions, words = regions_and_words(split)
     pair_loss, optimizer = create_loss(loss), torch.optim.Adam(model.parameters(), lr=1e-2)
     image_of_caption = torch.arange(BATCH_SIZE).repeat_interleave(scenes.CAPTIONS)
     positive_mask = torch.arange(BATCH_SIZE)[:, None] == image_of_caption
     for _ in range(steps):
-        batch = torch.randperm(len(regions))[:BATCH_SIZE]
-        similarities = model(regions[batch], words[batch].flatten(0, 1))
+        batch = torch.randperm(len(split.regions))[:BATCH_SIZE]
+        similarities = model(split.regions[batch], split.words[batch].flatten(0, 1))
         optimizer.zero_grad()
         pair_loss.from_similarities(similarities, positive_mask, ~positive_mask).backward()
         optimizer.step()
@@ -92,25 +83,20 @@ def train(model: nn.Module, split: scenes.Scenes, loss: str, steps: int) -> None
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, split: scenes.Scenes) -> dict[str, float]:
-    regions, words = regions_and_words(split)
-    return scenes.evaluate(model(regions, words.flatten(0, 1)))
+    return scenes.evaluate(model(split.regions, split.words.flatten(0, 1)))
 
 
-def main(argv: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Train and print the recalls on test pictures; return the metrics ``"before"`` and ``"after"``."""
-    parser = argparse.ArgumentParser(description="Cross-attention between regions and words.")
-    parser.add_argument("--loss", default="unified", help="a name, default: %(default)s")
-    parser.add_argument("--steps", type=int, default=100, help="training steps, default: %(default)s")
-    arguments = parser.parse_args(argv)
+def main(loss: str = "unified", steps: str = "100") -> dict[str, dict[str, float]]:
+    """Train and print the recalls on test scenes; return the metrics ``"before"`` and ``"after"``."""
     torch.manual_seed(0)
-    training, test = scenes.make_scenes(TRAIN, TEST)
-    model = CrossAttention(3 * scenes.PATCH_SIZE**2, vocabulary_size=scenes.VOCABULARY_SIZE)
+    training, test = scenes.make_scenes(TRAIN, seed=1), scenes.make_scenes(TEST, seed=2)
+    model = CrossAttention(training.regions.shape[2], vocabulary_size=1 + scenes.THINGS)
     metrics = {"before": evaluate(model, test)}
-    train(model, training, arguments.loss, arguments.steps)
+    train(model, training, loss, int(steps))
     metrics["after"] = evaluate(model, test)
     print(format_metrics_table(metrics))
     return metrics
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A script of pytorch-metric-learning with one modality: pictures with the same label are positives.
+"""A script of pytorch-metric-learning with one modality: images with the same label are positives.
 
 :func:`train` is all that matters; the model is small, and the data are made up. It takes some seconds::
 
@@ -30,25 +30,25 @@ def train(trunk, dataset, epochs):
 
 
 @torch.inference_mode()
-def precision_at_1(trunk, pictures, labels):
-    """Return how often the nearest other picture has the same label, in [0, 1]."""
-    embeddings = torch.nn.functional.normalize(trunk(pictures))
+def precision_at_1(trunk, images, labels):
+    """Return how often the nearest other image has the same label, in [0, 1]."""
+    embeddings = torch.nn.functional.normalize(trunk(images))
     nearest = (embeddings @ embeddings.T).fill_diagonal_(-1).argmax(dim=1)
     return (labels[nearest] == labels).float().mean().item()
 
 
 def main():
-    """Train pictures to be near if they show the same thing top left; print and return precision@1."""
+    """Train images to be near if they show the same thing top left; print and return precision@1."""
     torch.manual_seed(0)
-    training, test = scenes.make_scenes(TRAIN, TEST)
-    size = training.pictures[0].numel()
+    training, test = scenes.make_scenes(TRAIN, seed=1), scenes.make_scenes(TEST, seed=2)
+    size = training.regions[0].numel()
     trunk = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
     )
-    precisions = {"before": precision_at_1(trunk, test.pictures, test.things[:, 0])}
-    train(trunk, torch.utils.data.TensorDataset(training.pictures, training.things[:, 0]), EPOCHS)
-    precisions["after"] = precision_at_1(trunk, test.pictures, test.things[:, 0])
-    print("precision@1 on test pictures:", precisions)
+    precisions = {"before": precision_at_1(trunk, test.regions, test.things[:, 0])}
+    train(trunk, torch.utils.data.TensorDataset(training.regions, training.things[:, 0]), EPOCHS)
+    precisions["after"] = precision_at_1(trunk, test.regions, test.things[:, 0])
+    print("precision@1 on test images:", precisions)
     return precisions
 
 

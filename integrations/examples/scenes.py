@@ -1,4 +1,4 @@
-"""Made-up data of the examples: pictures of four things each, with captions that name three of them."""
+"""Made-up data of the examples: scenes of four things each, with captions that name three of them."""
 
 from typing import NamedTuple
 
@@ -7,58 +7,38 @@ from torch import Tensor
 
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 
-__all__ = [
-    "CAPTIONS",
-    "CAPTION_LENGTH",
-    "END",
-    "PATCH_SIZE",
-    "PICTURE_SIZE",
-    "VOCABULARY_SIZE",
-    "Scenes",
-    "evaluate",
-    "make_scenes",
-]
+__all__ = ["CAPTIONS", "PATCH_SIZE", "THINGS", "Scenes", "evaluate", "make_scenes"]
 
-THINGS, NOISE = 30, 0.3
-PATCH_SIZE, PICTURE_SIZE = 8, 16  # pixels: 2 x 2 patches
-CAPTIONS, CAPTION_LENGTH = 5, 4
-# Ids of words: 0 for padding, 1 to THINGS for the things, and the end of the text, which is the largest, as CLIP wants.
-END = THINGS + 1
-VOCABULARY_SIZE = END + 1
+THINGS, CAPTIONS, PATCH_SIZE, NOISE = 30, 5, 8, 0.3
 
 
 class Scenes(NamedTuple):
-    """Pictures with captions.
+    """Regions with captions.
 
     Attributes:
-        things: (N, 4), in [0, 30): what is top left, top right, bottom left and bottom right.
-        pictures: (N, 3, 16, 16), each thing 8 x 8 pixels that look alike in all pictures, plus noise.
-        captions: (N, 5, 4) word ids: three things of the picture in any order, then ``END``.
+        things: (N, 4), in [0, 30): what is in each region.
+        regions: (N, 4, 192): 3 x 8 x 8 pixels each, in which a thing looks alike in all scenes, plus noise.
+        words: (N, 5, 3), in [1, 30]: the captions, three things of the scene in any order.
     """
 
     things: Tensor
-    pictures: Tensor
-    captions: Tensor
+    regions: Tensor
+    words: Tensor
 
 
-def make_scenes(*counts: int, seed: int = 0) -> list[Scenes]:
-    """Return splits with these numbers of scenes, in all of which a thing looks the same."""
+def make_scenes(count: int, seed: int = 0) -> Scenes:
+    """Return scenes; with other seeds there are other scenes of the same things."""
+    appearance = torch.randn(THINGS, 3 * PATCH_SIZE**2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
-    total = sum(counts)
-    appearance = torch.randn(THINGS, 3, PATCH_SIZE, PATCH_SIZE, generator=generator)
-    things = torch.rand(total, THINGS, generator=generator).argsort(dim=1)[:, :4]
-    patches = appearance[things].unflatten(1, (2, 2))
-    pictures = patches.permute(0, 3, 1, 4, 2, 5).reshape(total, 3, PICTURE_SIZE, PICTURE_SIZE)
-    pictures = pictures + NOISE * torch.randn(pictures.shape, generator=generator)
-    named = torch.rand(total, CAPTIONS, 4, generator=generator).argsort(dim=2)[:, :, : CAPTION_LENGTH - 1]
+    things = torch.rand(count, THINGS, generator=generator).argsort(dim=1)[:, :4]
+    regions = appearance[things]
+    regions = regions + NOISE * torch.randn(regions.shape, generator=generator)
+    named = torch.rand(count, CAPTIONS, 4, generator=generator).argsort(dim=2)[:, :, :3]
     words = things[:, None].expand(-1, CAPTIONS, -1).gather(2, named) + 1
-    captions = torch.cat([words, torch.full((total, CAPTIONS, 1), END)], dim=2)
-    return [
-        Scenes(*parts) for parts in zip(*(rows.split(counts) for rows in (things, pictures, captions)), strict=True)
-    ]
+    return Scenes(things, regions, words)
 
 
 def evaluate(similarities: Tensor) -> dict[str, float]:
-    """Return the retrieval metrics of similarities (N, 5 * N) of pictures and captions, in the order of the scenes."""
+    """Return the retrieval metrics of similarities (N, 5 * N) of images and captions, in the order of the scenes."""
     image_of_caption = torch.arange(len(similarities)).repeat_interleave(CAPTIONS)
     return retrieval_metrics(similarity_ranks(similarities, image_of_caption))

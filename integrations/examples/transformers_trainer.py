@@ -1,24 +1,13 @@
-"""Hugging Face's CLIPModel and Trainer with several captions per image, in any number of processes.
+"""Hugging Face's CLIPModel and Trainer, also under ``torchrun``. Argument: shards in brace notation."""
 
-:class:`RetrievalTrainer` and :func:`collate` are all that matters; the model is tiny, and the data are made up. With
-``pip install 'vl_plugins[transformers]'`` it takes some seconds::
-
-    python -m vl_plugins.integrations.examples.transformers_trainer
-    torchrun --nproc_per_node 2 -m vl_plugins.integrations.examples.transformers_trainer
-"""
-
-import tempfile
+import sys
 
 import torch
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 
 from vl_plugins import create_loss
-from vl_plugins.integrations.examples import scenes
-from vl_plugins.retrieval import format_metrics_table
-
-__all__ = ["RetrievalTrainer", "collate", "main", "make_dataset", "make_model"]
-
-TRAIN, TEST, BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 64, 32, 10, 1e-3
+from vl_plugins.data import CaptionSampler, training_loader
+from vl_plugins.integrations.examples import accelerate_loop
 
 
 class RetrievalTrainer(Trainer):
@@ -26,73 +15,36 @@ class RetrievalTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.pair_loss = create_loss("unified", margin=0.2, gather_across_devices=True)
 
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        image_ids = inputs.pop("image_ids")  # (B,); pixel_values (B, 3, H, W), input_ids (k * B, L)
-        outputs = model(**inputs)
-        images, texts = outputs.image_embeds, outputs.text_embeds
-        text_ids = image_ids.repeat_interleave(len(texts) // len(images))
+    def get_train_dataloader(self):  # of the batches of all processes, which accelerate splits
+        batch_size, collection = self.args.train_batch_size * self.args.world_size, self.train_dataset.collection
+        sampler = CaptionSampler(collection, batch_size, captions_per_image="all", rank=0, world_size=1)
+        return self.accelerator.prepare(training_loader(self.train_dataset, sampler, workers=2))
+
+    def compute_loss(self, model, inputs, **kwargs):
+        images, texts, labels = inputs
+        outputs = model(pixel_values=images, input_ids=texts)
         scale = self.model.logit_scale.exp()
-        loss = self.pair_loss(images, image_ids, ref_emb=texts, ref_labels=text_ids, scale=scale)
-        return (loss, outputs) if return_outputs else loss
+        return self.pair_loss(outputs.image_embeds, labels, ref_emb=outputs.text_embeds, scale=scale)
 
 
-def collate(items):
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "input_ids": torch.cat([item["input_ids"] for item in items]),  # (k, L) of each image
-        "image_ids": torch.tensor([item["image_id"] for item in items]),
-    }
-
-
-def make_model():
-    """Return a small CLIP with random weights."""
+def make_model_and_dataset(shards):
+    _, dataset = accelerate_loop.make_model_and_dataset(shards)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = {"image_size": scenes.PICTURE_SIZE, "patch_size": scenes.PATCH_SIZE}
-    text = {"vocab_size": scenes.VOCABULARY_SIZE, "max_position_embeddings": scenes.CAPTION_LENGTH}
-    text |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": scenes.END}
-    return CLIPModel(CLIPConfig(text_config=sizes | text, vision_config=sizes | vision, projection_dim=64))
+    vision = {"image_size": 64, "patch_size": 16}
+    return CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes | vision, projection_dim=64)), dataset
 
 
-def make_dataset(training):
-    return [
-        {"pixel_values": picture, "input_ids": captions, "image_id": image_id}
-        for image_id, (picture, captions) in enumerate(zip(training.pictures, training.captions, strict=True))
-    ]
+def train(model, dataset, **options):
+    arguments = TrainingArguments(
+        accelerator_config={"split_batches": True}, save_strategy="no", report_to="none", **options
+    )
+    RetrievalTrainer(model, arguments, train_dataset=dataset).train()
 
 
-@torch.inference_mode()
-def evaluate(model, test):
-    outputs = model.eval()(pixel_values=test.pictures, input_ids=test.captions.flatten(0, 1))
-    return scenes.evaluate(outputs.image_embeds @ outputs.text_embeds.T)
-
-
-def main():
-    """Train and print the recalls on test pictures; return the metrics ``"before"`` and ``"after"``."""
-    torch.manual_seed(0)
-    training, test = scenes.make_scenes(TRAIN, TEST)
-    model = make_model()
-    metrics = {"before": evaluate(model, test)}
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=BATCH_SIZE,
-            num_train_epochs=EPOCHS,
-            learning_rate=LEARNING_RATE,
-            remove_unused_columns=False,  # the Trainer would drop image_ids, which is no input of the model
-            label_names=["image_ids"],  # for an eval_loss
-            dataloader_drop_last=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        trainer = RetrievalTrainer(model, arguments, data_collator=collate, train_dataset=make_dataset(training))
-        trainer.train()
-    metrics["after"] = evaluate(model, test)
-    if trainer.is_world_process_zero():
-        print(format_metrics_table(metrics))
-    return metrics
+def main(shards):
+    options = {"per_device_train_batch_size": 32, "num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 1}
+    train(*make_model_and_dataset(shards), use_cpu=not torch.cuda.is_available(), **options)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

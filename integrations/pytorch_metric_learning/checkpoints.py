@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from vl_plugins.encoders import Vocabulary
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
-from vl_plugins.registry import check_registered
 
 __all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers"]
 
@@ -32,47 +31,31 @@ def describe(config: Config, objective: Objective) -> dict[str, Any]:
     }
 
 
-def load_objective(objective: Objective, content: Mapping[str, Any]) -> None:
-    """Put model and loss of a checkpoint in place."""
+def load_objective(config: Config, content: Mapping[str, Any]) -> Objective:
+    """Build model and loss of a configuration with the weights and words of a checkpoint."""
+    words = content["vocabulary"]
+    objective = build_objective(config, None if words is None else Vocabulary(tuple(words)), pretrained=False)
     for name, part in objective.towers.parts().items():
         part.load_state_dict(content["models"][name])
     objective.loss.load_state_dict(content["loss_funcs"]["metric_loss"])
+    return objective
 
 
 def load_towers(
     checkpoint: str | os.PathLike, content: Mapping[str, Any], model: str | None, device: str | torch.device
 ) -> tuple[TwoTowers, Callable, Callable]:
-    """Load a model that was trained from a configuration, in float32.
-
-    Args:
-        checkpoint: ``best.pt`` or ``latest.pt`` of a run.
-        content: of the file.
-        model: None; its configuration specifies the model.
-        device: where to put the model.
-
-    Returns:
-        The model in evaluation mode, the transform of images or features for evaluation, and the tokenizer.
-
-    Raises:
-        UserError: a ``model`` is given, or the content is damaged or does not fit its configuration.
-    """
+    """Load ``best.pt`` or ``latest.pt`` of a run in float32; see :func:`vl_plugins.integrations.loading.load_model`."""
     if model is not None:
         raise UserError(f"checkpoint {checkpoint} already specifies its model; drop {model}")
-    with user_errors(f"checkpoint {checkpoint}"):
-        plain = dict(content["config"])
-        if content["version"] == 1:
-            plain = _config_of_0_2(plain)
-        check_registered(plain["loss"])
-        config = parse_config(plain)
-        vocabulary = None if content["vocabulary"] is None else Vocabulary(tuple(content["vocabulary"]))
-        objective = build_objective(config, vocabulary, pretrained=False)
-        load_objective(objective, content)
-        towers = objective.towers.to(device).eval()
-        return towers, towers.image.trunk.image_transform(False), towers.tokenizer
+    plain = dict(content["config"])
+    if content["version"] == 1:
+        plain = _config_of_0_2(plain)
+    towers = load_objective(parse_config(plain), content).towers.to(device).eval()
+    return towers, towers.image.trunk.image_transform(False), towers.tokenizer
 
 
 def _config_of_0_2(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of version 0.2 with the keys of this one; those of the training do not matter."""
+    """Return a configuration of version 0.2 with the keys of this one, without those of the training."""
     one_set = plain.get("trainer") == "MetricLossOnly"
     kept = {name: plain[name] for name in ("image", "text", "dim", "head", "loss", "reducer", "distance", "seed")}
     return {**kept, "one_set": one_set, "data": {name: plain["data"][name] for name in ("train", "inputs")}}

@@ -66,16 +66,10 @@ def _run(arguments: argparse.Namespace) -> None:
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     with user_errors("--precision, --device, --report-to or the settings of accelerate"):
         accelerator = make_accelerator(arguments.precision, out, arguments.device, arguments.report_to)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S"))
-    logger = logging.getLogger("vl_plugins")
-    logger.setLevel(logging.INFO if accelerator.is_main_process else logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        with through_first_step(arguments.config):
-            Run(config, out, accelerator, resume=arguments.resume).train()
-    finally:
-        logger.removeHandler(handler)
+    logging.basicConfig(format="%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S")
+    logging.getLogger("vl_plugins").setLevel(logging.INFO if accelerator.is_main_process else logging.WARNING)
+    with through_first_step(arguments.config):
+        Run(config, out, accelerator, resume=arguments.resume).train()
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config", "split"]
 
-Component = Any
-"""A name, or a mapping of ``name`` and options; OmegaConf has no type for this union."""
+Component = Any  # a name, or a mapping of name and options; OmegaConf has no type for this union
 
 
 @dataclass
@@ -76,8 +75,8 @@ class StageConfig:
         optimizer: a class of :mod:`torch.optim`.
         lr_scale: factors of the learning rate by part, or of the ``"loss"``.
         lr_scheduler: a class of :mod:`torch.optim.lr_scheduler`. Its option ``by`` says when it steps: after each
-            ``"epoch"`` (default) or ``"iteration"``. ``ReduceLROnPlateau`` steps after each epoch, by the RSUM.
-        clip_grad_norm: largest norm of the gradient of both towers, > 0; None for no limit.
+            ``"epoch"`` (default) or ``"iteration"``.
+        clip_grad_norm: largest norm of the gradient of both towers; None or 0 for no limit.
     """
 
     epochs: int = 1
@@ -87,10 +86,6 @@ class StageConfig:
     lr_scale: dict[str, float] = field(default_factory=dict)
     lr_scheduler: Component = None
     clip_grad_norm: float | None = None
-
-    def __post_init__(self):
-        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:  # would reverse the gradient
-            raise UserError(f"clip_grad_norm must be > 0, or null for no limit, got {self.clip_grad_norm}")
 
 
 @dataclass
@@ -136,15 +131,12 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Read a YAML file, or one of ``configs/pytorch_metric_learning`` by its name; see :func:`parse_config`.
 
     Raises:
-        UserError: there is no such file, it is not YAML, it names a loss by ``module:Class``, or :func:`parse_config`
-            raises it.
+        UserError: it is not YAML, or :func:`parse_config` raises it.
+        OSError: there is no such file.
     """
     file = find_config(path, "pytorch_metric_learning")
-    with user_errors(str(file)):
-        read_yaml(file)  # raises an error for more than a configuration, which OmegaConf would copy
-        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        check_registered(content.get("loss"))
-        return parse_config(content, overrides)
+    read_yaml(file)  # raises an error for more than a configuration, which OmegaConf would copy
+    return parse_config(OmegaConf.to_container(OmegaConf.load(file), resolve=False), overrides)
 
 
 def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -156,12 +148,14 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         overrides: values by dotted path, such as ``{"data.batch_size": 64, "stages.0.epochs": 1}``.
 
     Raises:
-        UserError: a key is missing or unknown, or a value has the wrong type; the message names it.
+        UserError: a key is missing or unknown, or a value has the wrong type; the message names it. Or the loss is
+            ``module:Class``, and not one of the ``overrides``.
     """
+    overrides = overrides or {}
     try:
         tree = OmegaConf.create(dict(content))
-        for path, value in (overrides or {}).items():
-            _override(tree, path, value)
+        for path, value in overrides.items():
+            OmegaConf.update(tree, path, value, merge=False)
         # Resolvers such as ${oc.env:NAME} would send what is in the environment to an address in an untrusted file.
         if found := re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str)):
             raise UserError(f"{found[1]}: only references to other values, such as ${{training.epochs}}, are supported")
@@ -169,18 +163,9 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{str(error).splitlines()[0]}") from error
-    if config.head is not None:
-        one_of("head", split(config.head)[0], ("set",))
+    if not {"loss", "loss.name"} & overrides.keys():
+        check_registered(config.loss)
     return config
-
-
-def _override(tree: Any, path: str, value: Any) -> None:
-    keys = path.split(".")
-    for parent in (".".join(keys[:length]) for length in range(1, len(keys))):
-        name = OmegaConf.select(tree, parent)
-        if isinstance(name, str):  # as in `loss: unified`, to which loss.scale=60 adds
-            OmegaConf.update(tree, parent, {"name": name})
-    OmegaConf.update(tree, path, value, merge=False)
 
 
 def split(component: Any) -> tuple[str, dict[str, Any]]:

@@ -10,12 +10,12 @@ from torch.optim import Optimizer, lr_scheduler
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
-from vl_plugins.errors import one_of, user_errors
+from vl_plugins.errors import one_of
 from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 
-__all__ = ["Objective", "Schedule", "build_objective", "make_optimizer"]
+__all__ = ["Objective", "build_objective", "make_optimizer", "make_scheduler"]
 
 
 class Objective(nn.Module):
@@ -25,13 +25,8 @@ class Objective(nn.Module):
 
     Args:
         towers: the model.
-        loss: of pytorch-metric-learning or of this package.
-        miner: chooses pairs, in both directions.
-        one_set: compare images and texts as one set, for losses without ``ref_emb``.
+        loss, miner, one_set: see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`.
         chunk_size: images that are encoded at a time, with their texts; None for all.
-
-    Raises:
-        UserError: the loss takes no ``ref_emb``, and ``one_set`` is not set.
     """
 
     def __init__(
@@ -65,11 +60,7 @@ class Objective(nn.Module):
         return {**self.towers.parts(), "loss": self.loss}
 
     def set_mode(self, stage: StageConfig) -> None:
-        """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode.
-
-        Raises:
-            UserError: ``freeze`` or ``lr_scale`` has a part that the model does not have.
-        """
+        """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode."""
         parts = self.parts()
         for name in (*stage.freeze, *stage.lr_scale):
             one_of("part", name, parts)
@@ -85,86 +76,51 @@ class Objective(nn.Module):
 
 
 def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> Objective:
-    """Return the :class:`Objective` of a configuration; sets are compared by smooth-Chamfer by default.
+    """Return the :class:`Objective` of a configuration, on the CPU, with weights by its seed.
 
     Args:
-        config: what to build.
-        vocabulary, pretrained: see :func:`~vl_plugins.integrations.pytorch_metric_learning.two_towers.build_towers`.
+        config: what to build; sets are compared by smooth-Chamfer by default.
+        vocabulary: words of a text trunk ``gru``; by default those of the training captions.
+        pretrained: whether to load pretrained weights and word vectors; otherwise all are random.
 
     Raises:
-        UserError: an unknown name or option, an option out of its range, or parts that do not fit each other.
+        ValueError: an unknown name or option, or an option out of its range. Hosts raise other errors.
     """
     seed_everything(config.seed)  # of the parameters of the loss
     chosen = {kind: getattr(config, kind) for kind in ("miner", "reducer", "distance")}
-    with user_errors("loss or miner"):
-        loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
+    loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     towers.similarity = loss.distance if config.head is not None else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
 
 
 def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
-    """Return the optimizer of what :meth:`Objective.set_mode` left trainable; each part is a group.
-
-    Raises:
-        UserError: an unknown class or a wrong option, or nothing to train.
-    """
+    """Return the optimizer of what :meth:`Objective.set_mode` left trainable; each part is a group."""
     name, options = split(stage.optimizer)
     groups = []
     for part, module in objective.parts().items():
         if trained := [parameter for parameter in module.parameters() if parameter.requires_grad]:
             groups.append({"params": trained, "part": part})
-    with user_errors(f"optimizer {name!r}"):
-        optimizer: Optimizer = getattr(torch.optim, name)(groups, **options)
+    optimizer: Optimizer = getattr(torch.optim, name)(groups, **options)
     for group in optimizer.param_groups:
         group["lr"] *= stage.lr_scale.get(group["part"], 1)
     return optimizer
 
 
-class Schedule:
-    """The learning rate scheduler of a stage; without one, the rate is constant.
+def make_scheduler(
+    stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int, epochs: int = 0
+) -> tuple[lr_scheduler.LRScheduler, int]:
+    """Return the learning rate scheduler of a stage, and the number of training steps between its own.
 
-    It has no state to save: :meth:`replay` repeats its steps, so a schedule that was changed continues as if it had
-    been that from the beginning.
-
-    Args:
-        stage: names the class, its options and ``by``.
-        optimizer: of the stage, before its first step.
-        steps_per_epoch: for schedules by iteration.
-
-    Attributes:
-        by: when it steps: after each ``"epoch"`` or ``"iteration"``, or after each epoch by the RSUM, ``"plateau"``.
-        mismatch: a warning if its length is not that of the stage.
-
-    Raises:
-        UserError: an unknown class, a wrong option, or an unknown ``by``.
+    The steps of the first ``epochs`` are repeated, not saved, so a schedule that was changed continues as if it had
+    been so from the beginning.
     """
-
-    def __init__(self, stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int):
-        name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
-        self.steps_per_epoch, self.mismatch = steps_per_epoch, ""
-        self.by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
-        if name == "ReduceLROnPlateau":
-            self.by, options = "plateau", {"mode": "max", **options}
-        with user_errors(f"lr_scheduler {name!r}"):
-            self.scheduler = getattr(lr_scheduler, name)(optimizer, **options)
-        length = stage.epochs * (steps_per_epoch if self.by == "iteration" else 1)
-        given = options.get("T_max", options.get("total_steps", length))
-        if given != length:
-            self.mismatch = f"lr_scheduler {name}: it has {given} steps (by {self.by}), but the stage has {length}"
-
-    def step(self, after: str, rsum: float | None = None) -> None:
-        """Step after an ``"epoch"`` or an ``"iteration"``; ``rsum`` is that of the epoch."""
-        if after == "epoch" and self.by == "plateau":
-            self.scheduler.step(rsum)
-        elif after == self.by:
-            self.scheduler.step()
-
-    def replay(self, history: list[dict[str, float]]) -> None:
-        """Repeat the steps of epochs, given their metrics."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not made these steps
-            for metrics in history:
-                for _ in range(self.steps_per_epoch):
-                    self.step("iteration")
-                self.step("epoch", metrics.get("rsum"))
+    name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
+    by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
+    scheduler = getattr(lr_scheduler, name)(optimizer, **options)
+    interval = steps_per_epoch if by == "epoch" else 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not made these steps
+        for _ in range(epochs * steps_per_epoch // interval):
+            scheduler.step()
+    return scheduler, interval

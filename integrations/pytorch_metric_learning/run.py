@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, send_to_device
+from accelerate.utils import DistributedType, ProjectConfiguration, send_to_device
 from omegaconf import OmegaConf
 from timm.layers import convert_sync_batchnorm
-from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, training_loader
 from vl_plugins.data.files import write_complete, write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.encoding import log_metrics, validate
 from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.objective import Schedule, build_objective, make_optimizer
+from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective, make_optimizer, make_scheduler
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -68,10 +67,9 @@ def make_accelerator(
             InitProcessGroupKwargs(timeout=timedelta(hours=12)),  # the others wait while the first one evaluates
         ],
     )
-    where = accelerator.device.type
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:  # accelerate would train without a scaler
-        raise UserError(f"--precision fp16: not on the device {where}; use bf16 or fp32")
-    if device == "cuda" and where != "cuda":
+        raise UserError(f"--precision fp16: not on the device {accelerator.device.type}; use bf16 or fp32")
+    if device == "cuda" and accelerator.device.type != "cuda":
         raise UserError("--device cuda: torch finds no GPU")
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
@@ -105,25 +103,16 @@ class Run:
         self.accelerator = accelerator or make_accelerator()
         self._saved = self._read_latest(resume)
         self.history: list[dict[str, Any]] = self._saved.get("history", [])
-        words = self._saved.get("vocabulary")
-        vocabulary = Vocabulary(tuple(words)) if words else None
-        self.objective = build_objective(config, vocabulary, pretrained=not self._saved)
+        self.objective = load_objective(config, self._saved) if self._saved else build_objective(config)
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
-        if self._saved:
-            load_objective(self.objective, self._saved)
         self.objective.to(self.accelerator.device)
         self.loader, self.validation = self._loaders()
-        for stage in config.schedule:  # for errors of later stages
-            _, schedule = self._start(stage)
-            schedule.replay([{"rsum": 0.0}])  # options of a wrong type fail only here
-            if schedule.by == "plateau" and self.validation is None:
-                raise UserError("lr_scheduler ReduceLROnPlateau needs validation: data.val or --val-data")
-            if schedule.mismatch and self.accelerator.is_main_process:
-                logger.warning(schedule.mismatch)
+        for stage in config.schedule:
+            self._start(stage, epochs=1)  # for errors of later stages
 
     def train(self) -> list[dict[str, Any]]:
-        """Train the epochs that are left of all stages; return the metrics of each epoch."""
+        """Train the epochs that are left of all stages; return the metrics of each epoch, in the first process."""
         steps = len(self.history) * len(self.loader)
         # After a kill, TensorBoard drops the steps that are repeated.
         options = {"tensorboard": {"purge_step": steps}, "wandb": {"name": self.folder.name, "dir": str(self.folder)}}
@@ -135,41 +124,37 @@ class Run:
         for number, stage in enumerate(self.config.schedule, 1):
             first, last = last, last + stage.epochs
             if len(self.history) < last:
-                epochs = f"epochs {len(self.history) + 1} to {last}"
-                frozen = f", frozen: {', '.join(stage.freeze)}" if stage.freeze else ""
-                logger.info(f"stage {number} of {len(self.config.schedule)}: {epochs}{frozen}")
+                epochs = f"epochs {len(self.history) + 1} to {last}, frozen: {', '.join(stage.freeze) or 'nothing'}"
+                logger.info(f"stage {number} of {len(self.config.schedule)}: {epochs}")
                 self._train_stage(stage, first, last)
         self.accelerator.end_training()
         return self.history
 
-    def _start(self, stage: StageConfig) -> tuple[Optimizer, Schedule]:
+    def _start(self, stage: StageConfig, epochs: int) -> tuple[Optimizer, LRScheduler, int]:
         self.objective.set_mode(stage)
         optimizer = make_optimizer(stage, self.objective)
-        return optimizer, Schedule(stage, optimizer, len(self.loader))
+        return optimizer, *make_scheduler(stage, optimizer, len(self.loader), epochs)
 
     def _train_stage(self, stage: StageConfig, first: int, last: int) -> None:
-        optimizer, schedule = self._start(stage)
+        optimizer, scheduler, interval = self._start(stage, len(self.history) - first)
         if self._saved and len(self.history) > first:  # a new stage has a new optimizer
             saved, groups = self._saved["optimizer"], optimizer.state_dict()["param_groups"]
-            if [(g["part"], g["params"]) for g in groups] != [(g["part"], g["params"]) for g in saved["param_groups"]]:
+            if [group["part"] for group in groups] != [group["part"] for group in saved["param_groups"]]:
                 raise UserError("--resume: this stage trains other parts than before; use a new --out")
             # Rates and other options are those of the configuration, which may have changed.
             optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-            schedule.replay(self.history[first:])
         model, prepared = self.accelerator.prepare(self.objective, optimizer)
         if self._saved and self.accelerator.scaler is not None and self._saved["scaler"]:
             self.accelerator.scaler.load_state_dict(self._saved["scaler"])
         self._saved = {}
         while len(self.history) < last:
-            self._train_epoch(stage, model, prepared, schedule)
-            row = self._evaluate()
-            schedule.step("epoch", row.get("rsum"))
-            self.history.append(row)
+            self._train_epoch(stage, model, prepared, scheduler, interval)
+            self.history.append(self._evaluate())
             if self.accelerator.is_main_process:
                 self._write(optimizer)
         self.accelerator.free_memory()
 
-    def _train_epoch(self, stage: StageConfig, model: Any, optimizer: Any, schedule: Schedule) -> None:
+    def _train_epoch(self, stage: StageConfig, model: Any, optimizer: Any, scheduler: Any, interval: int) -> None:
         accelerator, epoch = self.accelerator, len(self.history) + 1
         self.objective.set_mode(stage)
         self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -178,48 +163,40 @@ class Run:
         for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
             loss = model(*send_to_device(batch, accelerator.device))
             accelerator.backward(loss)
-            if stage.clip_grad_norm:
+            if (stage.clip_grad_norm or 0) > 0:
                 accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             if step % self.config.log_every == 0:
                 rates = {f"lr/{group['part']}": group["lr"] for group in optimizer.param_groups}
-                accelerator.log({"train/loss": _finite(loss, step, epoch), **rates}, step=step)
-            schedule.step("iteration")
-        _finite(loss, step, epoch)
+                accelerator.log({"train/loss": loss.item(), **rates}, step=step)
+            if (step + 1) % interval == 0:
+                scheduler.step()
+        if not loss.isfinite():
+            raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return the metrics of an epoch, with its number."""
+        """Return the number of an epoch and, in the first process, its metrics."""
         epoch, metrics = len(self.history) + 1, {}
         if self.validation is not None and self.accelerator.is_main_process:
             precision = PRECISIONS[self.accelerator.mixed_precision]
             metrics = validate(self.objective.towers.eval(), self.validation, self.accelerator.device, precision)
             log_metrics(metrics, epoch)
-        (metrics,) = broadcast_object_list([metrics])
-        values = {f"val/{name}": value for name, value in metrics.items()}
-        self.accelerator.log(values, step=epoch * len(self.loader) - 1)
+            values = {f"val/{name}": value for name, value in metrics.items()}
+            self.accelerator.log(values, step=epoch * len(self.loader) - 1)
         return {**metrics, "epoch": epoch}
 
     def _write(self, optimizer: Optimizer) -> None:
-        *earlier, row = self.history
-        scaler = self.accelerator.scaler
+        row, scaler = self.history[-1], self.accelerator.scaler
         model = {"epoch": row["epoch"], "metrics": row, **describe(self.config, self.objective)}
-        training = {"history": self.history, "settings": self._settings(), "optimizer": optimizer.state_dict()}
-        training["scaler"] = scaler and scaler.state_dict()
-        if "rsum" in row and row["rsum"] > max((other.get("rsum", -math.inf) for other in earlier), default=-math.inf):
-            self._save(BEST, model)
-        self._save(LATEST, model | training)
+        training = {"history": self.history, "optimizer": optimizer.state_dict()}
+        files = {LATEST: model | training | {"scaler": scaler and scaler.state_dict()}}
+        if "rsum" in row and row is max(self.history, key=lambda other: other.get("rsum", -math.inf)):
+            files = {BEST: model, **files}
+        for name, content in files.items():
+            with write_complete(self.folder / name) as stream:
+                torch.save(content, stream)
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
-
-    def _save(self, name: str, content: dict[str, Any]) -> None:
-        with write_complete(self.folder / name) as stream:
-            torch.save(content, stream)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return what should not change when a run is resumed, by name."""
-        accelerator = self.accelerator
-        run = {"precision": accelerator.mixed_precision, "number of processes": accelerator.num_processes}
-        return run | _flat(asdict(self.config))
 
     def _read_latest(self, resume: bool) -> dict[str, Any]:
         """Return the content of ``latest.pt``, or nothing for a new run; warn of changes since."""
@@ -233,15 +210,12 @@ class Run:
             raise UserError(
                 f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
             )
-        before, now = saved["settings"], self._settings()
-        names = [name for name in before | now if before.get(name) != now.get(name)]
-        changed = [f"{name} from {before.get(name)} to {now.get(name)}" for name in names]
+        changed = [name for name, value in asdict(self.config).items() if value != saved["config"].get(name)]
         if changed and self.accelerator.is_main_process:
-            logger.warning(f"resuming after epoch {saved['epoch']} with changes: {'; '.join(changed)}")
+            logger.warning(f"resuming after epoch {saved['epoch']} with changes in: {', '.join(changed)}")
         return saved
 
     def _loaders(self) -> tuple[DataLoader, DataLoader | None]:
-        """Return loaders of training and validation; the latter is None without ``data.val``."""
         data = self.config.data
         training = self._dataset(data.train, is_train=True)
         sampler = CaptionSampler(
@@ -250,8 +224,6 @@ class Run:
             captions_per_image=data.captions_per_image,
             seed=self.config.seed,
             distinct_captions=not data.allow_duplicate_captions,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
         )
         classes = getattr(self.objective.loss, "num_classes", None)
         if classes is not None and (found := int(training.collection.labels.max()) + 1) > classes:
@@ -268,19 +240,3 @@ class Run:
         dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
         dataset[0]  # raises an error before training, also with "skip"
         return dataset
-
-
-def _finite(loss: Tensor, step: int, epoch: int) -> float:
-    value = loss.item()
-    if not math.isfinite(value):
-        raise UserError(f"the loss is {value} at step {step} of epoch {epoch}")
-    return value
-
-
-def _flat(values: dict[Any, Any], parent: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings and lists by dotted path."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        value = dict(enumerate(value)) if isinstance(value, list) else value
-        flat |= _flat(value, f"{parent}{key}.") if isinstance(value, dict) else {f"{parent}{key}": value}
-    return flat

@@ -36,8 +36,6 @@ class CrossModalTrainer(BaseTrainer):
         AssertionError: unknown or missing names, as in pytorch-metric-learning.
     """
 
-    dataloader: Any
-    dataloader_iter: Any
     data_and_label_getter: Any
 
     def custom_setup(self) -> None:

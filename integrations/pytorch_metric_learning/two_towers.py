@@ -18,7 +18,7 @@ from vl_plugins.encoders import (
     Vocabulary,
     read_word_vectors,
 )
-from vl_plugins.errors import UserError, check_sizes, one_of, user_errors
+from vl_plugins.errors import check_sizes, one_of
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, split
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput
 from vl_plugins.registry import options_of
@@ -42,15 +42,11 @@ class Tower(nn.Module):
         self.trunk, self.embedder, self.head = trunk, embedder, head
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        features = self.embedder(self.trunk(inputs))
         if self.head is None:
-            return self.embedder(self.trunk(inputs)).pooled, None
-        sets = self.predict_sets(inputs)
+            return features.pooled, None
+        sets = self.head.predict(features)
         return sets.embeddings, sets.slots
-
-    def predict_sets(self, inputs: Tensor) -> SetPredictionOutput:
-        """Return the sets with slots and attention maps, of a tower with a head."""
-        assert self.head is not None
-        return self.head.predict(self.embedder(self.trunk(inputs)))
 
 
 class TwoTowers(nn.Module):
@@ -60,6 +56,7 @@ class TwoTowers(nn.Module):
         image, text: the towers.
         vocabulary: tokenizer of texts; None for that of the text trunk.
         inputs: ``"images"`` or ``"features"``, the inputs of the image tower.
+        head: ``"set"`` where embeddings are sets.
         similarity: of sets, perhaps with parameters; None for vectors, compared by cosine.
     """
 
@@ -67,6 +64,7 @@ class TwoTowers(nn.Module):
         super().__init__()
         self.image, self.text, self.vocabulary, self.inputs = image, text, vocabulary, inputs
         self.similarity: nn.Module | None = None
+        self.head = None if image.head is None else "set"
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that can be frozen: ``image_trunk``, ``image_embedder``, ... ``text_head``."""
@@ -77,11 +75,6 @@ class TwoTowers(nn.Module):
     def tokenizer(self) -> Callable[[list[str]], Tensor]:
         """From n texts to token ids (n, L)."""
         return self.text.trunk.tokenizer if self.vocabulary is None else self.vocabulary
-
-    @property
-    def head(self) -> str | None:
-        """``"set"`` where embeddings are sets."""
-        return None if self.image.head is None else "set"
 
     @property
     @torch.no_grad()
@@ -101,40 +94,30 @@ class TwoTowers(nn.Module):
 
     def predict_image_sets(self, images: Tensor) -> SetPredictionOutput:
         """Return the sets of images with slots and attention maps, of a model with a set head."""
-        return self.image.predict_sets(images)
+        tower: Any = self.image
+        return tower.head.predict(tower.embedder(tower.trunk(images)))
 
 
 def _normalized(embeddings: Tensor, normalize: bool) -> Tensor:
     return functional.normalize(embeddings.float(), dim=-1) if normalize else embeddings
 
 
-def build_towers(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> TwoTowers:
-    """Return the towers of a configuration, on the CPU, with weights by its seed.
-
-    Args:
-        config: what to build.
-        vocabulary: words of a text trunk ``gru``; by default those of the training captions.
-        pretrained: whether to load pretrained weights and word vectors; otherwise all are random.
-
-    Raises:
-        UserError: an unknown name or option, or weights or captions that cannot be read.
-    """
+def build_towers(config: Config, vocabulary: Vocabulary | None, *, pretrained: bool) -> TwoTowers:
+    """Return the towers of :func:`~vl_plugins.integrations.pytorch_metric_learning.build_objective`."""
     words: dict[str, Any] = {}
-    if split(config.text.trunk)[0] == "gru":
-        with user_errors("text.vocabulary"):
-            if vocabulary is None:
-                captions = read_collection(config.data.train).captions
-                vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
-        path = split(config.text.trunk)[1].get("word_vectors")
+    name, options = split(config.text.trunk)
+    if name == "gru":
+        if vocabulary is None:
+            captions = read_collection(config.data.train).captions
+            vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
+        path = options.get("word_vectors")
         vectors = read_word_vectors(path, vocabulary) if path and pretrained else None
         words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
     torch.manual_seed(config.seed)
     check_sizes("configuration", [asdict(config.image), asdict(config.text), config.dim, config.head])
     image_trunk = _trunk("image", config.image, {}, pretrained)
-    if (config.data.inputs == "features") != isinstance(image_trunk, FeatureTrunk):
-        raise UserError(f"image.trunk {config.image.trunk} does not take data.inputs {config.data.inputs!r}")
     text_trunk = _trunk("text", config.text, words, pretrained)
-    image, text = _tower(config, "image", image_trunk), _tower(config, "text", text_trunk)
+    image, text = _tower(config, config.image, image_trunk), _tower(config, config.text, text_trunk)
     return TwoTowers(image, text, vocabulary, config.data.inputs)
 
 
@@ -142,18 +125,16 @@ def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: 
     name, options = split(settings.trunk)
     factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
     if not pretrained:
-        options |= {option: None for option in ("pretrained", "weights") if option in options_of(factory)}
-    with user_errors(f"{side}.trunk {name!r}"):
-        return factory(**options | words)
+        options |= {"pretrained": False} if "pretrained" in options_of(factory) else {}
+        options.pop("weights", None)  # of a checkpoint of 0.2
+    return factory(**options | words)
 
 
-def _tower(config: Config, side: str, trunk: Any) -> Tower:
-    settings: TowerConfig = getattr(config, side)
-    with user_errors(side):
-        embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
+def _tower(config: Config, settings: TowerConfig, trunk: Any) -> Tower:
+    embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
     if config.head is None:
         return Tower(trunk, embedder, None)
-    with user_errors("head"):
-        _, options = split(config.head)
-        prediction = SetPrediction(**{"dim": config.dim, "local_dim": embedder.local_width, **options})
+    name, options = split(config.head)
+    one_of("head", name, ["set"])
+    prediction = SetPrediction(**{"dim": config.dim, "local_dim": embedder.local_width, **options})
     return Tower(trunk, embedder, SetHead(prediction))

@@ -1,9 +1,7 @@
 """Recalls of image-text retrieval as an evaluator of sentence-transformers."""
 
-import csv
 from collections.abc import Callable, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +30,10 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         images: R inputs of the model, such as PIL images, given to ``encode_query``.
         captions: for each of them a caption or a list of captions, given to ``encode_document``.
         image_ids: R hashable ids; rows of one id are one image. By default every row is another image.
-        name: of the data, a prefix of the metrics and part of the name of the CSV file.
+        name: of the data, a prefix of the metrics.
         batch_size: of encoding.
         similarity_fct: from images (i, D) and captions (c, D), or sets with zeros as padding, to similarities (i, c),
             such as :func:`smooth_chamfer_scores`. By default ``model.similarity``.
-        write_csv: append the metrics to ``cross_modal_retrieval_<name>_results.csv`` in the output folder.
 
     Raises:
         ValueError: the numbers of images, captions and ids differ.
@@ -50,7 +47,6 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         name: str = "",
         batch_size: int = 32,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] | None = None,
-        write_csv: bool = True,
     ):
         super().__init__()
         image_ids = range(len(images)) if image_ids is None else image_ids
@@ -61,14 +57,13 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         owners = [place[image_id] for image_id, row, _ in rows for _ in row]
         self.images, self.rows = images, list(row_of_image.values())
         self.captions, self.image_of_caption = list(chain.from_iterable(texts)), torch.tensor(owners)
-        self.name, self.batch_size, self.similarity_fct, self.write_csv = name, batch_size, similarity_fct, write_csv
-        self.csv_file = f"cross_modal_retrieval{'_' if name else ''}{name}_results.csv"
+        self.name, self.batch_size, self.similarity_fct = name, batch_size, similarity_fct
         self.primary_metric = "rsum"
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, float]:
-        """Return the metrics of a model by name."""
+        """Return the metrics of a model by name; the trainer logs them, and nothing is written to ``output_path``."""
         options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
         images = self._encode(model.encode_query, self.images, self.rows, options)
         captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
@@ -81,12 +76,6 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
                 images, captions, similarity = normalize(images.float()), normalize(captions.float()), None
         found = retrieval_metrics(retrieval_ranks(images, captions, self.image_of_caption, similarity))
         metrics = {metric: found[metric] for metric in METRICS}
-        if output_path is not None and self.write_csv:
-            file = Path(output_path, self.csv_file)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            row = {"epoch": epoch, "steps": steps} | metrics
-            with file.open("a", newline="", encoding="utf-8") as stream:
-                csv.writer(stream).writerows([*([] if stream.tell() else [row.keys()]), row.values()])
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics

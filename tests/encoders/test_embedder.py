@@ -76,17 +76,3 @@ def test_linear_maps_start_as_those_of_vse_plus_plus():
         assert 0.95 * bound < layer.weight.abs().max() <= bound
         assert (layer.bias == 0).all()
     assert embedder.projection.mlp[0].out_features == 100
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"pooling": "mean"}, "unknown pooling 'mean'"),
-        ({"projection": "mlp"}, "unknown projection 'mlp'"),
-        ({"pooling": "own", "pooled_width": None}, r"^pooling 'own' needs a trunk that pools; use one of avg,"),
-        ({"projection": "none"}, r"^projection 'none' needs features of width dim=4, got 6; use 'linear'$"),
-    ],
-)
-def test_wrong_options(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        Embedder(**{"local_width": WIDTH, "pooled_width": POOLED_WIDTH, "dim": DIM, **options})

@@ -1,6 +1,3 @@
-import pickle
-
-import numpy as np
 import torch
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
@@ -17,14 +14,6 @@ def test_rows_of_zeros_are_padding():
     assert output.local is features
     assert output.padding_mask.tolist() == [[False, False, True, False], [False] * 4]
     assert_keeps_the_promises_of_trunks(FeatureTrunk(width=6, dropout=0.5), torch.rand(3, 4, 6))
-
-
-def test_arrays_become_tensors():
-    transform = pickle.loads(pickle.dumps(FeatureTrunk(width=3).image_transform(True)))
-    array = np.arange(6, dtype=np.float16).reshape(2, 3)
-    array.flags.writeable = False
-    tensor = transform(array)
-    assert (tensor.dtype, tensor.tolist()) == (torch.float32, [[0, 1, 2], [3, 4, 5]])
 
 
 def test_positions_are_dropped_at_the_rate_but_one_stays():

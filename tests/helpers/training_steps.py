@@ -6,7 +6,7 @@ from vl_plugins.encoders import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning import build_objective, read_config
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, overrides
 from vl_plugins.integrations.pytorch_metric_learning.config import Config
-from vl_plugins.integrations.pytorch_metric_learning.objective import Schedule, make_optimizer
+from vl_plugins.integrations.pytorch_metric_learning.objective import make_optimizer, make_scheduler
 
 
 def config_of_command(argv):
@@ -25,14 +25,14 @@ def step_of_each_stage(config: Config) -> None:
     for stage in config.schedule:
         objective.set_mode(stage)
         optimizer = make_optimizer(stage, objective)
-        schedule = Schedule(stage, optimizer, steps_per_epoch=1)
-        assert not schedule.mismatch
+        scheduler, interval = make_scheduler(stage, optimizer, steps_per_epoch=1)
+        length = (stage.lr_scheduler or {}).get("T_max", stage.epochs)
+        assert (interval, length) == (1, stage.epochs)
         before = [parameter.clone() for group in optimizer.param_groups for parameter in group["params"]]
         objective(images, texts, torch.arange(2)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step("iteration")
-        schedule.step("epoch", rsum=1.0)
+        scheduler.step()
         after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
         assert all(parameter.isfinite().all() for parameter in after)

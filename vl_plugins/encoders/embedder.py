@@ -27,11 +27,9 @@ class Embedder(nn.Module):
 
     Attributes:
         local_width: width of the local features of the output.
-        dim: D.
 
     Raises:
-        ValueError: an unknown name, ``own`` pooling for a trunk that does not pool, or no projection between different
-            widths.
+        ValueError: an unknown name, or ``own`` pooling for a trunk that does not pool.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives, Section 3.1.
@@ -44,12 +42,7 @@ class Embedder(nn.Module):
     """
 
     def __init__(
-        self,
-        local_width: int,
-        pooled_width: int | None,
-        dim: int,
-        pooling: str = "avg",
-        projection: str = "linear",
+        self, local_width: int, pooled_width: int | None, dim: int, pooling: str = "avg", projection: str = "linear"
     ):
         super().__init__()
         one_of("pooling", pooling, (*POOLINGS, "own"))
@@ -59,11 +52,8 @@ class Embedder(nn.Module):
         self.dim, self.local_width = dim, local_width if pooling == "own" else dim
         pool: Any = POOLINGS.get(pooling)
         self.pool = pool() if isinstance(pool, type) else pool
-        one_of("projection", projection, ("linear", "none", "residual_mlp"))
-        if projection == "none" and width != dim:
-            raise ValueError(f"projection 'none' needs features of width dim={dim}, got {width}; use 'linear'")
         makers: dict[str, Any] = {"linear": _linear, "none": nn.Identity, "residual_mlp": ResidualMLP}
-        self.projection = makers[projection](width, dim)
+        self.projection = makers[one_of("projection", projection, makers)](width, dim)
 
     def forward(self, features: TowerFeatures) -> TowerFeatures:
         """Return the features with the embeddings as ``pooled`` (B, D)."""

@@ -26,10 +26,6 @@ class GRUTrunk(nn.Module):
             stays.
         local: the local features: ``"states"``, or ``"words"``, the word vectors, as in DivE.
 
-    Attributes:
-        local_width: H, or word_dim.
-        pooled_width: H.
-
     Raises:
         ValueError: an unknown ``local``.
 

@@ -1,9 +1,9 @@
 """Region or grid features that were computed beforehand, and dropout of whole positions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ class FeatureTrunk(nn.Module):
 
     def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
         """Return a function from an array (N, W) to a tensor."""
-        return _to_tensor
+        return partial(torch.tensor, dtype=torch.float32)
 
 
 def drop_positions(padding_mask: Tensor, rate: float) -> Tensor:
@@ -53,7 +53,3 @@ def drop_positions(padding_mask: Tensor, rate: float) -> Tensor:
     """
     noise = torch.rand(padding_mask.shape, device=padding_mask.device).masked_fill(padding_mask, -1)
     return padding_mask | ((noise < rate) & (noise < noise.amax(dim=1, keepdim=True)))
-
-
-def _to_tensor(features: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(features).astype(np.float32))

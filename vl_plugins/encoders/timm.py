@@ -1,12 +1,12 @@
 """Image models of timm."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import require
 from vl_plugins.modules import TowerFeatures
 
 __all__ = ["TimmTrunk"]
@@ -25,8 +25,6 @@ class TimmTrunk(nn.Module):
     Args:
         model: name of a model, with or without the tag of its weights: ``"resnet152.tv_in1k"``.
         pretrained: whether to load the weights of timm: those of the tag, or the model's default ones.
-        weights: file of weights to load instead, of torch or safetensors, for models of the same sizes. A classifier in
-            it is left out.
         image_size: height and width of images in pixels, or both in one number; by default those of the weights.
         crop_area: least and largest share of the picture's area in a random crop of training. VSE++ has 0.08 to 1, the
             default of timm and torchvision for classification, which cuts off most of what a caption says.
@@ -38,14 +36,13 @@ class TimmTrunk(nn.Module):
         image_size: (height, width).
 
     Raises:
-        ValueError: an option that timm would read a file by, or a file that lacks weights; timm raises other errors.
+        ValueError: an option that timm would read a file by; timm raises other errors.
     """
 
     def __init__(
         self,
         model: str,
         pretrained: bool = False,
-        weights: str | Path | None = None,
         image_size: int | tuple[int, int] | None = None,
         crop_area: Sequence[float] = (0.5, 1.0),
         horizontal_flip: float = 0.5,
@@ -54,59 +51,35 @@ class TimmTrunk(nn.Module):
     ):
         super().__init__()
         for name in FILE_OPTIONS.intersection(options):
-            raise ValueError(f"{name} is not supported: give a file of weights with the option weights")
-        self.crop_area, self.horizontal_flip, self.crop_pct = tuple(crop_area), horizontal_flip, crop_pct
+            raise ValueError(f"{name} is not supported: for weights of your own, use the model 'local-dir:FOLDER'")
         timm = require("timm", extra="timm")
         size = (image_size, image_size) if isinstance(image_size, int) else image_size and tuple(image_size)
         # Other models take images of any size, and have no such option.
-        if size and timm.get_pretrained_cfg(model, allow_unregistered=False).fixed_input_size:
+        if size and getattr(timm.get_pretrained_cfg(model), "fixed_input_size", False):
             options = {"img_size": size} | options
         self.model = timm.create_model(model, pretrained, **{"num_classes": 0} | options)
-        if weights is not None:
-            read = timm.models.load_checkpoint(self.model, str(weights), strict=False, weights_only=True)
-            if read.missing_keys:  # they would stay random
-                raise ValueError(f"{weights} does not have the weights {', '.join(read.missing_keys[:3])}")
         self.local_width, self.pooled_width = self.model.num_features, self.model.head_hidden_size
-        self.image_size = size or self._data_config()["input_size"][1:]
+        config = timm.data.resolve_model_data_config(self.model)
+        self.image_size = size or config["input_size"][1:]
+        config |= {"input_size": (3, *self.image_size)} | ({} if crop_pct is None else {"crop_pct": crop_pct})
+        config |= {"scale": tuple(crop_area), "hflip": horizontal_flip, "color_jitter": None}
+        self._transform = partial(timm.data.create_transform, **config)
 
     def forward(self, images: Tensor) -> TowerFeatures:
-        """Return the features of images (B, 3, H, W).
-
-        Raises:
-            UserError: a model whose features are neither maps nor tokens.
-        """
+        """Return the features of images (B, 3, H, W)."""
         output = self.model.forward_features(images)
         pooled = self.model.forward_head(output, pre_logits=True)
-        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
-        if len(shape) == 4:
+        if output.ndim == 4:
             maps = output if getattr(self.model, "output_fmt", "NCHW") == "NHWC" else output.permute(0, 2, 3, 1)
             return TowerFeatures(maps.flatten(1, 2), pooled, None, tuple(maps.shape[1:3]), has_positions=False)
         # Models without this number have a class token if they pool by it.
         by_token = getattr(self.model, "global_pool", None) == "token"
-        prefix = getattr(self.model, "num_prefix_tokens", int(by_token))
-        if len(shape) == 3 and shape[1] > prefix:
-            local = output[:, prefix:]
-            return TowerFeatures(local, pooled, None, self._grid(images, local.shape[1]), has_positions=True)
-        raise UserError(
-            f"timm model {type(self.model).__name__} has no local features: its output has the shape {shape}"
-        )
+        local = output[:, getattr(self.model, "num_prefix_tokens", int(by_token)) :]
+        grid_size = getattr(getattr(self.model, "patch_embed", None), "dynamic_feat_size", None)
+        grid = grid_size and tuple(grid_size(tuple(images.shape[2:])))
+        has_all_patches = grid and grid[0] * grid[1] == local.shape[1]
+        return TowerFeatures(local, pooled, None, grid if has_all_patches else None, has_positions=True)
 
     def image_transform(self, is_train: bool) -> Callable[[Any], Tensor]:
         """Return timm's transform of pictures for the model: random crop and flip in training, or a center crop."""
-        config = self._data_config() | {"input_size": (3, *self.image_size)}
-        if self.crop_pct is not None:
-            config["crop_pct"] = self.crop_pct
-        create_transform = require("timm.data", extra="timm").create_transform
-        return create_transform(
-            **config, is_training=is_train, scale=self.crop_area, hflip=self.horizontal_flip, color_jitter=None
-        )
-
-    def _data_config(self) -> dict[str, Any]:
-        return require("timm.data", extra="timm").resolve_model_data_config(self.model)
-
-    def _grid(self, images: Tensor, length: int) -> tuple[int, int] | None:
-        grid_size = getattr(getattr(self.model, "patch_embed", None), "dynamic_feat_size", None)
-        if grid_size is None:
-            return None
-        height, width = grid_size(tuple(images.shape[2:]))
-        return (height, width) if height * width == length else None  # None where patches are dropped
+        return self._transform(is_training=is_train)

@@ -27,7 +27,7 @@ class HuggingFaceTrunk(nn.Module):
             then ``model`` is not looked up, which needs no network.
 
     Raises:
-        UserError: it is anything but a text encoder, or it has no padding token; transformers raises other errors.
+        UserError: it is anything but a text encoder; transformers raises other errors.
     """
 
     def __init__(self, model: str, pretrained: bool = True, config: Mapping[str, Any] | None = None):
@@ -44,8 +44,6 @@ class HuggingFaceTrunk(nn.Module):
             auto_class = transformers.AutoModelForTextEncoding  # the encoder alone
         elif kind().is_encoder_decoder or kind not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
             raise UserError(f"{self.name}: {settings.model_type} is not a text encoder such as bert, roberta or t5")
-        if settings.pad_token_id is None:
-            raise UserError(f"{self.name}: the configuration has no pad_token_id")
         self.padding = settings.pad_token_id
         # Nothing would train the parameters of a pooling layer.
         takes_pooling = "add_pooling_layer" in signature(transformers.MODEL_MAPPING[kind]).parameters

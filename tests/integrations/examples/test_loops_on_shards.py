@@ -1,6 +1,6 @@
 """Loops with plain torch, Accelerate and Lightning take the steps of the plain formula on the joined batches."""
 
-import os
+import functools
 import re
 import tempfile
 from pathlib import Path
@@ -11,27 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.data import CaptionSampler, training_loader
+from vl_plugins.data import CaptionSampler
 
 accelerate = pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[pml]'")
 lightning = pytest.importorskip("lightning", reason="needs pip install 'vl_plugins[lightning]'")
-transformers = pytest.importorskip("transformers", reason="needs pip install 'vl_plugins[transformers]'")
 accelerate_loop = pytest.importorskip("vl_plugins.integrations.examples.accelerate_loop")
+transformers_trainer = pytest.importorskip("vl_plugins.integrations.examples.transformers_trainer")
 lightning_module = pytest.importorskip("vl_plugins.integrations.examples.lightning_module")
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/own_loop.md").read_text(encoding="utf-8")
-PLAIN, _, PREPARED, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+PLAIN, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 IMAGES, EPOCHS, LEARNING_RATE = 32, 2, 0.05  # of all processes
 
 
 @pytest.fixture(scope="module")
 def shards(toy_shards):
     return f"{toy_shards}/toy-train-{{000000..000007}}.tar"
-
-
-def model_and_dataset(shards):
-    torch.manual_seed(0)
-    return accelerate_loop.make_model_and_dataset(shards)
 
 
 def sgd(model):
@@ -54,68 +49,46 @@ def train_with_accelerate(model, dataset, world_size):
     accelerate_loop.train(accelerator, model, dataset, sgd(model), EPOCHS, IMAGES // world_size)
 
 
-def train_with_prepared_loader(model, dataset, world_size):
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    exec(PREPARED, variables := {})
-    accelerator = variables["accelerator"]
-    assert accelerator.num_processes == world_size
-    loader = variables["make_loader"](accelerator, dataset, IMAGES // world_size)
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    loss_function = create_loss("unified", margin=0.2, gather_across_devices=True)
-    for _ in range(EPOCHS):
-        for images, texts, labels in loader:
-            image_features, text_features, scale = model(images, texts)
-            optimizer.zero_grad()
-            accelerator.backward(loss_function(image_features, labels, ref_emb=text_features, scale=scale))
-            optimizer.step()
-
-
 class ModuleWithSGD(lightning_module.RetrievalModule):
     def configure_optimizers(self):
         return sgd(self)
 
 
-def lightning_trainer(world_size, **options):
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    strategy = "ddp" if world_size > 1 else "auto"
-    return lightning.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **quiet, **options)
-
-
 def train_with_lightning(model, dataset, world_size):
-    trainer = lightning_trainer(world_size, max_epochs=EPOCHS, use_distributed_sampler=False)
+    options = {"accelerator": "cpu", "devices": world_size, "strategy": "ddp" if world_size > 1 else "auto"}
+    options |= dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = lightning.Trainer(max_epochs=EPOCHS, use_distributed_sampler=False, **options)
     trainer.fit(ModuleWithSGD(model, dataset, IMAGES // world_size))
 
 
 def train_with_trainer(model, dataset, world_size):
-    exec(PREPARED, variables := {})
-    loss_function = create_loss("unified", margin=0.2, gather_across_devices=True)
-
-    class TrainerOnShards(transformers.Trainer):
-        def get_train_dataloader(self):
-            return variables["make_loader"](self.accelerator, dataset, IMAGES // world_size)
-
-        def compute_loss(self, model, inputs, **kwargs):
-            images, texts, labels = inputs
-            image_features, text_features, scale = model(images, texts)
-            return loss_function(image_features, labels, ref_emb=text_features, scale=scale)
-
     options = {"optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0}
-    options |= {"accelerator_config": {"split_batches": True}, "num_train_epochs": EPOCHS, "save_strategy": "no"}
+    options |= {"num_train_epochs": EPOCHS, "per_device_train_batch_size": IMAGES // world_size}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none", disable_tqdm=True, **options)
-        TrainerOnShards(model, arguments, train_dataset=dataset).train()
+        transformers_trainer.train(model, dataset, output_dir=folder, use_cpu=True, disable_tqdm=True, **options)
 
 
-def train_in_process(rank, train, shards, world_size):
-    model, dataset = model_and_dataset(shards)
+def of_open_clip(model, images, texts):
+    return model(images, texts)
+
+
+def of_transformers(model, images, texts):
+    outputs = model(pixel_values=images, input_ids=texts)
+    return outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp()
+
+
+def train_in_process(rank, make, train, shards, world_size):
+    torch.manual_seed(0)
+    model, dataset = make(shards)
     train(model, dataset, world_size)
     return weights(model)
 
 
-@pytest.fixture(scope="module")
-def expected(shards):
-    """Weights before, and after the steps of the plain formula on batches of one process."""
-    model, dataset = model_and_dataset(shards)
+@functools.cache
+def train_by_the_formula(make, embed, shards):
+    """Return the weights before, and after the steps of the plain formula on batches of one process."""
+    torch.manual_seed(0)
+    model, dataset = make(shards)
     before, optimizer = weights(model), sgd(model)
     sampler = CaptionSampler(dataset.collection, IMAGES, captions_per_image="all", rank=0, world_size=1)
     positives = torch.eye(IMAGES, dtype=torch.bool).repeat_interleave(5, dim=1)
@@ -125,7 +98,7 @@ def expected(shards):
         assert len(items) == 64
         for batch in (items[:IMAGES], items[IMAGES:]):
             texts = dataset.tokenizer([caption for item in batch for caption in item.captions])
-            images, texts, scale = model(torch.stack([item.image for item in batch]), texts)
+            images, texts, scale = embed(model, torch.stack([item.image for item in batch]), texts)
             loss = create_loss("unified", margin=0.2)
             optimizer.zero_grad()
             loss.from_similarities(images @ texts.T, positives, ~positives, scale=scale).backward()
@@ -133,51 +106,16 @@ def expected(shards):
     return before, weights(model)
 
 
-@pytest.mark.parametrize(
-    "train",
-    [train_plain, train_with_accelerate, train_with_prepared_loader, train_with_lightning, train_with_trainer],
-)
-def test_steps_are_those_of_the_plain_formula(train, shards, expected):
-    before, after = expected
+OPEN_CLIP = accelerate_loop.make_model_and_dataset, of_open_clip
+LOOPS = {train_plain: OPEN_CLIP, train_with_accelerate: OPEN_CLIP, train_with_lightning: OPEN_CLIP}
+LOOPS |= {train_with_trainer: (transformers_trainer.make_model_and_dataset, of_transformers)}
+
+
+@pytest.mark.parametrize("train", LOOPS)
+def test_steps_are_those_of_the_plain_formula(train, shards):
+    make, embed = LOOPS[train]
+    before, after = train_by_the_formula(make, embed, shards)
     assert (after - before).abs().max() > 1e-3
     for world_size in (1, 2):
-        for found in in_processes(train_in_process, world_size, train, shards, world_size):
+        for found in in_processes(train_in_process, world_size, make, train, shards, world_size):
             torch.testing.assert_close(found, after, rtol=0, atol=1e-5)
-
-
-def read_dispatched(rank, shards):
-    """Return texts and labels of a batch that the first process has read and cut."""
-    _, dataset = model_and_dataset(shards)
-    configuration = accelerate.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
-    sampler = CaptionSampler(dataset.collection, 16, captions_per_image="all", rank=0, world_size=1)
-    return next(iter(accelerator.prepare(training_loader(dataset, sampler))))[1:]
-
-
-def test_dispatched_batches_lose_four_of_five_captions(shards):
-    """Unless they are nested, see tests/data/test_dataset.py."""
-    for texts, labels in in_processes(read_dispatched, 2, shards):
-        assert (len(texts), len(labels)) == (8, 8)
-
-
-def train_without_scale(rank, shards):
-    """Return what torch says where the loss leaves out the scale, and the weights with the scale frozen."""
-    model, dataset = model_and_dataset(shards)
-    exec(PLAIN.replace(", scale=scale", ""), variables := {})
-    message = ""
-    for frozen in (False, True):
-        model.logit_scale.requires_grad_(not frozen)
-        try:
-            variables["train"](DistributedDataParallel(model), dataset, sgd(model), "cpu", 1, 8)
-        except RuntimeError as error:
-            message += str(error)
-    return message, weights(model)
-
-
-def test_distributed_data_parallel_needs_the_scale_or_a_frozen_one(shards):
-    """As the page of troubleshooting says."""
-    (message, first), (other_message, second) = in_processes(train_without_scale, 2, shards)
-    for text in (message, other_message):
-        assert text.startswith("Expected to have finished reduction in the prior iteration")
-        assert text.count("Expected to have finished") == 1
-    assert torch.equal(first, second)

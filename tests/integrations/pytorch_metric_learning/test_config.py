@@ -3,16 +3,13 @@
 from dataclasses import asdict
 
 import pytest
-import torch
 import yaml
 from accelerate.state import AcceleratorState
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.training_steps import config_of_command
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import main, parse_config, read_config
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
 
 
@@ -44,19 +41,16 @@ def test_values_refer_to_others():
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${${seed}:HOME}", "${.${oc.env:HOME}}"])
-def test_nothing_else_is_resolved(tmp_path, value):
-    plain = settings(loss={"name": "unified", "options": [{"a": value}]})
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(plain))
-    content = {"format": FORMAT, "version": 2, "config": plain, "vocabulary": None}
-    torch.save(content, tmp_path / "a.pt")
-    for read in (
-        lambda: parse_config(plain),
-        lambda: parse_config(settings(), {"loss": value}),
-        lambda: read_config(tmp_path / "a.yaml"),
-        lambda: load_model(tmp_path / "a.pt"),
-    ):
-        with pytest.raises(UserError, match="only references to other values"):
-            read()
+def test_nothing_else_is_resolved(value):
+    with pytest.raises(UserError, match="only references to other values"):
+        parse_config(settings(loss={"name": "unified", "options": [{"a": value}]}))
+
+
+def test_a_file_cannot_name_a_class_by_its_module(tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings(miner="os:system", loss={"name": "${miner}"})))
+    with pytest.raises(UserError, match="files name registered losses only"):
+        read_config(tmp_path / "a.yaml", {"loss.scale": 1})
+    assert read_config(tmp_path / "a.yaml", {"loss": "own:Loss"}).loss == "own:Loss"
 
 
 def test_values_of_the_command_line(config):
@@ -68,7 +62,7 @@ def test_values_of_the_command_line(config):
     assert read("--loss-kwargs", "warmup_steps=5").loss == {"name": "triplet_hn", "margin": 0.3, "warmup_steps": 5}
     changed = read(
         *("--train-data", "a-{0..1}.tar::b.tar", "--val-data", "b.tar"),
-        *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "reducer.collect_stats=true"),
+        *("--set", "training.optimizer.lr=1e-5", "training.freeze=['text_trunk']", "one_set=true"),
         *("--set", "miner=BatchHardMiner", "head={name: set, num_slots: 2}", "dim=8", "distance=null"),
         *("--set", "loss.distance.p=1", "loss.distance.name=LpDistance", "stages.0.epochs=4"),
     )
@@ -77,7 +71,7 @@ def test_values_of_the_command_line(config):
     assert (changed.data.train, changed.data.val, changed.dim) == ("a-{0..1}.tar::b.tar", "b.tar", 8)
     assert changed.training.optimizer == {"name": "Adam", "lr": 1e-5}
     assert changed.training.freeze == ["text_trunk"]
-    assert changed.reducer == {"name": "SumReducer", "collect_stats": True}
+    assert changed.one_set is True
     assert (changed.miner, changed.head, changed.distance) == ("BatchHardMiner", {"name": "set", "num_slots": 2}, None)
 
 
@@ -85,36 +79,19 @@ def test_files(config, monkeypatch):
     config.write_text(yaml.safe_dump(settings()).replace("lr: 0.01", "lr: 1e-4"))
     assert read_config(config).training.optimizer["lr"] == 1e-4, "which YAML 1.1 takes for text"
     assert parse_config(asdict(read_config(config))) == read_config(config)
-    for broken, message in (("- a", "config.yaml"), ("dim: 1\ndim: 2", "a key is given twice")):
-        config.write_text(broken)
-        with pytest.raises(UserError, match=message):
-            read_config(config)
+    config.write_text("dim: 1\ndim: 2")
+    with pytest.raises(UserError, match="a key is given twice"):
+        read_config(config)
     monkeypatch.chdir("/")
     assert read_config("toy.yaml").loss["name"] == "unified"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epochs": 3}, "epochs: Key 'epochs' not in 'Config'"),
-        ({"data": {"train": "???"}}, "data.train: .*missing mandatory value: train"),
-        ({"head": "linear"}, "unknown head 'linear'; known: set"),
-        ({"training": {"clip_grad_norm": -1}}, "clip_grad_norm must be > 0, or null"),
-        ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": "${no}"}}}, "Interpolation key 'no' not found"),
-    ],
-)
-def test_errors_name_the_value(changes, message):
-    with pytest.raises(UserError, match=message):
-        parse_config(settings(**changes))
-
-
-@pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--loss", "unifed"], "unknown loss 'unifed' (did you mean 'unified'?)"),
         (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
         (["--set", "dim={"], "--set dim={: "),
-        (["--set", "stages.2.epochs=1"], "stages"),
+        (["--set", "data.epochs=3"], "data.epochs: Key 'epochs' not in 'DataConfig'"),
         (["--precision", "fp16"], "--precision fp16: not on the device cpu"),
         ([], "1 of 1 shards do not exist: none.tar"),
     ],

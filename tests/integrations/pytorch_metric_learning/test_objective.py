@@ -8,10 +8,9 @@ from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.encoders import Vocabulary
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning import build_objective, make_accelerator, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, Schedule, make_optimizer
+from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, make_optimizer, make_scheduler
 
 IMAGES, REGIONS, WIDTH, DIM, CAPTIONS = 8, 3, 6, 8, 2
 LABELS = torch.tensor([0, 1, 2, 3, 4, 1, 6, 7])  # image 5 is of the group of image 1
@@ -159,61 +158,11 @@ STEP_LR = {"name": "StepLR", "step_size": 2, "gamma": 0.5}
         (None, [1, 1, 1, 1]),
         (STEP_LR, [1, 0.5, 0.5, 0.25]),
         ({**STEP_LR, "by": "iteration"}, [1 / 4, 1 / 16, 1 / 64, 1 / 256]),
-        ({"name": "ReduceLROnPlateau", "patience": 0, "factor": 0.5}, [1, 1, 0.5, 0.25]),
     ],
 )
-def test_schedules_step_by_what_they_say_and_can_be_repeated(scheduler, rates):
-    """Four steps an epoch; the RSUM grows in the second epoch only. A rate is that after the epoch."""
-    stage = StageConfig(epochs=4, optimizer={"name": "SGD", "lr": 1.0}, lr_scheduler=scheduler)
-    _, objective = make()
-    history = [{"rsum": rsum} for rsum in (1.0, 2.0, 2.0, 1.5)]
-    optimizer, schedules = make_optimizer(stage, objective), []
-    schedule = Schedule(stage, optimizer, steps_per_epoch=4)
-    for metrics in history:
-        for _ in range(4):
-            optimizer.step()
-            schedule.step("iteration")
-        schedule.step("epoch", metrics["rsum"])
-        schedules.append(optimizer.param_groups[0]["lr"])
-    assert schedules == rates
-    again = make_optimizer(stage, objective)
-    Schedule(stage, again, steps_per_epoch=4).replay(history)
-    assert again.param_groups[0]["lr"] == schedules[-1]
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "length"),
-    [
-        ({"name": "CosineAnnealingLR", "T_max": 3}, 3),
-        ({"name": "CosineAnnealingLR", "T_max": 5, "by": "iteration"}, 12),
-        ({"name": "OneCycleLR", "max_lr": 1, "total_steps": 12, "by": "iteration"}, 12),
-    ],
-)
-def test_schedules_of_another_length_than_the_stage(scheduler, length):
-    stage, objective = make(training={"epochs": 3, "lr_scheduler": scheduler})
-    mismatch = Schedule(stage, make_optimizer(stage, objective), steps_per_epoch=4).mismatch
-    fits = length in scheduler.values()
-    assert mismatch.endswith("" if fits else f"it has 5 steps (by iteration), but the stage has {length}")
-    assert fits == (mismatch == "")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": {"trunk": "timm"}}, "image.trunk 'timm'"),
-        ({"data": {"inputs": "images"}}, "does not take data.inputs 'images'"),
-        ({"training": {"lr_scale": {"metric_loss": 2}}}, "unknown part 'metric_loss'"),
-        ({"training": {"freeze": ["image_embedder", "text_trunk"]}}, "optimizer 'SGD': .* empty parameter list"),
-        ({"training": {"lr_scheduler": {"name": "StepLR", "step_size": 1, "by": "batch"}}}, "lr_scheduler.by 'batch'"),
-        ({"training": {"lr_scheduler": "StepLR"}}, "lr_scheduler 'StepLR': .*step_size"),
-        ({"head": {"name": "set", "num_slots": 0}}, "head: num_slots must be"),
-        ({"loss": {"name": "unified", "scale": 0}}, "loss or miner: scale must be a finite number"),
-    ],
-)
-def test_errors_name_the_part(changes, message):
-    def make_all():
-        stage, objective = make(**changes)
-        Schedule(stage, make_optimizer(stage, objective), steps_per_epoch=1)
-
-    with pytest.raises(UserError, match=message):
-        make_all()
+def test_rates_after_epochs_of_four_steps(scheduler, rates):
+    stage, objective = make(training={"optimizer": {"name": "SGD", "lr": 1.0}, "lr_scheduler": scheduler})
+    for epochs, rate in enumerate(rates, 1):
+        optimizer = make_optimizer(stage, objective)
+        make_scheduler(stage, optimizer, 4, epochs)
+        assert optimizer.param_groups[0]["lr"] == rate

@@ -15,9 +15,6 @@ from torch.multiprocessing import ProcessExitedException
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
-from vl_plugins.data.sources import read_karpathy
-from vl_plugins.data.toy import write_toy_scenes
-from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
@@ -111,32 +108,23 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
     torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
 
 
-def test_a_run_is_moved_and_extended(toy_shards, tmp_path, caplog):
+@pytest.mark.parametrize(("by", "length"), [("epoch", 4), ("iteration", 16)])
+def test_a_run_is_extended(by, length, toy_shards, tmp_path, caplog):
     """With a schedule of the final length, it is the longer run; what changed is one warning."""
-    scheduler = {"name": "CosineAnnealingLR", "T_max": 4}
+    scheduler = {"name": "CosineAnnealingLR", "T_max": length, "by": by}
     training = {"epochs": 2, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}}
     train(settings(toy_shards, training=training), tmp_path / "short")
-    assert "it has 4 steps (by epoch), but the stage has 2" in caplog.text
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(toy_shards, moved / "shards")
-    shutil.move(tmp_path / "short", moved / "run")
-    longer = settings(moved / "shards", training={**training, "epochs": 4})
-    train(settings(toy_shards, training={**training, "epochs": 4}), tmp_path / "long")
-    caplog.clear()
-    train(longer, moved / "run", resume=True)
+    longer = settings(toy_shards, training={**training, "epochs": 4})
+    train(longer, tmp_path / "long")
+    train(longer, tmp_path / "short", resume=True)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "resuming after epoch 2 with changes: " in warning
-    assert "training.epochs from 2 to 4" in warning
-    assert f"data.train from {toy_shards}/" in warning
-    assert results(moved / "run") == results(tmp_path / "long")
-    torch.testing.assert_close(weights(moved / "run"), weights(tmp_path / "long"), rtol=0, atol=0)
+    assert warning == "resuming after epoch 2 with changes in: training"
+    assert results(tmp_path / "short") == results(tmp_path / "long")
+    torch.testing.assert_close(weights(tmp_path / "short"), weights(tmp_path / "long"), rtol=0, atol=0)
 
 
 def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     plain, folder = trained
-    (tmp_path / LATEST).write_bytes((folder / LATEST).read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"latest\.pt: it is damaged, or holds more"):
-        train(plain, tmp_path, resume=True)
     torch.save({"weights": 1}, tmp_path / LATEST)
     with pytest.raises(UserError, match="is not of this version"):
         train(plain, tmp_path, resume=True)
@@ -154,7 +142,7 @@ def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
             {"loss": {"name": "ProxyAnchorLoss", "num_classes": 15, "embedding_size": 16}, "one_set": True},
             "at least 16",
         ),
-        ({"training": {"lr_scheduler": "ReduceLROnPlateau"}, "data": {"val": None}}, "needs validation"),
+        ({"stages": [{}, {"lr_scheduler": {"name": "StepLR", "step_size": "one"}}]}, "unsupported operand"),
         (
             {"image": {"trunk": {"name": "features", "width": 4}, "pooling": "avg"}, "data": {"inputs": "features"}},
             r"image 0, in .*: it has no features, expected npy",
@@ -162,17 +150,16 @@ def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
     ],
 )
 def test_errors_come_before_anything_is_written(toy_shards, tmp_path, changes, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((TypeError, UserError), match=message):
         train(settings(toy_shards, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("log_every", "step"), [(2, 2), (100, 3)])
-def test_a_loss_that_is_not_finite_stops_the_run(toy_shards, tmp_path, log_every, step):
-    """At the next report, or at the end of the epoch, before a checkpoint."""
-    plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}}, log_every=log_every)
-    with pytest.raises(UserError, match=f"the loss is nan at step {step} of epoch 1"):
+def test_a_loss_that_is_not_finite_stops_the_run_before_a_checkpoint(toy_shards, tmp_path):
+    plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}})
+    with pytest.raises(UserError, match="the loss is nan at the end of epoch 1"):
         train(plain, tmp_path)
+    assert not (tmp_path / LATEST).exists()
 
 
 def test_a_learned_similarity_of_sets_is_trained_saved_and_resumed(toy_shards, tmp_path):
@@ -230,32 +217,3 @@ def test_the_toy_recipe_in_half_precision(toy_shards, tmp_path, precision):
     flags = f"--precision {precision} --device cuda --out {tmp_path} --set training.epochs=3 data.batch_size=16"
     assert main(f"--config toy.yaml {data} {flags} text.vocabulary.min_count=1".split()) == 0
     assert [row["epoch"] for row in results(tmp_path)] == [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory):
-    """Shards of 256 toy scenes to train on, and of 24 to evaluate."""
-    folder = tmp_path_factory.mktemp("scenes")
-    write_toy_scenes(folder, train=256, val=24, test=1)
-    write_shards(read_karpathy(folder / "dataset_toy.json", "coco"), folder, folder, samples_per_shard=128)
-    return folder
-
-
-SMALL = "image.trunk.model=test_efficientnet image.trunk.pretrained=false image.trunk.image_size=64 data.batch_size=32"
-SMALL += " data.workers=0 data.allow_duplicate_captions=true stages.0.epochs=1 stages.1.epochs=1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [("vsepp_flickr30k", ""), ("dive_resnet_152_flickr30k", "text.trunk.word_vectors=null")],
-)
-def test_recipes_run_to_the_end(recipe, changes, scenes, tmp_path, capsys):
-    """An epoch of each stage, with schedules, stages, losses and heads of the recipe."""
-    flags = f"--train-data {scenes}/toy-train-{{000000..000001}}.tar --val-data {scenes}/toy-val-000000.tar"
-    flags += f" --device cpu --out {tmp_path} --set {SMALL} {changes}"
-    assert main(f"--config {recipe}.yaml {flags}".split()) == 0
-    assert [row["epoch"] for row in results(tmp_path)] == [1, 2]
-    assert "stage 2 of 2: epochs 2 to 2" in capsys.readouterr().err
-    model, *_ = load_model(tmp_path / LATEST)
-    assert model.head == ("set" if "dive" in recipe else None)

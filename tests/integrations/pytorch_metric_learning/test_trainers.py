@@ -128,14 +128,6 @@ def test_batch_statistics_can_be_kept():
     assert models["image_trunk"][1].num_batches_tracked == 0
 
 
-def test_names_are_checked():
-    models = modules()
-    with pytest.raises(AssertionError, match='models must contain "text_trunk"'):
-        make_trainer({"image_trunk": models["image_trunk"]})
-    with pytest.raises(AssertionError, match="models keys must be one of image_trunk"):
-        make_trainer({**models, "trunk": models["image_trunk"]})
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_shards_are_read_from_any_epoch(toy_shards, workers):

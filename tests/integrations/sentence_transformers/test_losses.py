@@ -152,24 +152,21 @@ def test_vlc_is_multiple_negatives_ranking_loss():
     torch.testing.assert_close(found, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("labels", [torch.rand(6), torch.ones(6, 2, dtype=torch.long)])
-def test_labels_are_image_ids(labels):
-    with pytest.raises(ValueError, match="integer image ids"):
-        RetrievalLoss(Lookup())(make_batch(1, 0)[0], labels)
-
-
-def test_flattened_inputs_need_labels():
+@pytest.mark.parametrize(
+    ("kind", "name", "labels", "message"),
+    [
+        (RetrievalLoss, "unified", torch.rand(6), "integer image ids"),
+        (RetrievalLoss, "unified", torch.ones(6, 2, dtype=torch.long), "integer image ids"),
+        (RetrievalLoss, "unified", None, "add a column `label`"),
+        (CachedRetrievalLoss, ProxyAnchorLoss(num_classes=3, embedding_size=8), torch.arange(6), "has parameters"),
+    ],
+)
+def test_rows_and_gradients_that_would_be_wrong(kind, name, labels, message):
+    """Flattened inputs have no rows, and the gradients of a loss's parameters would not be scaled."""
     columns, _ = make_batch(1, 0)
     columns[1] |= {"cu_seq_lens_q": torch.arange(7)}
-    with pytest.raises(ValueError, match="add a column `label`"):
-        RetrievalLoss(Lookup())(columns)
-    assert RetrievalLoss(Lookup())(columns, torch.arange(6)).isfinite()
-
-
-def test_the_gradients_of_a_loss_with_parameters_would_not_be_scaled():
-    loss = ProxyAnchorLoss(num_classes=3, embedding_size=8)
-    with pytest.raises(ValueError, match="has parameters"):
-        CachedRetrievalLoss(Lookup(), loss)(make_batch(1, 0)[0])
+    with pytest.raises(ValueError, match=message):
+        kind(Lookup(), name)(columns, labels)
 
 
 class Dropout(Lookup):
@@ -216,12 +213,3 @@ def test_two_processes_are_one():
     first, second = in_processes(in_process, 2, 2)
     found = [a + b for a, b in zip(first, second, strict=True)]
     torch.testing.assert_close(found, in_process(0, 1), rtol=1e-6, atol=1e-7)
-
-
-def test_model_card():
-    loss = CachedRetrievalLoss(Lookup(), "unified", 5, mini_batch_size=8, margin=0.1)
-    expected = {"loss": "unified", "margin": 0.1, "num_positives": 5, "gather_across_devices": False}
-    assert loss.get_config_dict() == expected | {"mini_batch_size": 8}
-    assert "Li et al. 2022, Unified Loss of Pair Similarity Optimization" in loss.citation
-    assert loss.citation.startswith("@misc{")
-    assert "PyTorch Metric Learning" in RetrievalLoss(Lookup(), "NTXentLoss").citation
