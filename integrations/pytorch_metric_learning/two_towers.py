@@ -125,8 +125,7 @@ def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: 
     name, options = split(settings.trunk)
     factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
     if not pretrained:
-        options |= {"pretrained": False} if "pretrained" in options_of(factory) else {}
-        options.pop("weights", None)  # of a checkpoint of 0.2
+        options |= {option: None for option in ("pretrained", "weights") if option in options_of(factory)}
     return factory(**options | words)
 
 

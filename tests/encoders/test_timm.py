@@ -1,8 +1,11 @@
 import pickle
 
 import pytest
+import safetensors.torch
+import timm
 import torch
 from PIL import Image
+from torch import nn
 
 from tests.encoders.trunks import assert_keeps_the_promises_of_trunks
 from vl_plugins.encoders import TimmTrunk
@@ -45,9 +48,33 @@ def test_grids():
     assert (features.grid, features.local.shape[1]) == (None, 8)
 
 
-def test_files_that_can_hold_code():
+@pytest.mark.parametrize(("name", "num_classes"), [("test_resnet", 0), ("test_resnet", 7), ("test_vit", 1000)])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_weights_of_a_file(tmp_path, name, num_classes, suffix):
+    torch.manual_seed(1)
+    source, file = timm.create_model(name, num_classes=num_classes), tmp_path / f"weights.{suffix}"
+    state = source.state_dict()
+    torch.save({"state_dict": state}, file) if suffix == "pth" else safetensors.torch.save_file(state, file)
+    trunk = TimmTrunk(name, weights=file)
+    found = trunk.model.state_dict()
+    assert found.keys() == state.keys() - {"fc.weight", "fc.bias", "head.weight", "head.bias"}
+    assert all(torch.equal(value, state[key]) for key, value in found.items())
+    assert (trunk.model.num_classes, trunk.pooled_width) == (0, source.num_features)
+
+
+def test_weights_that_do_not_fit_or_hold_code(tmp_path):
+    state, file = timm.create_model("test_resnet", num_classes=7).state_dict(), tmp_path / "weights.pth"
+    kernel = state.pop("layer2.0.conv1.weight")
+    torch.save(state | {"layer2.0.conv7.weight": kernel}, file)
+    with pytest.raises(ValueError, match=r"weights\.pth does not have the weights layer2\.0\.conv1\.weight$"):
+        TimmTrunk("test_resnet", weights=file)
+    torch.save({"layer": nn.Linear(1, 1)}, file)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError), match="weights_only"):
+        TimmTrunk("test_resnet", weights=file)
     with pytest.raises(ValueError, match="checkpoint_path is not supported"):
-        TimmTrunk("test_vit", checkpoint_path="weights.pth")
+        TimmTrunk("test_vit", checkpoint_path=file)
+    with pytest.raises(ValueError, match="local-dir is not supported"):
+        TimmTrunk(f"local-dir:{tmp_path}", pretrained=True)
 
 
 def test_class_tokens_that_a_model_does_not_count():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,8 @@ from vl_plugins.modules import TowerFeatures
 
 __all__ = ["TimmTrunk"]
 
-# With these timm reads files of its own choice, in some versions as pickles that can run code.
-FILE_OPTIONS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
+# With these options, and a model `local-dir:FOLDER`, timm reads files, in some versions as pickles that can run code.
+FILE_OPTIONS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "local-dir"})
 
 
 class TimmTrunk(nn.Module):
@@ -25,6 +26,8 @@ class TimmTrunk(nn.Module):
     Args:
         model: name of a model, with or without the tag of its weights: ``"resnet152.tv_in1k"``.
         pretrained: whether to load the weights of timm: those of the tag, or the model's default ones.
+        weights: file of weights to load instead, of torch or safetensors, for models of the same sizes. A classifier in
+            it is left out.
         image_size: height and width of images in pixels, or both in one number; by default those of the weights.
         crop_area: least and largest share of the picture's area in a random crop of training. VSE++ has 0.08 to 1, the
             default of timm and torchvision for classification, which cuts off most of what a caption says.
@@ -36,13 +39,14 @@ class TimmTrunk(nn.Module):
         image_size: (height, width).
 
     Raises:
-        ValueError: an option that timm would read a file by; timm raises other errors.
+        ValueError: an option that timm would read a file by, or a file that lacks weights; timm raises other errors.
     """
 
     def __init__(
         self,
         model: str,
         pretrained: bool = False,
+        weights: str | Path | None = None,
         image_size: int | tuple[int, int] | None = None,
         crop_area: Sequence[float] = (0.5, 1.0),
         horizontal_flip: float = 0.5,
@@ -50,14 +54,18 @@ class TimmTrunk(nn.Module):
         **options: Any,
     ):
         super().__init__()
-        for name in FILE_OPTIONS.intersection(options):
-            raise ValueError(f"{name} is not supported: for weights of your own, use the model 'local-dir:FOLDER'")
+        for name in FILE_OPTIONS.intersection([*options, model.partition(":")[0]]):
+            raise ValueError(f"{name} is not supported: give a file of weights with the option weights")
         timm = require("timm", extra="timm")
         size = (image_size, image_size) if isinstance(image_size, int) else image_size and tuple(image_size)
         # Other models take images of any size, and have no such option.
         if size and getattr(timm.get_pretrained_cfg(model), "fixed_input_size", False):
             options = {"img_size": size} | options
         self.model = timm.create_model(model, pretrained, **{"num_classes": 0} | options)
+        if weights is not None:
+            read = timm.models.load_checkpoint(self.model, str(weights), strict=False, weights_only=True)
+            if read.missing_keys:  # they would stay random
+                raise ValueError(f"{weights} does not have the weights {', '.join(read.missing_keys[:3])}")
         self.local_width, self.pooled_width = self.model.num_features, self.model.head_hidden_size
         config = timm.data.resolve_model_data_config(self.model)
         self.image_size = size or config["input_size"][1:]
