@@ -155,11 +155,6 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                     f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
                 )
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
-    elif args.allow_duplicate_captions or args.on_read_error == "raise":
-        raise UserError(
-            "--allow-duplicate-captions and --on-read-error need the reader of vl_plugins: give --train-data, and "
-            "--loss or --captions-per-image"
-        )
     return found
 
 

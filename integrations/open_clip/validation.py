@@ -6,11 +6,10 @@ from typing import Any
 from unittest import mock
 
 from open_clip_train import train
-from open_clip_train.distributed import is_master
 from torch import nn
 
 from vl_plugins.data import ShardDataset
-from vl_plugins.integrations.encoding import log_metrics, validate
+from vl_plugins.integrations.encoding import validate
 
 __all__ = ["evaluate"]
 
@@ -41,8 +40,6 @@ def evaluate(
         unwrapped = task.get_trainable_module() if hasattr(task, "get_trainable_module") else task
         unwrapped = getattr(unwrapped, "module", unwrapped)
         found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
-        if is_master(args):
-            log_metrics(found, epoch)
         return {**metrics, **found, "epoch": epoch}
 
     rest = {name: split for name, split in data.items() if name != "val"}

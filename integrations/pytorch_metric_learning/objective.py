@@ -29,9 +29,6 @@ class Objective(nn.Module):
         miner: chooses pairs, in both directions.
         one_set: compare images and texts as one set, for losses without ``ref_emb``.
         chunk_size: images that are encoded at a time, with their texts; None for all.
-
-    Raises:
-        UserError: the loss takes no ``ref_emb``, and ``one_set`` is not set.
     """
 
     def __init__(
