@@ -32,8 +32,8 @@ CASES = {
     "match_probability": loss_options("unified", {"scale": 20}, head="set", distance="match_probability"),
 }
 OWN_ROWS = {"unified", "unified, learned", "vlc, learned", "triplet_hn", "triplet_sh", "nca", "one direction"}
-OWN_ROWS |= {"sets", "sets of unified", "match_probability"}
-# One of own rows, one of own rows with regularization, one of the whole batch, one of another package.
+OWN_ROWS |= {"match_probability"}
+# One of own rows, one with regularization, one of the whole batch, one of another package.
 SOME = ["unified", "sets of unified", "miner", "NTXentLoss"]
 # Images of each process, and their ids where some are the same.
 EQUAL, REPEATED = ((4, 4), None), ((4, 4), (3, 1, 7, 5, 7, 9, 1, 7))
