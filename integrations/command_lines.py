@@ -10,11 +10,11 @@ from typing import Any
 
 from vl_plugins.errors import UserError, all_values, require, user_errors
 
-__all__ = ["CommandParser", "KeyValues", "Parser", "find_config", "key_value", "literal", "read_yaml"]
+__all__ = ["CommandParser", "KeyValues", "find_config", "key_value", "literal", "read_yaml"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help shows examples directly below the usage; the parsers of its subcommands are alike.
+    """A parser whose help shows examples directly below the usage, and whose errors are :class:`UserError`.
 
     Args:
         examples: command lines; a long one is continued after a backslash, its further lines indented by 4.
@@ -30,10 +30,6 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **{"allow_abbrev": False, **options},
         )
-
-
-class Parser(CommandParser):
-    """A parser whose errors are :class:`UserError` instead of a usage dump of all flags."""
 
     def error(self, message: str):
         raise UserError(message)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader
 from vl_plugins.distributed import world_size
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import user_errors
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
@@ -66,7 +66,7 @@ def encode_checkpoint(
         return None
     collection = dataset.collection
     description = {
-        **({} if model is None else {"model": model}),
+        "model": model,
         "checkpoint": str(file),
         "shards": shards,
         "precision": precision,
@@ -80,23 +80,13 @@ def encode_checkpoint(
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
-    """Return the best or else the newest checkpoint of a run's folder; anything else is returned as it is.
-
-    The trainer for pytorch-metric-learning keeps the best one, ``best.pt``; open_clip those of epochs,
-    ``checkpoints/epoch_10.pt``, of which the newest is taken.
-
-    Raises:
-        UserError: the folder has no checkpoint.
-    """
+    """Return the newest checkpoint of a run folder of open_clip, or else its ``best.pt``; of no folder what is given."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return checkpoint
     # epoch_9, epoch_10, epoch_latest
     epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
-    found = [file for file in (folder / "latest.pt", *epochs, folder / "best.pt") if file.is_file()]
-    if not found:
-        raise UserError(f"{folder} is no run folder with checkpoints: no best.pt, latest.pt or checkpoints/epoch_*.pt")
-    return found[-1]
+    return [folder / "best.pt", *epochs][-1]
 
 
 def hash_shards(collection: Collection) -> str:

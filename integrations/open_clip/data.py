@@ -194,13 +194,11 @@ def get_data(
 
 
 def _training_data(args: Namespace, collection: Collection, transform: Callable, tokenizer: Any) -> DataInfo:
-    if is_master(args):
-        logging.info(f"Reading the training data with captions per image: {args.captions_per_image}")
-        if collection.only_txt:
-            logging.warning(
-                f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
-                "their txt is their only positive, and all else in a batch is negative"
-            )
+    if is_master(args) and collection.only_txt:
+        logging.warning(
+            f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
+            "their txt is their only positive, and all else in a batch is negative"
+        )
     sampler = CaptionSampler(
         collection,
         args.batch_size,

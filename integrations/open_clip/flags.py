@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
-from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
+from vl_plugins.integrations.command_lines import CommandParser, KeyValues, find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["KINDS", "flag", "parse_args"]
@@ -60,7 +60,7 @@ def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-class _Parser(Parser):
+class _Parser(CommandParser):
     """open_clip's parser, to which our flags are added last."""
 
     def __init__(self) -> None:

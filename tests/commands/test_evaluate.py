@@ -177,10 +177,8 @@ def test_the_checkpoint_of_a_run_folder(folder, flags, tmp_path, capsys):
     assert (first["file"], first["checkpoint"]) == (str(tmp_path / "run"), str(checkpoints / "epoch_10.pt"))
     (checkpoints / "epoch_latest.pt").touch()
     assert find_checkpoint(tmp_path / "run") == checkpoints / "epoch_latest.pt"
-    for name in ("latest.pt", "best.pt"):
-        (tmp_path / "towers").mkdir(exist_ok=True)
-        (tmp_path / "towers" / name).touch()
-        assert find_checkpoint(tmp_path / "towers") == tmp_path / "towers" / name
+    (tmp_path / "towers").mkdir()
+    assert find_checkpoint(tmp_path / "towers") == tmp_path / "towers" / "best.pt"
 
 
 def test_hashes_tell_what_was_encoded(encode, toy_shards):
@@ -237,7 +235,7 @@ def test_features_of_other_shards(encode, toy_shards, shards, tmp_path, capsys, 
     [
         (["--model", "vl-tinny"], "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)"),
         (["--checkpoint", "laion2c"], "checkpoint laion2c: no such file, nor a pretrained tag of vl-tiny"),
-        (["--checkpoint", "."], ". is no run folder with checkpoints"),
+        (["--checkpoint", "."], "checkpoint best.pt: no such file"),
         (["--device", "foo"], "foo"),
         (["--shards", "no-such-{0..1}.tar"], "2 of 2 shards do not exist: no-such-0.tar"),
         (["--model", "ViT-S-32-alt"], "does not fit model ViT-S-32-alt"),

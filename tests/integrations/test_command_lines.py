@@ -3,7 +3,7 @@
 import pytest
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.command_lines import KeyValues, Parser, key_value, read_yaml
+from vl_plugins.integrations.command_lines import CommandParser, KeyValues, key_value, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_values(text, expected):
 
 
 def test_a_flag_may_occur_again():
-    parser = Parser()
+    parser = CommandParser()
     parser.add_argument("--options", action=KeyValues)
     assert parser.parse_args("--options a=1 b=2 --options a=3 c=x".split()).options == {"a": 3, "b": 2, "c": "x"}
     assert parser.parse_args([]).options == {}
