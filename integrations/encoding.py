@@ -80,7 +80,7 @@ def encode_checkpoint(
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
-    """Return the newest checkpoint of a run folder of open_clip, or else its ``best.pt``; of no folder what is given."""
+    """Return the checkpoint of a run folder: the newest of open_clip, or ``best.pt``; other names stay as they are."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return checkpoint

@@ -15,18 +15,7 @@ from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import build_loss
 
 B, D, K = 6, 16, 4
-OPTIONS = {
-    "unified": {"margin": 0.2, "scale": 20},
-    "vlc": {"scale": 20},
-    "triplet_hn": {"margin": 0.3},
-    "triplet_sh": {"margin": 0.3},
-    "goal": {"triplet_weight": "cir", "pair_weight": "sig"},
-}
 SETS = loss_options("smooth_chamfer", loss_kwargs={"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set")
-
-
-def plugin(name, **fields):
-    return loss_options(name, OPTIONS[name], **fields)
 
 
 def labels(captions=1, images=B):
@@ -45,15 +34,14 @@ def outputs(captions=1, images=B, sets=False):
     return {**found, "logit_scale": torch.tensor(14.0, dtype=torch.float64, requires_grad=True)}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_the_metric_loss_with_images_as_labels(name):
+def test_equals_the_metric_loss_with_images_as_labels():
     given = outputs(captions=5)
-    losses = build_loss(plugin(name))(**given, output_dict=True)
-    assert list(losses) == [f"{name}_loss"], "open_clip adds up every value of the dict"
-    expected = create_loss(name, **OPTIONS[name])(
+    losses = build_loss(loss_options("unified", {"margin": 0.1}))(**given, output_dict=True)
+    assert list(losses) == ["unified_loss"], "open_clip adds up every value of the dict"
+    expected = create_loss("unified", margin=0.1)(
         given["image_features"], labels(), ref_emb=given["text_features"], ref_labels=labels(captions=5)
     )
-    torch.testing.assert_close(losses[f"{name}_loss"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(losses["unified_loss"], expected, rtol=0, atol=1e-12)
 
 
 def test_vlc_with_the_learned_scale_is_twice_open_clips_loss():
@@ -97,16 +85,6 @@ def test_warm_up_counts_training_steps(fields):
 
 
 @pytest.mark.parametrize(
-    ("texts", "image_ids", "message"),
-    [(B + 1, None, f"k rows for each of the {B} embeddings"), (B, range(B - 1), f"labels must have the length {B}")],
-)
-def test_counts_that_do_not_fit(texts, image_ids, message):
-    image, text, scale = outputs(captions=2).values()
-    with pytest.raises(ValueError, match=message):
-        build_loss(plugin("unified"), None if image_ids is None else steps_of(image_ids))(image, text[:texts], scale)
-
-
-@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({}, SmoothChamferSimilarity),
@@ -139,7 +117,7 @@ def error_of_a_process(rank):
     image, text, scale = (tensor.detach() for tensor in outputs().values())
     steps, errors = steps_of(range(B * rank, B * rank + B), number=103), []
     for local_loss in (False, True):
-        loss = build_loss(plugin("vlc", local_loss=local_loss), steps)
+        loss = build_loss(loss_options("vlc", local_loss=local_loss), steps)
         assert loss(image, text, scale).isfinite()
         broken = image.clone()
         broken[2] += torch.nan if rank == 1 else 0
