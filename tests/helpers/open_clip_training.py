@@ -23,7 +23,6 @@ __all__ = [
     "read_checkpoint",
     "read_results",
     "run",
-    "shard_flags",
     "small_shard_flags",
 ]
 
@@ -37,12 +36,6 @@ TINY += ["--epochs", "1", "--log-every-n-steps", "1"]
 def small_shard_flags(toy_shards):
     """Return flags for 16 images to train on, four batches of ``TINY``, and 8 to validate."""
     train, val = toy_shards / "toy-train-{000000..000001}.tar", toy_shards / "toy-val-000000.tar"
-    return ["--train-data", str(train), "--val-data", str(val)]
-
-
-def shard_flags(toy_shards):
-    """Likewise for all toy shards, 64 images and 24."""
-    train, val = toy_shards / "toy-train-{000000..000007}.tar", toy_shards / "toy-val-{000000..000002}.tar"
     return ["--train-data", str(train), "--val-data", str(val)]
 
 

@@ -6,7 +6,6 @@ import re
 import open_clip_train.main
 import pytest
 import torch
-import webdataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.archives import encode_archive, encode_picture
@@ -74,14 +73,6 @@ def test_metrics_reach_results_tensorboard_and_wandb(trained):
     assert b"train/unified_loss" in wandb_log.read_bytes()
 
 
-def test_an_earlier_run_is_not_overwritten(trained, monkeypatch):
-    folder, flags, _ = trained
-    monkeypatch.chdir(folder)
-    before = (folder / "logs/run/out.log").read_bytes()
-    assert launcher.main(flags) == 2
-    assert (folder / "logs/run/out.log").read_bytes() == before
-
-
 def host_main(flags):
     """What ``python -m open_clip_train.main`` does, with vl-tiny, which open_clip does not have."""
     register_models()
@@ -112,16 +103,6 @@ def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
         launcher.main([*TINY, *data])
 
 
-def test_what_is_replaced_in_open_clip_is_put_back(tmp_path, data, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    modules = [open_clip_train.main, open_clip_train.file_utils, torch, torch.nn.parallel, webdataset.autodecode]
-    before = [dict(vars(module)) for module in modules]
-    decoders = dict(webdataset.autodecode.decoders)
-    assert launcher.main([*TINY, *data, "--loss", "vlc", "--lr", "1e30"]) == 2, "the loss is not finite"
-    assert all(vars(module) == names for module, names in zip(modules, before, strict=True))
-    assert webdataset.autodecode.decoders == decoders
-
-
 @pytest.mark.parametrize("extension", ["pyd", "pickle", "PYD"])
 def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
     """Of stock open_clip's reader, which leaves such samples out."""
@@ -134,10 +115,8 @@ def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
     assert "code has run" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("loss", [[], ["--loss", "unified"]], ids=["stock", "loss"])
-def test_programs_as_shards(loss, tmp_path, toy_shards, monkeypatch, capfd):
-    """On the command line only, and for open_clip's own reader."""
+def test_programs_as_shards(tmp_path, toy_shards, monkeypatch):
+    """On the command line, for open_clip's own reader."""
     monkeypatch.chdir(tmp_path)
     flags = ["--train-data", f"pipe:cat {toy_shards}/toy-train-000000.tar", "--dataset-type", "webdataset"]
-    assert launcher.main([*TINY, *flags, "--train-num-samples", "8", *loss]) == (2 if loss else 0)
-    assert bool(loss) == ("shards do not exist: pipe:cat" in capfd.readouterr().err)
+    assert launcher.main([*TINY, *flags, "--train-num-samples", "8"]) == 0

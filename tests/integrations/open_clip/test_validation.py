@@ -10,7 +10,6 @@ import torch
 from open_clip_train.data import DataInfo
 
 from vl_plugins.data import EvaluationBatch, ShardDataset
-from vl_plugins.distances import MatchProbability
 from vl_plugins.integrations.open_clip.validation import evaluate
 
 
@@ -59,37 +58,16 @@ def run(model, data, epoch, args):
     return [json.loads(line) for line in open(file)] if os.path.isfile(file) else []
 
 
-def test_metrics_of_a_known_model(setting, caplog):
+def test_metrics_of_a_known_model(setting):
     model, data, args = setting
     model.train()
-    with caplog.at_level("INFO"):
-        (row,) = run(model, data, 2, args)
+    (row,) = run(model, data, 2, args)
     # Image 0 finds its second caption first; image 1 ties with caption 0, which is not its own, and the tie counts.
     assert (row["image_to_text_R@1"], row["image_to_text_mean_rank"]) == pytest.approx((2 / 3, 4 / 3))
     # Caption 0 ranks image 0 behind image 1, and behind image 2 by a tie.
     assert (row["text_to_image_R@1"], row["text_to_image_mean_rank"]) == pytest.approx((5 / 6, 8 / 6))
     assert row["rsum"] == pytest.approx(100 * (2 / 3 + 1 + 1 + 5 / 6 + 1 + 1))
     assert (row["epoch"], row["num_samples"], row["num_captions"]) == (2, 3, 6)
-    assert "rsum: " in caplog.text
-
-
-def test_sets_are_compared_by_the_similarity_of_the_model(setting, caplog):
-    """Sets of the known model's vector and of another one, with the parameters that the similarity has by then."""
-    model, data, args = setting
-    model.images = torch.stack([model.images, model.images.roll(1, dims=1)], dim=1)
-    model.captions = torch.stack([model.captions, model.captions], dim=1)
-    model.similarity = MatchProbability(scale=2.0, shift=0.5)
-    model.similarity.scale.data.fill_(3.0)
-    with caplog.at_level("INFO"):
-        (row,) = run(model, data, 2, args)
-    with torch.no_grad():
-        scores = model.similarity.compute_mat(model.images, model.captions)
-    own = torch.tensor([0, 0, 1, 1, 2, 2])
-    others = torch.arange(3)[:, None] != own
-    ranks = 1 + ((scores >= scores[own, torch.arange(6)]) & others).sum(dim=0)
-    assert row["text_to_image_mean_rank"] == pytest.approx(ranks.double().mean().item())
-    assert row["positive_similarity"] == pytest.approx(scores[own, torch.arange(6)].mean().item())
-    assert row["image_circular_variance"] == pytest.approx(1 - 0.5**0.5)
 
 
 @pytest.mark.parametrize(("epoch", "rank", "evaluated"), [(3, 0, False), (4, 0, True), (5, 0, True), (4, 1, False)])
