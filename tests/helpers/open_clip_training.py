@@ -13,19 +13,6 @@ from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.retrieval.features import describe_similarity
 
-__all__ = [
-    "LAUNCH",
-    "TINY",
-    "assert_equal_nested",
-    "checkpoint_with_heads",
-    "error_line",
-    "loss_options",
-    "read_checkpoint",
-    "read_results",
-    "run",
-    "small_shard_flags",
-]
-
 LAUNCH = [sys.executable, "-m", "vl_plugins.integrations.open_clip"]
 TINY = (
     "--model vl-tiny --device cpu --precision fp32 --batch-size 4 --workers 0 --warmup 1 --lr 1e-3 --name run".split()

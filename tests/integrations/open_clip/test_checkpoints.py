@@ -57,7 +57,6 @@ def assert_same_model(loaded, model, preprocess):
     return texts
 
 
-@pytest.mark.parametrize("former", [False, True], ids=["0.3", "0.2"])
 @pytest.mark.parametrize(
     ("prefix", "head", "head_kwargs", "options"),
     [
@@ -66,20 +65,12 @@ def assert_same_model(loaded, model, preprocess):
         ("", "set", SMALL, {"image_interpolation": "bilinear", "image_resize_mode": "squash", "force_image_size": 48}),
     ],
 )
-def test_a_model_with_heads_needs_nothing_but_its_file(tmp_path, caplog, prefix, head, head_kwargs, options, former):
+def test_a_model_with_heads_needs_nothing_but_its_file(tmp_path, caplog, prefix, head, head_kwargs, options):
     clip, preprocess = make(**options, **({"init_logit_bias": -10} if head == "linear" else {}))
     similarity = MatchProbability(2.5, 3.5) if head == "set" else None
     content = checkpoint_with_heads(clip, "vl-tiny", head, head_kwargs, similarity)
     content["args"] |= {**options, "siglip": head == "linear"}
-    weights = content["state_dict"]
-    content["state_dict"] = {f"{prefix}{name}": weight for name, weight in weights.items()}
-    if former:
-        ours = ("image_head", "text_head", "similarity")
-        renamed = {name if name.startswith(ours) else f"clip.{name}": weight for name, weight in weights.items()}
-        state = {**content.pop("args"), "init_logit_bias": -10 if head == "linear" else None}
-        state["head_kwargs"] = {**head_kwargs, "slots": "learned"} if head == "set" else head_kwargs
-        del state["siglip"]
-        content["state_dict"] = {f"{prefix}{name}": w for name, w in (renamed | {"_extra_state": state}).items()}
+    content["state_dict"] = {f"{prefix}{name}": weight for name, weight in content["state_dict"].items()}
     torch.save(content, tmp_path / "epoch_1.pt")
     caplog.clear()
     loaded = load_model(tmp_path / "epoch_1.pt")

@@ -36,19 +36,13 @@ def test_sets_of_any_towers(tmp_path, image, text):
     model = with_heads(clip)
     images, texts = images_for(clip), texts_for(text)
     features = image_features(clip, images)
-    positions = None
-    if "vit" not in image:
-        positions = sinusoidal_positions_2d(*features.grid, features.local.shape[-1])
-        without = model.image_head.prediction(features.local, features.pooled).embeddings
-        assert not torch.allclose(model.encode_image(images), without, atol=1e-3), "positions must matter"
+    positions = None if "vit" in image else sinusoidal_positions_2d(*features.grid, features.local.shape[-1])
     expected_images = model.image_head.prediction(features.local, features.pooled, positions=positions)
     torch.testing.assert_close(model.encode_image(images), expected_images.embeddings)
 
     features = text_features(clip, texts)
     expected_texts = model.text_head.prediction(features.local, features.pooled, padding_mask=features.padding_mask)
     torch.testing.assert_close(model.encode_text(texts), expected_texts.embeddings)
-    unmasked = model.text_head.prediction(features.local, features.pooled).embeddings
-    assert not torch.allclose(model.encode_text(texts), unmasked, atol=1e-3), "padding must not matter"
 
     output = model(images, texts)
     assert list(output) == ["image_features", "image_slots", "text_features", "text_slots", "logit_scale"]
