@@ -210,7 +210,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
     )
     max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
     kind = TableDataset if isinstance(collection, Table) else ShardDataset
-    dataset = kind(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
+    dataset = kind(collection, transform, tokenizer, on_error="skip", max_pixels=max_pixels)
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

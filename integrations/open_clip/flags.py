@@ -136,12 +136,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="allow images with equal captions (false negatives) in one batch",
     )
     group.add_argument(
-        "--on-read-error",
-        choices=("skip", "raise"),
-        default="skip",
-        help="skip unreadable training images with a warning, or stop (default: %(default)s)",
-    )
-    group.add_argument(
         "--model-config",
         type=os.path.abspath,  # evaluation finds it again in the checkpoint
         metavar="FILE_OR_FOLDER",

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
 from vl_plugins.integrations.open_clip.flags import parse_args
 
@@ -118,12 +117,10 @@ def test_batches_as_the_trainer_needs_them(args):
     assert sorted(shared) == [*range(64)]
 
 
-def test_unreadable_pictures_are_skipped_or_raise(args, toy_shards, tmp_path):
+def test_unreadable_pictures_are_skipped(args, toy_shards, tmp_path, caplog):
     shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    flags = [*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"]
-    loaders = [read(args(*flags, "--on-read-error", way))["train"].dataloader for way in ("skip", "raise")]
+    loader = read(args(*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"))["train"].dataloader
     shard = tmp_path / "toy-train-000003.tar"
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
-    assert len(list(loaders[0])) == 8
-    with pytest.raises(UserError, match=r"cannot read image \d+, in .*toy-train-000003\.tar"):
-        list(loaders[1])
+    assert len(list(loader)) == 8
+    assert caplog.text.count("cannot read image") == 8

@@ -28,7 +28,6 @@ def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
         loss: unified
         loss-kwargs: {margin: 0.1, scale: 5e+1}
         captions-per-image: all
-        on-read-error: raise
         """
     )
     config = ["--config", str(tmp_path / "run.yaml")]
@@ -45,7 +44,6 @@ def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
         "loss": "unified",
         "loss_kwargs": {"margin": 0.3, "scale": 50.0},
         "captions_per_image": "all",
-        "on_read_error": "raise",
     }
     other = parse_args([*config, "--loss", "triplet_hn", "--loss-kwargs", "margin=0.1"])
     assert other.loss_kwargs == {"margin": 0.1}, "options of another loss"
