@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss
 from pytorch_metric_learning import losses as pml_losses
+from torch._dynamo.utils import counters
 
 from tests.helpers.open_clip_training import loss_options
 from tests.helpers.processes import in_processes
@@ -130,3 +131,18 @@ def error_of_a_process(rank):
 def test_all_processes_stop_when_the_loss_of_one_is_not_finite():
     message = "step 103: the loss is nan"
     assert in_processes(error_of_a_process, 2) == [[message] * 2] * 2
+
+
+def test_compiled():
+    """Nothing is compiled again when the logit scale changes."""
+    torch._dynamo.reset()
+    counters.clear()
+    loss = build_loss(loss_options("unified", {"scale": "learned"}))
+    compiled, numbers = torch.compile(loss, backend="eager"), []
+    for step in range(4):
+        given = outputs() | {"logit_scale": torch.tensor(2.0 + step, requires_grad=True)}
+        values = [each(**given) for each in (compiled, loss)]
+        gradients = [torch.autograd.grad(value, given.values()) for value in values]
+        torch.testing.assert_close((values[0], gradients[0]), (values[1], gradients[1]))
+        numbers.append(counters["frames"]["total"])
+    assert numbers[1:] == [numbers[1]] * 3
