@@ -143,17 +143,12 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
             elif reader is host_data.get_csv_dataset and split == "train_data":
                 found[split] = Table(path, args)
             if args.head == "set" and split == "val_data" and split not in found:
-                raise UserError(
-                    f"--val-data {path}: open_clip's validation compares single vectors, not sets; give shards of "
-                    "`vl-plugins shards`"
-                )
+                raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
     if "train_data" in found:
         defaults = vars(parse_args([]))
         for name in NOT_OURS:
             if getattr(args, name, None) != defaults.get(name):
-                raise UserError(
-                    f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
-                )
+                raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
     return found
 

@@ -96,8 +96,6 @@ class _Parser(CommandParser):
     def _words(self, file: Path, given: Namespace) -> list[str]:
         """Return a configuration file as a command line."""
         config = read_yaml(file)
-        if not isinstance(config, Mapping):
-            raise UserError(f"{file}: expected a mapping of flags to values, got {type(config).__name__}")
         config = {str(key).replace("_", "-"): value for key, value in config.items()}
         actions = {name[2:]: action for action in self._actions for name in action.option_strings}
         words = []

@@ -98,8 +98,6 @@ class TwoTowerLoss(nn.Module):
 def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     """Build the loss of ``--loss`` with its miner, reducer and distance.
 
-    Sets are compared by smooth-Chamfer similarity if no other distance is given.
-
     Args:
         args: the launcher's options.
         steps: of the training.
@@ -112,8 +110,8 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     learned_scale = options.get("scale") == "learned"
     if learned_scale:
         del options["scale"]
-    chosen = {kind: getattr(args, kind) for kind in ("miner", "reducer", "distance")}
-    chosen = {kind: name and {"name": name, **getattr(args, f"{kind}_kwargs")} for kind, name in chosen.items()}
+    kinds = [kind for kind in ("miner", "reducer", "distance") if getattr(args, kind)]
+    chosen = {kind: {"name": getattr(args, kind), **getattr(args, f"{kind}_kwargs")} for kind in kinds}
     loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):

@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 from open_clip_train import train
-from torch import nn
 
 from vl_plugins.data import ShardDataset
 from vl_plugins.integrations.encoding import validate
@@ -17,7 +16,7 @@ ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "z
 
 
 def evaluate(
-    model: nn.Module, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
+    model: Any, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
 ) -> dict[str, float]:
     """Evaluate in place of open_clip's ``evaluate``, which reports our metrics with those of its zero-shot evaluation.
 
@@ -36,8 +35,7 @@ def evaluate(
         metrics = host_zero_shot(*given, **more)
         if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
-        task: Any = model
-        unwrapped = task.get_trainable_module() if hasattr(task, "get_trainable_module") else task
+        unwrapped = model.get_trainable_module() if hasattr(model, "get_trainable_module") else model
         unwrapped = getattr(unwrapped, "module", unwrapped)
         found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
         return {**metrics, **found, "epoch": epoch}

@@ -105,7 +105,7 @@ def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
 
 @pytest.mark.parametrize("extension", ["pyd", "pickle", "PYD"])
 def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
-    """Of stock open_clip's reader, which leaves such samples out."""
+    """With stock open_clip's reader."""
     monkeypatch.chdir(tmp_path)
     harmful = pickle.dumps(Harmful())
     files = [(f"{n}.{name}", data) for n in range(8) for name, data in {"png": PICTURE, "txt": f"dog {n}"}.items()]

@@ -94,9 +94,9 @@ FLAGS = {
     "--miner BatchHardMiner": "--miner BatchHardMiner needs --loss",
     "--head linear --head-kwargs dim=0": "--head linear: dim must be an integer >= 1, got 0",
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
-    f"{SETS} --val-data plain.tar": "open_clip's validation compares single vectors",
+    f"{SETS} --val-data plain.tar": "--val-data plain.tar: to validate sets, give shards",
     f"{LOSS} --siglip": "--loss does not support --siglip",
-    f"{LOSS} --dataset-resampled": "--dataset-resampled only works with open_clip's reader",
+    f"{LOSS} --dataset-resampled": "--dataset-resampled is for open_clip's reader",
     "--los unified": "ambiguous option: --los could match",
 }
 FILES = {
