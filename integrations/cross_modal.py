@@ -73,16 +73,14 @@ class CrossModalLoss(nn.Module):
             if self.one_set:
                 both = torch.cat([images, texts]), torch.cat([labels, text_labels])
                 return self.loss(*both, None if self.miner is None else self.miner(*both))
-            if self.miner is None and hasattr(self.pair_loss, "symmetric"):
-                value = self.pair_loss(*sides[0], None, *sides[1], **options)
-            else:
-                value: Any = 0
-                steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
-                for queries, candidates in (sides, sides[::-1]) if self.symmetric else (sides,):
-                    for module, step in steps.items():
-                        module.step = step  # both directions are one step
-                    pairs = None if self.miner is None else self.miner(*queries, *candidates)
-                    value = value + self.pair_loss(*queries, pairs, *candidates, **options)
+            adds_both = self.miner is None and hasattr(self.pair_loss, "symmetric")
+            steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
+            value: Any = 0
+            for queries, candidates in (sides, sides[::-1]) if self.symmetric and not adds_both else (sides,):
+                for module, step in steps.items():
+                    module.step = step  # both directions are one step
+                pairs = None if self.miner is None else self.miner(*queries, *candidates)
+                value = value + self.pair_loss(*queries, pairs, *candidates, **options)
             if self.pair_loss is not self.loss:
                 value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
             return value

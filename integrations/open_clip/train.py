@@ -111,15 +111,15 @@ def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: A
         compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
         logging.info(f"Training with the loss of vl_plugins: {args.loss}; a process compares {compared} of all")
     with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}"):
-        is_torch_file = pretrained and Path(pretrained).is_file() and Path(pretrained).suffix not in OTHER_FORMATS
-        content = read_checkpoint(pretrained) if is_torch_file else {}
+        file = Path(pretrained or "")
+        content = read_checkpoint(file) if file.is_file() and file.suffix not in OTHER_FORMATS else {}
         has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
         model, *transforms = open_clip.create_model_and_transforms(name, None if has_heads else pretrained, **options)
         if args.head:
             similarity = loss.loss.distance if args.head == "set" else None
             model = add_heads(model, args.head, args.head_kwargs, similarity)
         if has_heads:
-            load_weights(model, str(pretrained), content)
+            load_weights(model, file, content)
     return model, *transforms
 
 
