@@ -19,9 +19,8 @@ class CrossModalLoss(nn.Module):
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
     is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
-    ``warmup_steps``. With ``symmetric`` False it is image to text only.
-
-    The ``regularization`` of a loss, as of ``smooth_chamfer``, is added once for both directions.
+    ``warmup_steps``. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
+    ``smooth_chamfer``, is added once for both directions.
 
     Args:
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.

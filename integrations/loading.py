@@ -35,10 +35,8 @@ def load_model(
 ) -> tuple[nn.Module, Callable, Callable]:
     """Load what open_clip's trainer, our launcher or the trainer for pytorch-metric-learning saved.
 
-    A checkpoint with heads specifies its model, and so does one of
-    :mod:`vl_plugins.integrations.pytorch_metric_learning`. For other checkpoints of a training run, the model and the
-    options that it was built with are read from the run's ``params.txt``. open_clip is imported only for a checkpoint
-    that needs it.
+    A checkpoint with heads, or of the trainer for pytorch-metric-learning, specifies its model. For others of a
+    training run, the model and the options that it was built with are read from the run's ``params.txt``.
 
     Args:
         checkpoint: a file that a trainer wrote, a file of weights, a pretrained tag of ``model``, or a model with its
