@@ -9,13 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.archives import encode_archive, encode_picture
-from tests.helpers.open_clip_training import (
-    LAUNCH,
-    TINY,
-    read_results,
-    run,
-    small_shard_flags,
-)
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_results, run, small_shard_flags
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -35,17 +29,17 @@ def data(toy_shards):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """Folder, flags and output of a training in a process of its own."""
+    """Folder and output of a training in a process of its own."""
     folder = tmp_path_factory.mktemp("trained")
     flags = [*TINY, *data, "--epochs", "2", "--accum-freq", "2", "--report-to", "tensorboard,wandb"]
     flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
     finished = run([*LAUNCH, *flags], folder, WANDB_MODE="offline", WANDB_SILENT="true")
     assert finished.returncode == 0
-    return folder, flags, finished.stderr + finished.stdout
+    return folder, finished.stderr + finished.stdout
 
 
 def test_the_log_of_a_training(trained):
-    folder, _, output = trained
+    folder, output = trained
     assert "Training with the loss of vl_plugins: unified;" in output
     losses = [float(value) for value in re.findall(r"Unified_loss: (\S+)", output)]
     assert len(losses) == 2 * 2, "16 images, two batches of 4 a step, two epochs"
@@ -56,7 +50,7 @@ def test_the_log_of_a_training(trained):
 
 
 def test_metrics_reach_results_tensorboard_and_wandb(trained):
-    folder, _, _ = trained
+    folder, _ = trained
     rows = read_results(folder)
     assert [*rows] == [1, 2]
     for row in rows.values():
@@ -96,7 +90,7 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
-    """From the first step on, an exception is none of the user's."""
+    """After the first step, an exception is none of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, steps=[0]: steps.pop())
     with pytest.raises(IndexError, match="pop from empty list"):

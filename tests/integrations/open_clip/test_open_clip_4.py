@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.open_clip_training import (
-    LAUNCH,
-    TINY,
-    read_checkpoint,
-    read_results,
-    run,
-    small_shard_flags,
-)
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
 from vl_plugins.integrations.open_clip.launcher import main
 
 ROOT = Path(__file__).parents[3]
