@@ -8,13 +8,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, all_values, require
+from vl_plugins.errors import UserError, all_values, require, user_errors
 
-__all__ = ["CommandParser", "KeyValues", "Parser", "find_config", "literal", "parse_key_values", "read_yaml"]
+__all__ = ["CommandParser", "KeyValues", "find_config", "key_value", "literal", "read_yaml"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help shows examples directly below the usage; the parsers of its subcommands are alike.
+    """A parser whose help shows examples directly below the usage, and whose errors are :class:`UserError`.
 
     Args:
         examples: command lines; a long one is continued after a backslash, its further lines indented by 4.
@@ -31,10 +31,6 @@ class CommandParser(argparse.ArgumentParser):
             **{"allow_abbrev": False, **options},
         )
 
-
-class Parser(CommandParser):
-    """A parser whose errors are :class:`UserError` instead of a usage dump of all flags."""
-
     def error(self, message: str):
         raise UserError(message)
 
@@ -43,29 +39,22 @@ class KeyValues(argparse.Action):
     """``key=value ...`` into a dict, added to what an earlier occurrence of the flag has set."""
 
     def __init__(self, option_strings, dest, **options):
-        super().__init__(option_strings, dest, nargs="+", default={}, metavar="KEY=VALUE", **options)
+        super().__init__(option_strings, dest, nargs="+", type=key_value, default={}, metavar="KEY=VALUE", **options)
 
     def __call__(self, parser, namespace, values, option_string=None):
-        parsed = parse_key_values(values, option_string)
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest), **parsed})
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), **dict(values)})
 
 
-def parse_key_values(tokens: Sequence[str], flag: str) -> dict[str, Any]:
-    """Parse ``key=value ...``; the last value of a repeated key counts.
+def key_value(text: str) -> tuple[str, Any]:
+    """Return the key and the value of ``key=value``, as the ``type`` of an option.
 
-    Raises:
-        UserError: a token is not ``key=value``.
-
-    >>> parse_key_values(["margin=0.2", "scale=learned", "symmetric=false"], "--loss-kwargs")
+    >>> dict(map(key_value, ["margin=0.2", "scale=learned", "symmetric=false"]))
     {'margin': 0.2, 'scale': 'learned', 'symmetric': False}
     """
-    parsed = {}
-    for token in tokens:
-        key, separator, value = token.partition("=")
-        if not separator or not key.isidentifier():
-            raise UserError(f"{flag}: expected key=value, got {token!r}")
-        parsed[key] = literal(value)
-    return parsed
+    key, separator, value = text.partition("=")
+    if not separator or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected key=value, got {text!r}")
+    return key, literal(value)
 
 
 def literal(value: str) -> Any:
@@ -86,27 +75,24 @@ def find_config(name: str | Path, folder: str) -> Path:
     return Path(str(shipped)) if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file: plain data only.
 
     Raises:
-        UserError: it is not YAML, or contains objects or a duplicate key.
+        UserError: it is not YAML, contains objects or a duplicate key, or has more values than any configuration.
         OSError: it cannot be opened.
     """
     yaml = require("yaml", extra="open-clip")
-    base: Any = yaml.SafeLoader
 
-    class UniqueKeys(base):
-        def construct_mapping(self, node, deep=False):
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
             keys = [key.value for key, _ in node.value]
             if len({*keys}) < len(keys):
                 raise yaml.YAMLError(f"a key is given twice: {', '.join(keys)}")
             return super().construct_mapping(node, deep)
 
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    for _ in all_values(str(path), content):  # raises an error for too many
+    with user_errors(f"{file}: not valid YAML"), open(file, "rb") as stream:
+        content = yaml.load(stream, Loader=UniqueKeys)
+    for _ in all_values(str(file), content):  # raises an error for too many
         pass
     return content

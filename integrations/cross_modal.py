@@ -1,6 +1,5 @@
 """Any pytorch-metric-learning loss on two modalities, in both directions."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +8,10 @@ from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance
-from vl_plugins.errors import UserError
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.registry import create, create_loss
 
-__all__ = ["CrossModalLoss", "create_loss_and_miner", "loss_of_pairs"]
+__all__ = ["CrossModalLoss", "create_loss_and_miner"]
 
 
 class CrossModalLoss(nn.Module):
@@ -21,9 +19,8 @@ class CrossModalLoss(nn.Module):
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
     is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
-    ``warmup_steps``. With ``symmetric`` False it is image to text only.
-
-    The ``regularization`` of a loss, as of ``smooth_chamfer``, is added once for both directions.
+    ``warmup_steps``. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
+    ``smooth_chamfer``, is added once for both directions.
 
     Args:
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
@@ -32,7 +29,6 @@ class CrossModalLoss(nn.Module):
         own_rows: let each process compare only its own images and texts with those of all, if the loss allows it.
 
     Raises:
-        UserError: the loss takes no ``ref_emb``, and ``one_set`` is not set.
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
             image's own caption.
     """
@@ -41,15 +37,10 @@ class CrossModalLoss(nn.Module):
         super().__init__()
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
-        if not one_set:
-            _check_takes_references(loss)
         self.loss: Any = loss
         self.miner, self.one_set, self.own_rows = miner, one_set, own_rows
-
-    @property
-    def symmetric(self) -> bool:
-        """True if text to image is added."""
-        return getattr(loss_of_pairs(self.loss), "symmetric", True)
+        self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
+        self.symmetric = getattr(self.pair_loss, "symmetric", True)
 
     @property
     def has_independent_pairs(self) -> bool:
@@ -76,35 +67,22 @@ class CrossModalLoss(nn.Module):
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
             options: others of the loss's call, such as ``scale``.
         """
-        assert indices_tuple is None
+        sides = (images, labels), (texts, text_labels)
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
                 both = torch.cat([images, texts]), torch.cat([labels, text_labels])
                 return self.loss(*both, None if self.miner is None else self.miner(*both))
-            pair_loss, sides = loss_of_pairs(self.loss), ((images, labels), (texts, text_labels))
-            if self.miner is None and hasattr(pair_loss, "symmetric"):
-                value = pair_loss(*sides[0], None, *sides[1], **options)
-            else:
-                steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
-                value = self._one_direction(pair_loss, *sides, options)
-                if self.symmetric:
-                    for module, step in steps.items():
-                        module.step = step  # both directions are one step
-                    value = value + self._one_direction(pair_loss, *sides[::-1], options)
-            if pair_loss is self.loss:
-                return value
-            return value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
-
-    def _one_direction(
-        self, loss: Any, queries: tuple[Tensor, Tensor], candidates: tuple[Tensor, Tensor], options: dict[str, Any]
-    ) -> Tensor:
-        pairs = None if self.miner is None else self.miner(*queries, *candidates)
-        return loss(*queries, pairs, *candidates, **options)
-
-
-def loss_of_pairs(loss: Any) -> Any:
-    """Return the ``base`` of a loss that has a method ``regularization``, as of ``smooth_chamfer``, or the loss."""
-    return loss.base if hasattr(loss, "regularization") else loss
+            adds_both = self.miner is None and hasattr(self.pair_loss, "symmetric")
+            steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
+            value: Any = 0
+            for queries, candidates in (sides, sides[::-1]) if self.symmetric and not adds_both else (sides,):
+                for module, step in steps.items():
+                    module.step = step  # both directions are one step
+                pairs = None if self.miner is None else self.miner(*queries, *candidates)
+                value = value + self.pair_loss(*queries, pairs, *candidates, **options)
+            if self.pair_loss is not self.loss:
+                value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
+            return value
 
 
 def create_loss_and_miner(
@@ -120,37 +98,15 @@ def create_loss_and_miner(
         options: ``reducer`` and ``distance`` of the loss; None for its own.
 
     Raises:
-        UserError: an unknown name or option, one that is given twice, or a distance that cannot compare sets.
+        UserError: an unknown name or option, or one that is given twice.
         ValueError: an option out of its range.
     """
     named: dict[str, Any] = {"name": loss} if isinstance(loss, str) else dict(loss)
     options = {name: value for name, value in options.items() if value is not None}
     made = create_loss(named, **options)
-    if sets and not _compares_sets(made) and "distance" not in named | options:
+    if sets and not isinstance(made.distance, SetDistance) and "distance" not in named | options:
         made = create_loss(named, **options, distance="smooth_chamfer")
-    if sets and not _compares_sets(made):
-        raise UserError(
-            f"head set: {type(made.distance).__name__} does not compare sets; give distance smooth_chamfer, chamfer, "
-            "mil or match_probability"
-        )
     if miner is None:
         return made, None
     mined = {"name": miner} if isinstance(miner, str) else miner
     return made, create("miner", {"distance": made.distance, **mined} if sets else mined)
-
-
-def _compares_sets(loss: Any) -> bool:
-    return isinstance(getattr(loss, "distance", None), SetDistance)
-
-
-def _check_takes_references(loss: nn.Module) -> None:
-    parameters = inspect.signature(loss.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    computes: Any = getattr(loss, "compute_loss", None)
-    # pytorch-metric-learning's losses refuse ref_emb by a call in compute_loss.
-    refuses = computes is not None and "ref_not_supported" in computes.__code__.co_names
-    if refuses or not (takes_any or {"labels", "ref_emb", "ref_labels"} <= parameters.keys()):
-        raise UserError(
-            f"{type(loss).__name__} takes no ref_emb and ref_labels, so it cannot compare images with texts: "
-            "one_set: true in the configuration of the trainer compares both as one set"
-        )

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import itertools
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vl_plugins.errors import UserError, one_of, require, user_errors
+from vl_plugins.errors import one_of, require, user_errors
 
 __all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file", "through_first_step"]
-
-# ``FORMAT`` of pytorch_metric_learning.checkpoints, which is imported only for such a file.
-PYTORCH_METRIC_LEARNING = "vl_plugins.pytorch_metric_learning"
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
@@ -39,10 +35,8 @@ def load_model(
 ) -> tuple[nn.Module, Callable, Callable]:
     """Load what open_clip's trainer, our launcher or the trainer for pytorch-metric-learning saved.
 
-    A checkpoint with heads specifies its model, and so does one of
-    :mod:`vl_plugins.integrations.pytorch_metric_learning`. For other checkpoints of a training run, the model and the
-    options that it was built with are read from the run's ``params.txt``. open_clip is imported only for a checkpoint
-    that needs it.
+    A checkpoint with heads, or of the trainer for pytorch-metric-learning, specifies its model. For others of a
+    training run, the model and the options that it was built with are read from the run's ``params.txt``.
 
     Args:
         checkpoint: a file that a trainer wrote, a file of weights, a pretrained tag of ``model``, or a model with its
@@ -68,7 +62,7 @@ def load_model(
     with user_errors(f"checkpoint {checkpoint}"):
         if file.is_file() and file.suffix not in OTHER_FORMATS:
             content = read_torch_file(file)
-        if isinstance(content, Mapping) and content.get("format") == PYTORCH_METRIC_LEARNING:
+        if isinstance(content, Mapping) and content.get("format") == "vl_plugins.pytorch_metric_learning":
             host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")
             towers, transform, tokenizer = host.load_towers(checkpoint, content, model, device)
             return towers.to(dtype=INPUTS.get(precision)), transform, tokenizer
@@ -85,7 +79,7 @@ def read_torch_file(file: str | os.PathLike) -> Any:
         UserError: the file is damaged, of another format, or holds more than that.
         OSError: it cannot be opened.
     """
-    try:
+    with user_errors(f"{file}: it is damaged, or holds more than tensors and text, which could run code"):
         if is_zip := zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 # torch compares no checksums. With `set_crc32_options(False)` it writes none, all 0.
@@ -93,12 +87,6 @@ def read_torch_file(file: str | os.PathLike) -> Any:
                     raise zipfile.BadZipFile("a checksum is wrong")
         # With mmap, tensors stay in the file until they are used. torch 2.2 cannot map a Path.
         return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError:
-        raise
-    except Exception as error:  # a damaged file can raise any error
-        raise UserError(
-            f"{file}: it is damaged, or holds more than tensors and text, and such files can run code"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -109,7 +97,6 @@ def through_first_step(what: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as border:
         border.enter_context(user_errors(what))
-        steps = itertools.count()
-        hook = register_optimizer_step_pre_hook(lambda *_: border.close() if next(steps) else None)
+        hook = register_optimizer_step_post_hook(lambda *_: border.close())
         border.callback(hook.remove)
         yield

@@ -18,7 +18,6 @@ print(json.dumps(found))
 LAUNCHER = "vl_plugins.integrations.open_clip.launcher"
 OURS = "vl_plugins.cli"
 ERRORS = [
-    (LAUNCHER, "--model vl-tiny --loss unifed", "unknown loss 'unifed' (did you mean 'unified'?)"),
     (LAUNCHER, "--model vl-tiny --epochs many", "argument --epochs: invalid int value: 'many'"),
     (LAUNCHER, "--config no.yaml", "No such file or directory: 'no.yaml'"),
     (OURS, "evaluate --checkpoint openai --shards no.tar", "1 of 1 shards do not exist: no.tar"),
@@ -30,7 +29,7 @@ def test_before_torch_is_imported():
     """Each ends with status 2 and one line, which the first of several processes prints."""
     commands = [("0", module, command_line.split()) for module, command_line, _ in ERRORS]
     commands += [
-        ("1", LAUNCHER, ["--loss", "unifed"]),
+        ("1", LAUNCHER, ["--config", "no.yaml"]),
         ("1", OURS, "evaluate --features a.npz --shards no.tar".split()),
     ]
     finished = subprocess.run(

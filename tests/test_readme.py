@@ -60,7 +60,7 @@ def test_the_open_clip_command(tmp_path, toy_shards):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
     run = subprocess.run([*command, *small], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "Training with the loss of vl_plugins: unified(" in run.stdout + run.stderr
+    assert "Training with the loss of vl_plugins: unified;" in run.stdout + run.stderr
     assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
 
 

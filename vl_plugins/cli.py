@@ -35,15 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     That is 0, 2 after one line on standard error when the input is wrong, 130 after Ctrl-C, or what the subcommand
     returns.
     """
-    arguments = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        status = exit_status(f"vl-plugins {arguments.command}", lambda: arguments.run(arguments))
+        status = exit_status(" ".join(["vl-plugins", *argv[:1]]), lambda: _run(argv))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""A loss of the batches of all processes, and the processes that ``torchrun`` has started."""
+"""A loss of the batches of all processes, and how they leave."""
 
-import os
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, distributed, nn
 from vl_plugins.negatives import label_pairs
 from vl_plugins.numerics import eager, full_precision
 
-__all__ = ["DistributedLoss", "all_gather_rows", "process_device", "start_processes", "stop_processes", "world_size"]
+__all__ = ["DistributedLoss", "all_gather_rows", "stop_processes", "world_size"]
 
 CHECKED_CALLS = 3
 SECONDS_FOR_THREADS = 0.2
@@ -170,23 +169,6 @@ def _check_ids(labels: Tensor) -> None:
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def start_processes() -> tuple[int, int]:
-    """Initialize the process group if ``torchrun`` has started several processes; return rank and their number."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    if not distributed.is_initialized():
-        # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
-        distributed.init_process_group("gloo")
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def process_device(device: str | None = None) -> str:
-    """Return where this process computes: ``device``, or a GPU of its own where there is one."""
-    if device is not None or not torch.cuda.is_available():
-        return device or "cpu"
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
 def stop_processes() -> None:

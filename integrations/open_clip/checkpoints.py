@@ -109,13 +109,10 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
     options |= {o: recorded.get(o) or preprocessing.get(o.removeprefix("image_")) for o in PREPROCESSING}
     options = {option: value for option, value in options.items() if value is not None}
     check_sizes(f"checkpoint {file}", options)
-    logging.disable(logging.WARNING)  # open_clip warns of random weights, which the file replaces
-    try:
+    with mock.patch.object(logging, "warning"):  # open_clip warns of random weights, which the file replaces
         loaded, _, preprocess = open_clip.create_model_and_transforms(
             name, load_weights=False, pretrained_text=False, **made_to, **options
         )
-    finally:
-        logging.disable(logging.NOTSET)
     with user_errors(f"checkpoint {file} does not fit model {name}"):
         if recorded.get("head") is not None:
             similarity = recorded.get("similarity")

@@ -143,23 +143,15 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
             elif reader is host_data.get_csv_dataset and split == "train_data":
                 found[split] = Table(path, args)
             if args.head == "set" and split == "val_data" and split not in found:
-                raise UserError(
-                    f"--val-data {path}: open_clip's validation compares single vectors, not sets; give shards of "
-                    "`vl-plugins shards`"
-                )
+                raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
     if "train_data" in found:
         defaults = vars(parse_args([]))
         for name in NOT_OURS:
             if getattr(args, name, None) != defaults.get(name):
-                raise UserError(
-                    f"{flag(name)} only works with open_clip's reader, but vl_plugins reads here; remove it"
-                )
+                raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
-    elif args.allow_duplicate_captions or args.on_read_error == "raise":
-        raise UserError(
-            "--allow-duplicate-captions and --on-read-error need the reader of vl_plugins: give --train-data, and "
-            "--loss or --captions-per-image"
-        )
+    elif args.allow_duplicate_captions:
+        raise UserError("--allow-duplicate-captions needs training data, and --loss or --captions-per-image")
     return found
 
 
@@ -199,13 +191,11 @@ def get_data(
 
 
 def _training_data(args: Namespace, collection: Collection, transform: Callable, tokenizer: Any) -> DataInfo:
-    if is_master(args):
-        logging.info(f"Reading the training data with captions per image: {args.captions_per_image}")
-        if collection.only_txt:
-            logging.warning(
-                f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
-                "their txt is their only positive, and all else in a batch is negative"
-            )
+    if is_master(args) and collection.only_txt:
+        logging.warning(
+            f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
+            "their txt is their only positive, and all else in a batch is negative"
+        )
     sampler = CaptionSampler(
         collection,
         args.batch_size,
@@ -217,7 +207,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
     )
     max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
     kind = TableDataset if isinstance(collection, Table) else ShardDataset
-    dataset = kind(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
+    dataset = kind(collection, transform, tokenizer, on_error="skip", max_pixels=max_pixels)
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
-from vl_plugins.integrations.command_lines import KeyValues, Parser, find_config, read_yaml
+from vl_plugins.integrations.command_lines import CommandParser, KeyValues, find_config, read_yaml
 from vl_plugins.registry import check_registered
 
 __all__ = ["KINDS", "flag", "parse_args"]
@@ -60,7 +60,7 @@ def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-class _Parser(Parser):
+class _Parser(CommandParser):
     """open_clip's parser, to which our flags are added last."""
 
     def __init__(self) -> None:
@@ -86,23 +86,16 @@ class _Parser(Parser):
         found = super().parse_args([*words, *argv])
         if not (found.loss or found.captions_per_image):
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
-            from webdataset.shardlists import expand_urls  # imports torch
-
-            from vl_plugins.data.collection import expand_braces
-
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
-                expand_braces(shards)  # raises an error for too many
-                remote = next((shard for shard in expand_urls(shards) if ":" in shard), None)
-                if remote and shards == getattr(found, option):
-                    raise UserError(f"{file}: {remote!r} is no local path; without --loss, give it on the command line")
+                # ``::`` separates shards, and braces make no colon.
+                if ":" in shards.replace("::", "") and shards == getattr(found, option):
+                    raise UserError(f"{file}: {shards!r} is no local path; without --loss, give it on the command line")
         return found
 
     def _words(self, file: Path, given: Namespace) -> list[str]:
         """Return a configuration file as a command line."""
         config = read_yaml(file)
-        if not isinstance(config, Mapping):
-            raise UserError(f"{file}: expected a mapping of flags to values, got {type(config).__name__}")
         config = {str(key).replace("_", "-"): value for key, value in config.items()}
         actions = {name[2:]: action for action in self._actions for name in action.option_strings}
         words = []
@@ -139,12 +132,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-duplicate-captions",
         action="store_true",
         help="allow images with equal captions (false negatives) in one batch",
-    )
-    group.add_argument(
-        "--on-read-error",
-        choices=("skip", "raise"),
-        default="skip",
-        help="skip unreadable training images with a warning, or stop (default: %(default)s)",
     )
     group.add_argument(
         "--model-config",

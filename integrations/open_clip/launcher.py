@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from vl_plugins.errors import exit_status, one_of
+from vl_plugins.errors import exit_status
 from vl_plugins.integrations.open_clip.flags import parse_args
-from vl_plugins.registry import list_losses
 
 __all__ = ["main"]
 
@@ -16,9 +15,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
-    if args.loss is not None and args.loss.islower() and ":" not in args.loss:
-        one_of("loss", args.loss, list_losses())
-    # After the check of the name, because it imports torch, which takes seconds.
+    # After the errors of flags, because it imports torch, which takes seconds.
     from vl_plugins.integrations.open_clip.train import train
 
     return train(args)

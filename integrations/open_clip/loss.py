@@ -3,15 +3,14 @@
 from argparse import Namespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vl_plugins.distributed import DistributedLoss, all_gather_rows
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner, loss_of_pairs
+from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.losses.triplet import HardestNegativeLoss
-from vl_plugins.numerics import eager, full_precision
+from vl_plugins.numerics import eager
 
 __all__ = ["TwoTowerLoss", "build_loss"]
 
@@ -19,15 +18,12 @@ __all__ = ["TwoTowerLoss", "build_loss"]
 class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Image to text and text to image are added, or image to text only if the loss has an attribute ``symmetric`` that is
-    False, see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`. Regularization, as in ``smooth_chamfer``,
-    is computed once and logged apart.
-
-    With several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages,
-    are those of one process with the joined batch.
+    Image to text and text to image are added, see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`. With
+    several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages, are
+    those of one process with the joined batch.
 
     Args:
-        name: the loss's name; the term is logged as ``<name>_loss``.
+        name: the loss is logged as ``<name>_loss``.
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
         learned_scale: pass the model's logit scale to the loss as ``scale``.
@@ -50,8 +46,8 @@ class TwoTowerLoss(nn.Module):
         super().__init__()
         self.name, self.learned_scale, self.steps = name, learned_scale, steps or Steps()
         self.loss: Any = loss
-        compared = CrossModalLoss(loss_of_pairs(loss), miner, own_rows=local_loss)
-        self.pair_loss, self.compares_own_rows = DistributedLoss(compared), compared.has_independent_pairs
+        compared = CrossModalLoss(loss, miner, own_rows=local_loss)
+        self.compare, self.compares_own_rows = DistributedLoss(compared), compared.has_independent_pairs
 
     def forward(
         self,
@@ -63,7 +59,7 @@ class TwoTowerLoss(nn.Module):
         image_slots: Tensor | None = None,
         text_slots: Tensor | None = None,
     ) -> dict[str, Tensor] | Tensor:
-        """Return the loss; with ``output_dict`` as ``{"<name>_loss": loss}``, with the terms of the regularization.
+        """Return the loss; with ``output_dict`` as ``{"<name>_loss": loss}``.
 
         Args:
             image_features: (B, D), or sets (B, K, D).
@@ -77,36 +73,30 @@ class TwoTowerLoss(nn.Module):
             ValueError: texts or image ids that do not fit the images.
             UserError: the loss is NaN or infinite.
         """
-        sides = image_features, text_features, image_slots, text_slots
-        terms = self._terms(*sides, {"scale": logit_scale} if self.learned_scale else {})
+        options: dict[str, Any] = {"scale": logit_scale} if self.learned_scale else {}
+        if hasattr(self.loss, "regularization"):
+            options |= {"slots": image_slots, "ref_slots": text_slots}
+        loss = self._compare(image_features, text_features, options)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
-                terms[f"{self.name}_loss"] = terms[f"{self.name}_loss"] + 0 * unused.sum()
-        return terms if output_dict else sum(terms.values(), start=logit_scale.new_zeros(()))
+                loss = loss + 0 * unused.sum()
+        return {f"{self.name}_loss": loss} if output_dict else loss
 
     @eager
-    def _terms(self, images: Tensor, texts: Tensor, image_slots, text_slots, options) -> dict[str, Tensor]:
+    def _compare(self, images: Tensor, texts: Tensor, options: dict[str, Any]) -> Tensor:
         for module in self.loss.modules():
             if isinstance(module, HardestNegativeLoss):
                 module.step = self.steps.number
         ids = self.steps.image_ids
-        labels = None if ids is None else ids.to(images.device)
-        with torch.autocast(images.device.type, enabled=False):
-            terms = {f"{self.name}_loss": self.pair_loss(images, labels, texts, **options)}
-            if loss_of_pairs(self.loss) is not self.loss:
-                images, texts, *slots = all_gather_rows(images, texts, image_slots, text_slots)
-                terms |= self.loss.regularization(*full_precision(images, texts), *slots)
-        if not torch.stack([term.detach().isfinite().all() for term in terms.values()]).all():  # waits for the GPU
-            values = ", ".join(f"{name} {term.item():g}" for name, term in terms.items())
-            raise UserError(f"step {self.steps.number}: the loss is not finite ({values})")
-        return terms
+        loss = self.compare(images, None if ids is None else ids.to(images.device), texts, **options)
+        if not loss.isfinite():  # waits for the GPU
+            raise UserError(f"step {self.steps.number}: the loss is {loss.item():g}")
+        return loss
 
 
 def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     """Build the loss of ``--loss`` with its miner, reducer and distance.
-
-    Sets are compared by smooth-Chamfer similarity if no other distance is given.
 
     Args:
         args: the launcher's options.
@@ -120,8 +110,8 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     learned_scale = options.get("scale") == "learned"
     if learned_scale:
         del options["scale"]
-    chosen = {kind: getattr(args, kind) for kind in ("miner", "reducer", "distance")}
-    chosen = {kind: name and {"name": name, **getattr(args, f"{kind}_kwargs")} for kind, name in chosen.items()}
+    kinds = [kind for kind in ("miner", "reducer", "distance") if getattr(args, kind)]
+    chosen = {kind: {"name": getattr(args, kind), **getattr(args, f"{kind}_kwargs")} for kind in kinds}
     loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):

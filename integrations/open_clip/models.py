@@ -35,12 +35,8 @@ def add_model_config(path: str | Path) -> None:
     open_clip.add_model_config(path)
 
 
-def check_model(name: str) -> dict[str, Any]:
-    """Register ``configs/models`` and return the configuration of a model.
-
-    Raises:
-        UserError: the model is unknown, or would run code.
-    """
+def check_model(name: str) -> None:
+    """Register ``configs/models``; raise ``UserError`` if a model is unknown, or would run code."""
     register_models()
     if not has_schema(name):
         one_of("model", name, open_clip.list_models())
@@ -48,7 +44,6 @@ def check_model(name: str) -> dict[str, Any]:
         config = open_clip.get_model_config(name)
         _check_no_code(f"model {name}", config, name.partition("local-dir:")[2])
         check_sizes(f"model {name}", config)
-    return config
 
 
 def has_schema(model: str) -> bool:

@@ -4,7 +4,6 @@
 replaced in that module while ``main`` runs.
 """
 
-import copy
 import logging
 import os
 from argparse import Namespace
@@ -20,16 +19,14 @@ from open_clip_train import file_utils
 from open_clip_train import main as trainer
 from webdataset import autodecode
 
-from vl_plugins.data.sampler import parse_captions_per_image
 from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS, through_first_step
 from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
-from vl_plugins.integrations.open_clip.loss import TwoTowerLoss, build_loss
+from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model
-from vl_plugins.registry import format_options
 
 if hasattr(trainer, "create_task"):
     from open_clip.task import CLIPTask
@@ -42,7 +39,7 @@ EXCLUDED = {
     "head": ("torchscript", "trace", "use_bnb_linear", "distill_model"),
     "head set": ("imagenet_val", "imagenet_v2"),
 }
-# Files in shards that webdataset would unpickle.
+# Files in shards that webdataset would unpickle, which could run code; here they stay bytes.
 PICKLES = ("pickle", "pyd")
 
 save, pt_load = torch.save, file_utils.pt_load
@@ -65,7 +62,6 @@ def train(args: Namespace) -> int:
     if args.loss is not None:
         with user_errors(f"--loss {args.loss}"):
             loss = build_loss(args, steps)
-            _try(loss, (4, 2, 8) if args.head == "set" else (4, 8))
     splits = data.read_splits(args)
     with through_first_step(f"--resume {args.resume}" if args.resume else "open_clip"), ExitStack() as patches:
         replaced: dict[str, Any] = {
@@ -84,7 +80,7 @@ def train(args: Namespace) -> int:
         patches.enter_context(mock.patch.object(file_utils, "pt_load", _load))
         patches.enter_context(mock.patch.object(torch, "save", partial(_save, args=args, loss=loss)))
         patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", _DataParallel))
-        patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, _refuse)))
+        patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
         return 2 if trainer.main([]) else 0
 
 
@@ -94,12 +90,9 @@ def _check(args: Namespace) -> None:
         add_model_config(args.model_config)
     for model in filter(None, (args.distill_model, args.model)):
         check_model(model)
-    captions = parse_captions_per_image(args.captions_per_image or "random")
-    needs_loss = {kind: getattr(args, kind) for kind in ("miner", "reducer", "distance")}
-    needs_loss |= {"captions-per-image": captions not in ("random", "first", 1), "head set": args.head == "set"}
-    for name, given in needs_loss.items():
-        if given and args.loss is None:
-            raise UserError(f"--{name} needs --loss, such as unified, or smooth_chamfer for sets")
+    for kind in ("miner", "reducer", "distance", "head"):
+        if args.loss is None and getattr(args, kind) not in (None, "linear"):
+            raise UserError(f"--{kind} {getattr(args, kind)} needs --loss, such as unified, or smooth_chamfer for sets")
     for kind in KINDS:
         if getattr(args, f"{kind}_kwargs") and getattr(args, kind) is None:
             raise UserError(f"--{kind}-kwargs needs --{kind}")
@@ -112,33 +105,21 @@ def _check(args: Namespace) -> None:
         raise UserError("--loss with --fsdp needs whole parameters: add --fsdp-no-reshard-after-forward")
 
 
-def _try(loss: TwoTowerLoss, shape: tuple[int, ...]) -> None:
-    """Call a copy of a loss: pytorch-metric-learning meets options of a wrong type only when it uses them."""
-    features = torch.nn.functional.normalize(torch.randn(2, *shape), dim=-1)
-    slots = {"image_slots": features[0], "text_slots": features[1]} if len(shape) == 3 else {}
-    copy.deepcopy(loss)(*features, torch.ones(()), **slots)
-
-
 def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: Any, **options: Any) -> tuple[Any, ...]:
     """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
-    named = [kind for kind in KINDS if getattr(args, kind) is not None]
-    parts = [f"{getattr(args, kind)}({format_options(getattr(args, f'{kind}_kwargs'))})" for kind in named]
     if loss is not None:
-        logging.info(f"Training with the loss of vl_plugins: {', '.join(parts)}")
-    if loss is not None and args.distributed:
         compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
-        logging.info(f"Each process compares {compared} of all processes; gradients are exact with any flags")
+        logging.info(f"Training with the loss of vl_plugins: {args.loss}; a process compares {compared} of all")
     with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}"):
-        content = {}
-        if pretrained and Path(pretrained).is_file() and Path(pretrained).suffix not in OTHER_FORMATS:
-            content = read_checkpoint(pretrained)
+        file = Path(pretrained or "")
+        content = read_checkpoint(file) if file.is_file() and file.suffix not in OTHER_FORMATS else {}
         has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
         model, *transforms = open_clip.create_model_and_transforms(name, None if has_heads else pretrained, **options)
         if args.head:
             similarity = loss.loss.distance if args.head == "set" else None
             model = add_heads(model, args.head, args.head_kwargs, similarity)
         if has_heads:
-            load_weights(model, str(pretrained), content)
+            load_weights(model, file, content)
     return model, *transforms
 
 
@@ -161,10 +142,6 @@ def _save(obj: Any, f: Any, *given: Any, args: Namespace, loss: Any, **options: 
 def _load(file: str, map_location: Any = "cpu") -> Any:
     """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
     return pt_load(file, map_location) if "://" in file else read_checkpoint(file)
-
-
-def _refuse(content: bytes) -> Any:
-    raise UserError("a pickle in a shard is not read, because it could run code")
 
 
 class _DataParallel(torch.nn.parallel.DistributedDataParallel):

@@ -6,11 +6,9 @@ from typing import Any
 from unittest import mock
 
 from open_clip_train import train
-from open_clip_train.distributed import is_master
-from torch import nn
 
 from vl_plugins.data import ShardDataset
-from vl_plugins.integrations.encoding import log_metrics, validate
+from vl_plugins.integrations.encoding import validate
 
 __all__ = ["evaluate"]
 
@@ -18,7 +16,7 @@ ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "z
 
 
 def evaluate(
-    model: nn.Module, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
+    model: Any, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
 ) -> dict[str, float]:
     """Evaluate in place of open_clip's ``evaluate``, which reports our metrics with those of its zero-shot evaluation.
 
@@ -37,12 +35,9 @@ def evaluate(
         metrics = host_zero_shot(*given, **more)
         if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
-        task: Any = model
-        unwrapped = task.get_trainable_module() if hasattr(task, "get_trainable_module") else task
+        unwrapped = model.get_trainable_module() if hasattr(model, "get_trainable_module") else model
         unwrapped = getattr(unwrapped, "module", unwrapped)
         found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
-        if is_master(args):
-            log_metrics(found, epoch)
         return {**metrics, **found, "epoch": epoch}
 
     rest = {name: split for name, split in data.items() if name != "val"}

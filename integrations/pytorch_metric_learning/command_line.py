@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.errors import UserError, exit_status, require, user_errors
-from vl_plugins.integrations.command_lines import KeyValues, Parser
+from vl_plugins.integrations.command_lines import CommandParser, KeyValues
 
 __all__ = ["build_parser", "main", "overrides"]
 
@@ -22,7 +22,7 @@ EXAMPLES = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m vl_plugins.integrations.pytorch_metric_learning",
         usage="%(prog)s [options]",
         examples=EXAMPLES,

@@ -24,11 +24,12 @@ from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, tra
 from vl_plugins.data.files import write_complete, write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.encoding import log_metrics, validate
+from vl_plugins.integrations.encoding import validate
 from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
 from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective, make_optimizer, make_scheduler
+from vl_plugins.retrieval import format_metrics_table
 
 __all__ = ["Run", "make_accelerator"]
 
@@ -181,7 +182,7 @@ class Run:
         if self.validation is not None and self.accelerator.is_main_process:
             precision = PRECISIONS[self.accelerator.mixed_precision]
             metrics = validate(self.objective.towers.eval(), self.validation, self.accelerator.device, precision)
-            log_metrics(metrics, epoch)
+            logger.info(format_metrics_table({f"epoch {epoch}": metrics}))
             values = {f"val/{name}": value for name, value in metrics.items()}
             self.accelerator.log(values, step=epoch * len(self.loader) - 1)
         return {**metrics, "epoch": epoch}

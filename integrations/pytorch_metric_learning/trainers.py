@@ -32,7 +32,6 @@ class CrossModalTrainer(BaseTrainer):
     ``dtype`` is for images; texts are token ids. ``freeze_trunk_batchnorm`` is for both trunks.
 
     Raises:
-        UserError: a loss takes no ``ref_emb``.
         AssertionError: unknown or missing names, as in pytorch-metric-learning.
     """
 

@@ -26,7 +26,6 @@ COMMANDS = [
     (TRAIN_TOWERS, "--config wide.yaml --device cpu", "1,000,000,000 is more than 500,000"),
     (OURS, "shards info toy-{0..9999999999}.tar", MANY),
     (OURS, f"encode logs/new {'{a,b}' * 40}.tar {ENCODE}", MANY),
-    (LAUNCH, "--config braces.yaml", MANY),
     (LAUNCH, "--config deep.yaml", "deep.yaml: not valid YAML: maximum recursion depth"),
     (TRAIN_TOWERS, "--config deep.yaml", "deep.yaml: not valid YAML: maximum recursion depth"),
     (LAUNCH, "--config aliases.yaml", "aliases.yaml: a configuration of more than 10,000 values"),
@@ -63,7 +62,7 @@ def folder(whole):
     os.symlink(whole / PICTURES.split("::")[0], whole / "soft.tar")
     os.link(whole / PICTURES.split("::")[1], whole / "hard.tar")
     texts = {"wide": yaml.safe_dump(TOWERS | {"dim": 10**9}), "deep": "loss: " + "[" * 3000 + "]" * 3000}
-    for name, text in (texts | {"aliases": ALIASES, "braces": "train-data: toy-{0..9999999999}.tar"}).items():
+    for name, text in (texts | {"aliases": ALIASES}).items():
         (whole / f"{name}.yaml").write_text(text)
     return whole
 

@@ -13,20 +13,6 @@ from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.retrieval.features import describe_similarity
 
-__all__ = [
-    "LAUNCH",
-    "TINY",
-    "assert_equal_nested",
-    "checkpoint_with_heads",
-    "error_line",
-    "loss_options",
-    "read_checkpoint",
-    "read_results",
-    "run",
-    "shard_flags",
-    "small_shard_flags",
-]
-
 LAUNCH = [sys.executable, "-m", "vl_plugins.integrations.open_clip"]
 TINY = (
     "--model vl-tiny --device cpu --precision fp32 --batch-size 4 --workers 0 --warmup 1 --lr 1e-3 --name run".split()
@@ -37,12 +23,6 @@ TINY += ["--epochs", "1", "--log-every-n-steps", "1"]
 def small_shard_flags(toy_shards):
     """Return flags for 16 images to train on, four batches of ``TINY``, and 8 to validate."""
     train, val = toy_shards / "toy-train-{000000..000001}.tar", toy_shards / "toy-val-000000.tar"
-    return ["--train-data", str(train), "--val-data", str(val)]
-
-
-def shard_flags(toy_shards):
-    """Likewise for all toy shards, 64 images and 24."""
-    train, val = toy_shards / "toy-train-{000000..000007}.tar", toy_shards / "toy-val-{000000..000002}.tar"
     return ["--train-data", str(train), "--val-data", str(val)]
 
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import ArcFaceLoss, ContrastiveLoss, MultipleLosses, NTXentLoss, ProxyAnchorLoss
+from pytorch_metric_learning.losses import ContrastiveLoss, NTXentLoss
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.cross_modal import CrossModalLoss
 
 LABELS = torch.tensor([4, 7, 9])
@@ -85,17 +84,6 @@ def test_regularization_is_added_once(mines):
     assert set(terms) == {"mmd_loss", "diversity_loss"}
     value = compare(loss, images, texts, miner, slots=slots[0], ref_slots=slots[1])
     torch.testing.assert_close(value, compared + sum(terms.values()))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [MultipleLosses([NTXentLoss()]), ProxyAnchorLoss(num_classes=10, embedding_size=5), ArcFaceLoss(10, 5)],
-    ids=lambda loss: type(loss).__name__,
-)
-def test_a_loss_without_references(loss):
-    with pytest.raises(UserError, match=rf"{type(loss).__name__} takes no ref_emb .*one_set: true"):
-        CrossModalLoss(loss)
-    CrossModalLoss(loss, one_set=True)
 
 
 def test_a_miner_that_drops_own_captions():

@@ -94,7 +94,7 @@ def test_a_loss_of_ones_own_trains_in_both_hosts(name, option, toy_shards, tmp_p
     mined = "--miner MultiSimilarityMiner --reducer AvgNonZeroReducer"
     for options in (f"--loss-kwargs {option} scale=learned", f"--loss-kwargs scale=10 {mined}"):
         assert open_clip(f"{flags} --loss {name} {options} --logs {tmp_path / options[-5:]}".split()) == 0
-    assert f"{name}(" in caplog.text
+    assert f"Training with the loss of vl_plugins: {name};" in caplog.text
     key, value = option.split("=")
     loss = {"name": name, key: yaml.safe_load(value.lower())}
     Run(parse_config(settings(toy_shards, loss=loss, training={"epochs": 1})), tmp_path / "run").train()

@@ -1,10 +1,10 @@
-"""Joining and leaving the processes of a run."""
+"""Leaving the processes of a run."""
 
 import torch
 from torch import distributed
 
 from tests.helpers.processes import in_processes
-from vl_plugins.distributed import start_processes, stop_processes
+from vl_plugins.distributed import stop_processes
 
 WORLD_SIZE = 2
 
@@ -24,9 +24,3 @@ def join_and_leave(rank, folder):
 def test_processes_leave_at_once(tmp_path):
     """With torch 2.2 they would wait forever, every few times."""
     assert in_processes(join_and_leave, WORLD_SIZE, tmp_path) == [0, 1]
-
-
-def test_one_process_has_nobody_to_wait_for(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert start_processes() == (0, 1)
-    stop_processes()

@@ -1,7 +1,7 @@
 """``vl-plugins encode``: embed the images and captions of shards with a model, into a file of features."""
 
 import argparse
-import sys
+import os
 from typing import Any
 
 from vl_plugins.errors import number
@@ -63,23 +63,18 @@ def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
     from vl_plugins.data import expand_shards
 
     expand_shards(arguments.shards)  # before torch is imported and the processes meet
-    from vl_plugins.distributed import process_device, start_processes, stop_processes
+    import torch
+
+    from vl_plugins.distributed import stop_processes
     from vl_plugins.integrations.encoding import encode_checkpoint
 
-    options = {name: getattr(arguments, name) for name in ("model_config", "batch_size", "workers")}
-    options |= {"device": process_device(arguments.device), "precision": arguments.precision}
-    processes = start_processes()
+    own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    names = ("model", "model_config", "batch_size", "workers", "precision")
+    options = {name: getattr(arguments, name) for name in names} | {"device": arguments.device or own_device}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
+        # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
+        torch.distributed.init_process_group("gloo")
     try:
-        return [
-            encode_checkpoint(
-                checkpoint,
-                arguments.shards,
-                arguments.model,
-                processes=processes,
-                progress=f"encoding {checkpoint}" if sys.stderr.isatty() else None,
-                **options,
-            )
-            for checkpoint in checkpoints
-        ]
+        return [encode_checkpoint(checkpoint, arguments.shards, **options) for checkpoint in checkpoints]
     finally:
         stop_processes()

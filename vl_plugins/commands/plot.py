@@ -7,7 +7,7 @@ import sys
 from vl_plugins.commands.encode import positive
 from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import user_errors
-from vl_plugins.integrations.command_lines import parse_key_values
+from vl_plugins.integrations.command_lines import key_value
 from vl_plugins.registry import create_loss, format_options
 
 __all__ = ["register"]
@@ -109,7 +109,7 @@ def _gradients(arguments: argparse.Namespace) -> None:
     drawn = {}
     for name, *words in losses:
         with user_errors(name):
-            options = parse_key_values(words, "plot gradients")
+            options = dict(map(key_value, words))
             drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
     from vl_plugins.plots.gradients import plot_gradient_sizes
 

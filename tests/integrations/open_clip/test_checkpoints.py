@@ -57,7 +57,6 @@ def assert_same_model(loaded, model, preprocess):
     return texts
 
 
-@pytest.mark.parametrize("former", [False, True], ids=["0.3", "0.2"])
 @pytest.mark.parametrize(
     ("prefix", "head", "head_kwargs", "options"),
     [
@@ -66,20 +65,12 @@ def assert_same_model(loaded, model, preprocess):
         ("", "set", SMALL, {"image_interpolation": "bilinear", "image_resize_mode": "squash", "force_image_size": 48}),
     ],
 )
-def test_a_model_with_heads_needs_nothing_but_its_file(tmp_path, caplog, prefix, head, head_kwargs, options, former):
+def test_a_model_with_heads_needs_nothing_but_its_file(tmp_path, caplog, prefix, head, head_kwargs, options):
     clip, preprocess = make(**options, **({"init_logit_bias": -10} if head == "linear" else {}))
     similarity = MatchProbability(2.5, 3.5) if head == "set" else None
     content = checkpoint_with_heads(clip, "vl-tiny", head, head_kwargs, similarity)
     content["args"] |= {**options, "siglip": head == "linear"}
-    weights = content["state_dict"]
-    content["state_dict"] = {f"{prefix}{name}": weight for name, weight in weights.items()}
-    if former:
-        ours = ("image_head", "text_head", "similarity")
-        renamed = {name if name.startswith(ours) else f"clip.{name}": weight for name, weight in weights.items()}
-        state = {**content.pop("args"), "init_logit_bias": -10 if head == "linear" else None}
-        state["head_kwargs"] = {**head_kwargs, "slots": "learned"} if head == "set" else head_kwargs
-        del state["siglip"]
-        content["state_dict"] = {f"{prefix}{name}": w for name, w in (renamed | {"_extra_state": state}).items()}
+    content["state_dict"] = {f"{prefix}{name}": weight for name, weight in content["state_dict"].items()}
     torch.save(content, tmp_path / "epoch_1.pt")
     caplog.clear()
     loaded = load_model(tmp_path / "epoch_1.pt")
@@ -105,36 +96,26 @@ def test_files_of_weights(tmp_path, precision):
 
 
 def test_files_that_do_not_fit(tmp_path):
-    path, plain = tmp_path / "epoch_1.pt", save(tmp_path / "plain.pt", make()[0])
+    plain = save(tmp_path / "plain.pt", make()[0])
     content = checkpoint_with_heads(make()[0], "vl-tiny", "set", SMALL)
-    torch.save(content, path)
-    (tmp_path / "half.pt").write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    cut = copy.deepcopy(content)
-    del cut["state_dict"]["text_head.prediction.norm_output.weight"]
-    torch.save(cut, tmp_path / "cut.pt")
+    torch.save(content, tmp_path / "sets.pt")
+    del content["state_dict"]["text_head.prediction.norm_output.weight"]
+    torch.save(content, tmp_path / "cut.pt")
     save(tmp_path / "smaller.pt", make(force_image_size=32)[0])
-    np.savez(tmp_path / "other.npz", weight=np.ones(2))
     save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
-    for damage in ({"model": 3}, {"force_image_size": "large"}, {"similarity_kwargs": 3}, {"head": "set2"}):
-        torch.save(content | {"args": content["args"] | damage}, tmp_path / f"{next(iter(damage))}.pt")
+    np.savez(tmp_path / "other.npz", weight=np.ones(2))
     for arguments, message in (
-        ((path, "ViT-B-32"), r"epoch_1\.pt is of model vl-tiny, not ViT-B-32$"),
+        ((tmp_path / "sets.pt", "ViT-B-32"), r"sets\.pt is of model vl-tiny, not ViT-B-32$"),
         ((plain,), r"plain\.pt does not specify its model: name the model$"),
-        ((tmp_path / "no.pt",), r"no\.pt: no such file$"),
-        ((tmp_path / "no.pt", "vl-tiny"), r"no\.pt: no such file, nor a pretrained tag of vl-tiny$"),
         ((plain, "ViT-S-32-alt"), r"plain\.pt does not fit model ViT-S-32-alt: "),
-        ((tmp_path / "half.pt", "vl-tiny"), r"half\.pt: it is damaged, or holds more"),
         ((tmp_path / "cut.pt",), r"cut\.pt does not fit .*norm_output"),
-        ((tmp_path / "other.npz", "vl-tiny"), r"other\.npz does not fit"),
         ((tmp_path / "other.safetensors", "vl-tiny"), r"other\.safetensors does not fit"),
+        ((tmp_path / "other.npz", "vl-tiny"), r"other\.npz does not fit"),
         # open_clip interpolates position embeddings of another image size, which makes another model.
         ((tmp_path / "smaller.pt", "vl-tiny"), r"size mismatch for visual\.positional_embedding"),
-        *(((tmp_path / f"{part}.pt",), r"\.pt|unknown model") for part in ("model", "force_image_size", "head")),
-        ((tmp_path / "similarity_kwargs.pt",), r"similarity_kwargs\.pt does not fit"),
     ):
-        with pytest.raises(UserError, match=message) as raised:
+        with pytest.raises(UserError, match=message):
             load_model(*arguments)
-        assert "\n" not in str(raised.value)
 
 
 class Harmful:

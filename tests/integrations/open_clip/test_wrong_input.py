@@ -9,7 +9,6 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_training import TINY, checkpoint_with_heads, error_line
@@ -35,8 +34,6 @@ YAML = {
     "key": "los: unified\n",
     "twice": "loss: unified\nloss: vlc\n",
     "object": "loss: !!python/object/apply:print [code has run]\n",
-    "kwargs": "loss: unified\nloss-kwargs: 5\n",
-    "switch": "siglip: 1\n",
     "value": "lr: false\n",
     "class": "loss: json:dumps\n",
     "smuggled": "image-mean: [0.1, --loss=json:dumps]\n",
@@ -61,15 +58,10 @@ def folder(toy_shards, tmp_path_factory):
     weights = open_clip.create_model("vl-tiny").state_dict()
     other = open_clip.create_model("vl-tiny-resnet").state_dict()
     heads = checkpoint_with_heads(open_clip.create_model("vl-tiny"), "vl-tiny", "linear", {"dim": 24})
-    whole = {"epoch": 1, "state_dict": weights, "optimizer": {"state": {}, "param_groups": []}}
     for name, content in {
         "weights": weights,
-        "other": other,
-        "other_run": whole | {"state_dict": other},
+        "other_run": {"epoch": 1, "state_dict": other},
         "heads": heads,
-        "optimizer": whole,
-        "no_optimizer": {"epoch": 1, "state_dict": weights},
-        "tensor": torch.ones(3),
         "no_weights": {"epoch": 1},
         "harmful": Harmful(),
         "harmful_part": {"state_dict": weights, "more": Harmful()},
@@ -77,32 +69,12 @@ def folder(toy_shards, tmp_path_factory):
         torch.save(content, folder / f"{name}.pt")
     data = (folder / "weights.pt").read_bytes()
     (folder / "cut.pt").write_bytes(data[: len(data) // 2])
-    (folder / "empty.pt").touch()
-    (folder / "text.pt").write_text("weights")
     (folder / "pickle.pt").write_bytes(pickle.dumps(Harmful(), protocol=2))
-    (folder / "cut.safetensors").write_bytes(b"12")
-    save_file({"weight": torch.ones(2)}, folder / "foreign.safetensors")
     np.savez(folder / "foreign.npz", weight=np.ones(2))
-    shard = (folder / "toy-train-000000.tar").read_bytes()
-    samples = {"txt": "a dog", "png": PICTURE}
-    for name, content in {
-        "cut": shard[:4000],
-        "nothing": b"",
-        "words": b"no archive" * 200,
-        "none": encode_archive([]),
-        "captionless": encode_archive([(f"{number}.png", PICTURE) for number in range(9)]),
-        "json": encode_archive([("0.png", PICTURE), ("0.json", b"{")]),
-        "equal": encode_archive([(f"{n}.{name}", data) for n in range(9) for name, data in samples.items()]),
-    }.items():
-        (folder / f"{name}.tar").write_bytes(content)
-    (folder / "dog.png").write_bytes(PICTURE)
-    for name, rows in {
-        "equal": ["dog.png\ta dog"] * 8,
-        "missing": [f"no{number}.png\tdog {number}" for number in range(8)],
-    }.items():
-        (folder / f"{name}.tsv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    (folder / "plain.tar").write_bytes(encode_archive([("0.txt", "a dog"), ("0.png", PICTURE)]))
+    missing = [f"no{number}.png\tdog {number}" for number in range(8)]
+    (folder / "missing.tsv").write_text("\n".join(["filepath\ttitle", *missing]) + "\n")
     (folder / "columns.tsv").write_text("a\tb\n1\t2\n")
-    (folder / "val.txt").touch()
     return folder
 
 
@@ -110,113 +82,59 @@ LOSS, SETS = "--loss unified", "--loss smooth_chamfer --head set"
 TRAIN = "--train-data toy-train-{000000..000001}.tar"
 RUN = f"{TRAIN} {LOSS}"
 FLAGS = {
-    # ours
     "--loss unifed": "unknown loss 'unifed' (did you mean 'unified'?)",
     "--loss no_such_module:Loss": "loss 'no_such_module:Loss': No module named 'no_such_module'",
-    "--loss json:dumps": "loss 'json:dumps': ",
     "--loss ProxyAnchorLoss --loss-kwargs num_classes=4 embedding_size=8": "has trainable parameters",
-    "--loss unified --distance match_probability": "has trainable parameters",
-    "--loss ArcFaceLoss": "loss 'ArcFaceLoss': ",
-    f"{LOSS} --loss-kwargs margin": "--loss-kwargs: expected key=value, got 'margin'",
-    f"{LOSS} --loss-kwargs margin=a": "margin must be a finite number >= 0, got 'a'",
-    f"{LOSS} --loss-kwargs margn=1": "unknown option 'margn' (did you mean 'margin'?)",
+    f"{LOSS} --loss-kwargs margin": "argument --loss-kwargs: expected key=value, got 'margin'",
     f"{LOSS} --loss-kwargs scale=0": "--loss unified: scale must be ",
-    "--loss triplet_hn --loss-kwargs scale=learned": "--loss triplet_hn: TripletHNLoss has no scale",
-    "--loss triplet_hn --loss-kwargs warmup_steps=-1": "warmup_steps must be ",
-    "--miner BatchHardMiner": "--miner needs --loss",
+    "--loss triplet_hn --loss-kwargs scale=learned": "TripletHNLoss has no scale",
     f"{LOSS} --miner-kwargs a=1": "--miner-kwargs needs --miner",
-    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: ",
-    f"{LOSS} --distance mil --loss-kwargs distance=mil": "multiple values for keyword argument 'distance'",
-    f"{LOSS} --head set --distance LpDistance": "LpDistance does not compare sets",
+    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "open_clip: ",
+    f"{LOSS} --head set --distance LpDistance": "embeddings must be a 2D tensor",
     "--head set": "--head set needs --loss, such as unified, or smooth_chamfer for sets",
-    "--head-kwargs dim=3": "--head-kwargs needs --head",
+    "--miner BatchHardMiner": "--miner BatchHardMiner needs --loss",
+    "--allow-duplicate-captions": "--allow-duplicate-captions needs training data, and --loss or --captions-per-image",
     "--head linear --head-kwargs dim=0": "--head linear: dim must be an integer >= 1, got 0",
-    "--head linear --head-kwargs num_slots=2": "--head linear: .*unexpected keyword argument 'num_slots'",
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
-    f"{SETS} --val-data equal.tsv": "open_clip's validation compares single vectors",
-    f"{SETS} --val-data equal.tar": "open_clip's validation compares single vectors",
-    "--head linear --torchscript": "--head does not support --torchscript",
+    f"{SETS} --val-data plain.tar": "--val-data plain.tar: to validate sets, give shards",
     f"{LOSS} --siglip": "--loss does not support --siglip",
-    f"{LOSS} --distill-model vl-tiny": "--loss does not support --distill-model",
-    f"{LOSS} --captions-per-image 0": "positive number, got '0'",
-    "--captions-per-image 5": "--captions-per-image needs --loss",
-    "--on-read-error raise": "--on-read-error need the reader of vl_plugins",
-    "--allow-duplicate-captions": "--on-read-error need the reader of vl_plugins",
-    f"{LOSS} --dataset-resampled": "--dataset-resampled only works with open_clip's reader",
-    f"{LOSS} --train-num-samples 8": "--train-num-samples only works with open_clip's reader",
+    f"{LOSS} --dataset-resampled": "--dataset-resampled is for open_clip's reader",
     "--los unified": "ambiguous option: --los could match",
-    # open_clip's
-    f"{LOSS} --batch-size 65": "the batch size can be at most 16",
-    "--device gpu": "open_clip: ",
-    "--aug-cfg scale": "command line: not enough values",
-    "--opt sgd": "open_clip: Unknown optimizer sgd",
 }
 FILES = {
-    "--model-config no.json": "no.json",
-    "--model-config text.pt": "text.pt: Expecting value",
     "--model-config code.json": "code.json: trust_remote_code is not supported",
     "--model-config tokenizer.json": "automap/tokenizer_config.json: auto_map is not supported",
     "--model vl-tinny": "unknown model 'vl-tinny' (did you mean 'vl-tiny'?)",
-    "--model local-dir:no": "no/open_clip_config.json",
     "--model local-dir:coded": "local-dir:coded: trust_remote_code is not supported",
     "--model local-dir:automap": "automap/tokenizer_config.json: auto_map is not supported",
     "--distill-model local-dir:coded --distill-pretrained a": "local-dir:coded: trust_remote_code is not supported",
-    "--model local-dir:automap --pretrained a": "auto_map is not supported",
     "--model RN50 --pretrained openay": "--pretrained openay: Pretrained value 'openay' is not a known tag",
-    "--pretrained no/epoch_1.pt": "--pretrained no/epoch_1.pt: Pretrained value",
-    "--pretrained foreign.safetensors": "--pretrained foreign.safetensors: ",
-    "--pretrained cut.safetensors": "--pretrained cut.safetensors: ",
     "--pretrained foreign.npz": "--pretrained foreign.npz: ",
-    "--pretrained heads.pt": "--pretrained heads.pt: Unexpected key",
-    "--pretrained other.pt": "--pretrained other.pt: text pos_embed width changed",
     "--head linear --head-kwargs dim=25 --pretrained heads.pt": "--pretrained heads.pt: size mismatch",
     "--resume no.pt": "No such file or directory: 'no.pt'",
     "--resume other_run.pt": "--resume other_run.pt: ",
-    "--resume optimizer.pt": "--resume optimizer.pt: loaded state dict",
-    "--resume no_optimizer.pt": "--resume no_optimizer.pt: 'optimizer'",
-    "--resume heads.pt": "--resume heads.pt: ",
-    "--config no.yaml": "No such file or directory: 'no.yaml'",
-    "--config bracket.yaml": "bracket.yaml: not valid YAML",
+    "--config bracket.yaml": 'bracket.yaml: not valid YAML: in "bracket.yaml", line 1, column 8',
     "--config object.yaml": "object.yaml: not valid YAML",
     "--config twice.yaml": "twice.yaml: not valid YAML: a key is given twice: loss, loss",
     "--config key.yaml": "unknown key in key.yaml 'los' (did you mean 'loss'?)",
-    "--config kwargs.yaml": "--loss-kwargs: expected key=value, got '5'",
-    "--config switch.yaml": "argument --siglip: ignored explicit argument '1'",
     "--config value.yaml": "argument --lr: invalid float value: 'False'",
     "--config class.yaml": "files name registered losses only",
     "--config smuggled.yaml": "files name registered losses only",
-    "--config smuggled_key.yaml": "--loss-kwargs: expected at least one argument",
+    "--config smuggled_key.yaml": "argument --loss-kwargs: expected at least one argument",
 }
 FILES |= {
     f"--{flag} {file}.pt": f"{file}.pt: it is damaged, or holds more than tensors and text"
     for flag in ("pretrained", "resume")
-    for file in ("cut", "empty", "text", "harmful", "harmful_part", "pickle")
+    for file in ("cut", "harmful", "harmful_part", "pickle")
 }
-FILES |= {
-    f"--{flag} {file}.pt": f"--{flag} {file}.pt: "
-    for flag in ("pretrained", "resume")
-    for file in ("tensor", "no_weights")
-}
+FILES |= {f"--{flag} no_weights.pt": f"--{flag} no_weights.pt: " for flag in ("pretrained", "resume")}
 # No other data are given.
 DATA = {
-    f"{LOSS} --train-data no-{{0..2}}.tar": "3 of 3 shards do not exist: no-0.tar",
-    f"{LOSS} --train-data cut.tar": "cannot read cut.tar: it is",
-    f"{LOSS} --train-data nothing.tar": "nothing.tar",
-    f"{LOSS} --train-data words.tar": "cannot read words.tar: it is damaged",
-    f"{LOSS} --train-data none.tar": "the shards hold no images: none.tar",
-    f"{LOSS} --train-data captionless.tar": "it has no captions; expected a list of strings",
-    f"{LOSS} --train-data json.tar": "its json or txt is not valid",
-    f"{LOSS} --train-data equal.tar": "no 4 images have different captions",
     f"{LOSS} --train-data pipe:cat --dataset-type webdataset": "pipe:cat",
-    f"{LOSS} --train-data nothing://a.tar": "nothing://a.tar: Protocol not known: nothing",
-    f"{LOSS} --train-data equal.tsv": "1 images make no full batch of 4",
     f"{LOSS} --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
-    f"{LOSS} --train-data no.csv": "no.csv",
     f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: .*filepath",
-    f"{LOSS} --val-data val.txt": "--val-data val.txt: Tried to figure out dataset type",
-    "--val-data val.txt": "Tried to figure out dataset type, but failed for extension txt",
-    "--config pipe_in_braces.yaml": "'pipe:echo code has run' is no local path",
-    "--config pipe_in_list.yaml": "'pipe:echo code has run' is no local path",
+    "--config pipe_in_braces.yaml": "'p{i..i}pe:echo code has run' is no local path",
+    "--config pipe_in_list.yaml": "p{i,i}pe:echo code has run' is no local path",
     "--config pipe_in_capitals.yaml": "' PIPE:echo code has run' is no local path",
     "--config url.yaml": "'https://example.invalid/a.tar' is no local path",
     "--config loss_pipe.yaml": "1 of 1 shards do not exist: pipe:echo code has run",
