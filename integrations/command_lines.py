@@ -84,7 +84,7 @@ def read_yaml(file: Path) -> Any:
     """
     yaml = require("yaml", extra="open-clip")
 
-    class UniqueKeys(yaml.SafeLoader):
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict:
             keys = [key.value for key, _ in node.value]
             if len({*keys}) < len(keys):
