@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
 from pytorch_metric_learning.reducers import MeanReducer
@@ -35,21 +34,19 @@ class Reference:
             ``batch_positives`` where it has such parameters; None for a loss that takes triplets for pairs.
         options: of the loss and the loops.
         loss_options: of the loss alone.
-        needs_similarity: the loss takes no distances that are not inverted.
     """
 
     pair: Callable
     triplet: Callable | None = None
     options: dict[str, Any] = field(default_factory=dict)
     loss_options: dict[str, Any] = field(default_factory=dict)
-    needs_similarity: bool = False
 
 
 GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
 NO_REGULARIZATION = {"mmd_weight": 0.0, "diversity_weight": 0.0}
 
 REFERENCES = {
-    "goal": Reference(goal.goal_hardest, goal.goal_triplet, GOAL_OPTIONS, needs_similarity=True),
+    "goal": Reference(goal.goal_hardest, goal.goal_triplet, GOAL_OPTIONS),
     # Of sets of one element: the triplet loss of cosines.
     "smooth_chamfer": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}, NO_REGULARIZATION),
     "triplet_hn": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}),
@@ -57,7 +54,6 @@ REFERENCES = {
     "unified": Reference(losses.unified, options={"margin": 0.3, "scale": 10.0}),
     "vlc": Reference(losses.vlc, options={"scale": 10.0}),
 }
-LOSSES = pytest.mark.parametrize("name", REFERENCES)
 
 
 def make_loss(name, **options):

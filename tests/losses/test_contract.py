@@ -27,6 +27,7 @@ from tests.helpers.memory import extra_bytes
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
 from vl_plugins import negatives
+from vl_plugins.losses import PairLoss
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -49,8 +50,6 @@ def test_value_and_gradient_are_those_of_the_loops(name, device):
     for way, options in ways(name):
         for dtype in (torch.float64, torch.float32):
             for what, call in calls(dtype):
-                if "tiled" in options and options["tiled"] and "indices_tuple" in call:
-                    continue
                 loss = make(name, **options).to(device)
                 check_call(reference, call, loss=loss, device=device, what=f"{way}, {dtype}, {what}")
 
@@ -107,10 +106,9 @@ def test_one_direction_and_the_scale_of_a_call(name):
         check_call(reference, call, loss=make(name, symmetric=False, **options), symmetric=False)
         check_call(reference, call | {"symmetric": False}, loss=make(name, **options), symmetric=False)
         check_call(reference, call | {"symmetric": True}, loss=make(name, symmetric=False, **options))
-        if not options.get("tiled"):
-            pairs = tuple(index for mask in masks_of(call) for index in mask.nonzero().unbind(dim=1))
-            mined = call | {"indices_tuple": pairs, "symmetric": True}
-            torch.testing.assert_close(make(name, **options)(**mined), make(name, **options)(**call))
+        pairs = tuple(index for mask in masks_of(call) for index in mask.nonzero().unbind(dim=1))
+        mined = call | {"indices_tuple": pairs, "symmetric": True}
+        torch.testing.assert_close(make(name, **options)(**mined), make(name, **options)(**call))
         if "scale" not in reference.options:
             with pytest.raises(ValueError, match="has no scale"):
                 make(name, **options)(**call, scale=5.0)
@@ -172,8 +170,7 @@ def test_what_is_not_finite_is_never_hidden(name):
                 assert value.isnan()
                 assert torch.autograd.grad(value, call[key])[0].isnan().any()
                 assert loss(**(call | {"labels": call["labels"] + (call["labels"] == 0) * 50})).isnan()
-                if not options.get("tiled"):
-                    assert loss(**call, indices_tuple=pairs).isnan()
+                assert loss(**call, indices_tuple=pairs).isnan()
 
 
 @DEVICES
@@ -209,8 +206,6 @@ def test_finite_at_the_extremes(name):
         for scale in ({}, {"scale": 1e4}) if "scale" in LOSSES[name][1].options else ({},):
             for dtype in (torch.float32, torch.float16):
                 for indices in (None, pairs):
-                    if indices is not None and options.get("tiled"):
-                        continue
                     leaf = directions.to(dtype).requires_grad_()
                     loss = make(name, **options, **scale)
                     value = loss(leaf, labels, indices, ref_emb=leaf.detach(), ref_labels=labels)
@@ -348,7 +343,6 @@ def test_memory(name, monkeypatch):
         ({"labels": None}, "labels must be a tensor"),
         ({"labels": LABELS.tolist()}, "labels must be a tensor"),
         ({"ref_labels": LABELS}, "ref_labels must be a tensor"),
-        ({"indices_tuple": (LABELS, LABELS)}, "indices_tuple must have 3 tensors"),
         ({"scale": torch.ones(2)}, "scale must have one element"),
         ({"scale": 0}, "scale must be a finite number > 0, got 0"),
         ({"ref_emb": None, "ref_labels": LABELS + 1}, "ref_labels must be the labels"),
@@ -367,17 +361,6 @@ def test_one_set_and_two():
     check_call("unified", {"embeddings": images, "labels": LABELS, "ref_emb": texts, "ref_labels": LABELS})
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("triplet_sh", {}), ("goal cir sig_ms", {}), ("unified", {"distance": PlainCosine()}), ("triplet_hn warm", {})],
-)
-def test_tiles_that_cannot_be(name, options):
-    with pytest.raises(ValueError, match="tiled=True needs"):
-        make(name, tiled=True, **options)(**call_with(2))
-    with pytest.raises(ValueError, match="tiled=True needs"):
-        make("unified", tiled=True)(**call_with(2), indices_tuple=(LABELS,) * 4)
-
-
 @pytest.mark.parametrize("mask", [torch.ones(3, 4), torch.ones(4, 3, dtype=torch.bool)])
 def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
@@ -393,3 +376,10 @@ def test_pairs_of_equal_labels_of_a_large_batch():
         negatives.label_pairs(labels, ref_labels.int()), (labels[:, None] == ref_labels).nonzero().T, strict=True
     ):
         assert torch.equal(found, expected_index)
+
+
+def test_a_loss_that_is_already_reduced():
+    loss = PairLoss()
+    loss.negatives, loss.matrix_losses = "matrix", lambda similarities, *_: similarities.mean()
+    with pytest.raises(ValueError, match="matrix_losses must return shape"):
+        loss(**call_with(1))

@@ -59,7 +59,8 @@ class PairLoss(BaseMetricLossFunction):
 
     Args:
         symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
-        tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
+        tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them. It
+            has no effect where the whole matrix is needed: with miners, other distances and other ``negatives``.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
@@ -141,26 +142,18 @@ class PairLoss(BaseMetricLossFunction):
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
 
         Raises:
-            ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
-                all similarities are needed.
+            ValueError: labels missing or too many or few, or a ``scale`` for a loss that has none.
         """
         one_set = ref_emb is None or ref_emb is embeddings
         sides: Any = embeddings, embeddings if one_set else ref_emb
         ids: Any = labels, labels if one_set and ref_labels is None else ref_labels
         if one_set and ids[0] is not ids[1] and not torch.equal(*ids):
             raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
-            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
         for name, side, of_side in zip(("labels", "ref_labels"), sides, ids, strict=True):
             shape, expected = getattr(of_side, "shape", None), side.shape[:1]
             if shape != expected and not (of_side is None and indices_tuple is not None):
                 raise ValueError(f"{name} must be a tensor of the shape {expected}, got {shape}")
         in_blocks = indices_tuple is None and self.negatives in ("max", "logsumexp") and self._is_plain()
-        if self.tiled and not in_blocks:
-            raise ValueError(
-                "tiled=True needs labels, a plain CosineSimilarity or DotProductSimilarity, and a loss of the (soft) "
-                f"maximum of the negatives; got {self.distance} and negatives {self.negatives!r}"
-            )
         both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
         scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
