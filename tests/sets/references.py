@@ -6,9 +6,10 @@ A set is a tensor (K, D) or a list of vectors. Gradients come by automatic diffe
 import math
 
 import torch
-from torch.nn.functional import avg_pool2d, lp_pool2d
 
 from tests.helpers.seeds import seeded
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -22,6 +23,15 @@ def value_and_gradients(values, leaves):
     weights = torch.randn(values.shape, dtype=torch.float64, generator=seeded(7)).to(values)
     results = values.detach(), *torch.autograd.grad(values, leaves, weights, retain_graph=True, materialize_grads=True)
     return [result.cpu().double() for result in results]
+
+
+def check(values, leaves, loops):
+    """Compare values and gradients with those of ``loops``, called with the same numbers in float64."""
+    twins = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    wanted, tolerance = value_and_gradients(loops(*twins), twins), TOLERANCE[leaves[0].dtype]
+    assert values.dtype == leaves[0].dtype
+    assert all(part.abs().max() > 1e-5 for part in wanted), "the case shows nothing"
+    torch.testing.assert_close(value_and_gradients(values, leaves), wanted, atol=tolerance, rtol=tolerance)
 
 
 def unit(x):
@@ -133,18 +143,6 @@ def circular_variance(elements):
     if not directions:
         return 0 * elements.sum()
     return 1 - (sum(directions) / len(directions)).square().sum().sqrt()
-
-
-def _exp_and_lp_pool(x, y, alpha=16.0):
-    """Smooth-Chamfer similarity of unit vectors as with ``torch.nn.LPPool2d(1, ...)`` and ``torch.nn.AvgPool2d``."""
-    (_, k1, _), (_, k2, _) = x.shape, y.shape
-    e = torch.exp(alpha * (x.flatten(0, 1) @ y.flatten(0, 1).T))[None]
-    by_y = avg_pool2d(lp_pool2d(e, 1, (1, k2)).log(), (k1, 1))
-    by_x = avg_pool2d(lp_pool2d(e, 1, (k1, 1)).log(), (1, k2))
-    return (by_y + by_x)[0] / (2 * alpha)
-
-
-EXP_AND_POOL = {"LP pooling": _exp_and_lp_pool}
 
 
 def set_prediction(weights, local_features, global_features, *, iterations, padding=None, positions=None):

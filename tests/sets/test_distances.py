@@ -1,22 +1,21 @@
 """Similarities of sets against the loops of the papers, and in losses of the package and of the host."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from torch.nn.functional import normalize
 
 from tests.helpers.memory import extra_bytes
 from tests.sets import references
-from tests.sets.references import SIMILARITIES, normal, value_and_gradients
+from tests.sets.references import SIMILARITIES, TOLERANCE, check, normal, value_and_gradients
 from vl_plugins import create_loss, distances, negatives
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 
 NAMES = pytest.mark.parametrize("name", SIMILARITIES)
 OPTIONS = {"SmoothChamferSimilarity": {"alpha": 9.0}, "MatchProbability": {"scale": 3.0, "shift": -0.5}}
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +37,9 @@ def make_sides(padded=True, **options):
     return [side.requires_grad_() for side in sides]
 
 
-def by_loops(name, x, y, **options):
-    return references.matrix(SIMILARITIES[name], x, y, **OPTIONS.get(name, {}), **options)
-
-
-def check(actual, leaves, wanted, twins=None):
-    """Compare values and gradients with those of the loops, in float64."""
-    tolerance = TOLERANCE[actual.dtype]
-    actual, wanted = value_and_gradients(actual, leaves), value_and_gradients(wanted, twins or leaves)
-    for one, other in zip(actual, wanted, strict=True):
-        assert other.abs().max() > 1e-5, "the case shows nothing"
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+def by_loops(name, **options):
+    """A function of two sides."""
+    return partial(references.matrix, SIMILARITIES[name], **OPTIONS.get(name, {}), **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -57,26 +48,24 @@ def check(actual, leaves, wanted, twins=None):
 @NAMES
 def test_formula(name, tiled, padded, dtype):
     sides = make_sides(padded, dtype=dtype)
-    twins = [side.detach().double().requires_grad_() for side in sides]
     similarities = make(name, tiled=tiled)(*sides)
     assert (similarities == 0).sum() == (11 if padded else 0)  # those of empty sets
-    check(similarities, sides, by_loops(name, *twins), twins)
+    check(similarities, sides, by_loops(name))
 
 
 @NAMES
 def test_packed_sets_and_dot_products(name):
-    x, y = make_sides()
-    distance, wanted = make(name, set_size=3), by_loops(name, x, y)
+    (x, y), distance = make_sides(), make(name, set_size=3)
     assert distance.is_inverted
     for query, other in ((x.flatten(1), y.flatten(1)), (x, y.flatten(1)), (x.flatten(1), y)):
-        check(distance(query, other), (x, y), wanted)
+        check(distance(query, other), (x, y), by_loops(name))
     # If one side only is packed, the other one gives the dimension.
-    check(make(name)(x, y.flatten(1)), (x, y), wanted)
+    check(make(name)(x, y.flatten(1)), (x, y), by_loops(name))
     torch.testing.assert_close(distance(x.flatten(1)), make(name)(x, x))
     assert torch.equal(make(name)(x[:, 0]), distance(x[:, :1]))  # vectors are sets of one
-    x, y = make_sides(padded=False)
-    dots = by_loops(name, x, y, similarity=references.dot_product)
-    check(make(name, normalize_embeddings=False)(x, y), (x, y), dots)
+    sides = make_sides(padded=False)
+    dots = by_loops(name, similarity=references.dot_product)
+    check(make(name, normalize_embeddings=False)(*sides), sides, dots)
 
 
 def test_ties_share_the_gradient():
@@ -165,35 +154,31 @@ def test_accuracy_and_losses_of_sets(name):
     """Packed, as the host's calculator takes them, and in a loss."""
     (x, y), labels, ref_labels = make_sides(padded=False), torch.arange(7) % 3, torch.arange(5) % 3
     y = torch.cat([y, normal(5, 1, 6, seed=2)], dim=1).detach().requires_grad_()
-    similarities, same = by_loops(name, x, y), labels[:, None] == ref_labels
-    calculator = AccuracyCalculator(
-        include=("precision_at_1",), k=1, knn_func=CustomKNN(make(name, set_size=3), batch_size=4)
-    )
+    distance, same = make(name, set_size=3), labels[:, None] == ref_labels
+    calculator = AccuracyCalculator(include=("precision_at_1",), k=1, knn_func=CustomKNN(distance, batch_size=4))
     with torch.no_grad():
         found = calculator.get_accuracy(x.flatten(1), labels, y.flatten(1), ref_labels)
-    right = (ref_labels[similarities.argmax(1)] == labels).double().mean().item()
-    assert found["precision_at_1"] == pytest.approx(right)
+    right = ref_labels[by_loops(name)(x, y).argmax(1)] == labels
+    assert found["precision_at_1"] == pytest.approx(right.double().mean().item())
 
-    loss = create_loss("vlc", scale=5.0, distance=make(name, set_size=3))
-    wanted = loss.from_similarities(similarities, same, ~same)
+    loss = create_loss("vlc", scale=5.0, distance=distance)
     for sides in ((x, y), (x.flatten(1), y.flatten(1))):
-        check(loss(sides[0], labels, ref_emb=sides[1], ref_labels=ref_labels), (x, y), wanted)
+        value = loss(sides[0], labels, ref_emb=sides[1], ref_labels=ref_labels)
+        check(value, (x, y), lambda *twins: loss.from_similarities(by_loops(name)(*twins), same, ~same))
 
 
 def test_memory(monkeypatch):
-    """Without the similarities and the gradients."""
+    """Beyond the similarities and the gradients, in matrices of all cosines."""
     monkeypatch.setattr(negatives, "CPU_BLOCK", 2**14)
-    sets = [normalize(normal(n, 4, 64, dtype=torch.float32), dim=2).detach().requires_grad_() for n in (300, 400)]
-    upstream = torch.ones(300, 400)
-    kept = upstream.nbytes + sum(side.nbytes for side in sets)
+    sets, upstream = [normal(n, 4, 64, dtype=torch.float32) for n in (300, 400)], torch.ones(300, 400)
+    kept, matrix = upstream.nbytes + sum(side.nbytes for side in sets), 16 * upstream.nbytes
 
     def extra(similarity):
-        return extra_bytes(lambda: torch.autograd.grad(similarity(*sets), sets, upstream), kept=kept)
+        return extra_bytes(lambda: torch.autograd.grad(similarity(*sets), sets, upstream), kept=kept) / matrix
 
-    peer = extra(references.EXP_AND_POOL["LP pooling"])
     dense, tiled = (extra(SmoothChamferSimilarity(tiled=tiled)) for tiled in (False, True))
-    assert dense < 0.8 * peer
-    assert tiled < 0.1 * peer
-    for least, default in ((4 * 300 * 4 * 400 * 4, dense), (4 * 300 * 4 * 400 * 4 - 1, tiled)):
+    assert dense < 2
+    assert tiled < 0.3
+    for least, default in ((matrix, dense), (matrix - 1, tiled)):
         monkeypatch.setattr(distances, "MATRIX_BYTES", least)
         assert extra(SmoothChamferSimilarity()) == default
