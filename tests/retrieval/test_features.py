@@ -99,7 +99,6 @@ NOT_READ = "set VL_PLUGINS_TRACEBACK=1"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"PK\x03\x04 and no more", NOT_READ),
         (npz(**BOTH)[:-50], NOT_READ),
         (safetensors.torch.save({"image_features": unit(4, 6)})[:-9], NOT_READ),
         (pickle.dumps(Exploit()), NOT_READ),
@@ -107,21 +106,10 @@ NOT_READ = "set VL_PLUGINS_TRACEBACK=1"
         (npz(image_features=IMAGES), "caption_features, image_of_caption, got image_features"),
         (npz(**BOTH | {"image_features": np.array(["a"])}), "can't convert"),
         (npz(**BOTH | {"caption_features": CAPTIONS[:, :5]}), "one width, got (4, 6) and (8, 5)"),
-        (npz(**BOTH | {"caption_features": CAPTIONS[:, None]}), "vectors or sets, got (4, 6) and (8, 1, 6)"),
-        (npz(**BOTH | {"image_features": IMAGES.astype(int)}), "floating-point images, got torch.int64"),
         (npz(**BOTH | {"image_of_caption": np.arange(8.0)}), "integers as image_of_caption"),
-        (npz(**BOTH | {"image_of_caption": np.arange(7) % 4}), "an int64 image of each caption"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 5}), "image_of_caption in [0, 4)"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 5 - 1}), "image_of_caption in [0, 4)"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 3}), "a caption of every image"),
-        (npz(**{name: array[:0] for name, array in BOTH.items()}), "image_of_caption in [0, 0)"),
         (npz(**BOTH, image_ids=np.arange(3)), "an id of each of the 4 images"),
-        (npz(**BOTH, caption_ids=np.arange(8.0)), "caption ids that are integers or strings"),
-        (described('{"image_ids": [1, 2, 3, true]}'), "image ids that are integers or strings"),
         (described('{"image_ids": [0, 1, 3, 2]}', image_ids=np.arange(4)), "one list of image_ids, got two"),
         (described("[1"), "Expecting"),
-        (described('{"description": ["vit"]}'), "a description that is a dictionary"),
-        (described('{"description": {"alpha": [NaN]}}'), "without NaN and infinity"),
         (described('{"description": {"lr": 1e999}}'), "without NaN and infinity"),
     ],
 )
@@ -134,15 +122,12 @@ def test_files_that_are_wrong(tmp_path, monkeypatch, content, message):
         assert str(raised.value).startswith(f"features bad{suffix}: ")
         assert message in str(raised.value)
     assert not (tmp_path / "executed").exists()
+    with pytest.raises(UserError, match=r"must end in \.safetensors or \.npz, got .*\.pt"):
+        save_features(features(), tmp_path / "features.pt")
 
 
 def with_rows(rows, value):
     return unit(8, 6).index_fill(0, torch.tensor(rows), value)
-
-
-def test_files_of_another_kind(tmp_path):
-    with pytest.raises(UserError, match=r"must end in \.safetensors or \.npz, got .*\.pt"):
-        save_features(features(), tmp_path / "features.pt")
 
 
 @pytest.mark.parametrize(
@@ -151,13 +136,21 @@ def test_files_of_another_kind(tmp_path):
         ({"captions": with_rows([3, 5], torch.nan)}, r"2 of 8 captions .* row 3 \(id 104\) of norm nan"),
         ({"captions": with_rows([7], torch.inf)}, r"1 of 8 captions .* row 7 \(id 108\) of norm inf"),
         ({"captions": with_rows([0, 1], 0)}, r"2 of 8 captions .* row 0 \(id 101\) of norm 0;"),
-        ({"images": 3 * unit(4, 6)}, r"4 of 4 images are not, .* row 0 \(id 11\) of norm 3; `normalize` divides"),
-        ({"images": 1.02 * unit(4, 6), "image_ids": None}, "the first is row 0 of norm 1.02"),
+        ({"images": 1.02 * unit(4, 6), "image_ids": None}, "4 of 4 images .* the first is row 0 of norm 1.02"),
         ({"images": unit(4, 2, 6) * torch.tensor([[1.0], [2.0]]), "captions": unit(8, 2, 6)}, "4 of 4 images"),
         ({"images": 0 * unit(4, 2, 6), "captions": unit(8, 2, 6)}, "4 of 4 images"),
-        ({"description": {"lr": torch.inf}}, "without NaN and infinity"),
-        ({"description": {"model": unit}}, "JSON values .* function"),
+        ({"captions": unit(8, 1, 6)}, r"vectors or sets, got \(4, 6\) and \(8, 1, 6\)"),
+        ({"images": torch.ones(4, 6, dtype=torch.int64)}, "floating-point images, got torch.int64"),
         ({"image_of_caption": torch.arange(8, dtype=torch.int32) // 2}, "an int64 image of each caption"),
+        ({"image_of_caption": torch.arange(7) % 4}, "an int64 image of each caption"),
+        *(({"image_of_caption": torch.arange(8) % 5 - k}, r"image_of_caption in \[0, 4\)") for k in (0, 1)),
+        ({"image_of_caption": torch.arange(8) % 3}, "a caption of every image"),
+        ({"images": unit(0, 6), "captions": unit(0, 6), "image_of_caption": torch.arange(0)}, r"in \[0, 0\)"),
+        ({"caption_ids": [1.0] * 8}, "caption ids that are integers or strings"),
+        ({"image_ids": [1, 2, 3, True]}, "image ids that are integers or strings"),
+        ({"description": ["vit"]}, "a description that is a dictionary"),
+        ({"description": {"alpha": [torch.nan]}}, "without NaN and infinity"),
+        ({"description": {"model": unit}}, "JSON values .* function"),
     ],
 )
 def test_features_that_cannot_be_compared(changes, message):

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from tests.reference.retrieval import by_image_and_by_caption, ranking
 from vl_plugins.data import read_collection
 from vl_plugins.retrieval import report as report_module
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
@@ -84,23 +85,17 @@ def report(write):
 
 def references(matrix, collection):
     """By plain loops, for each direction and query: its rank, its lead, and its answers as (place, index, is right)."""
-    owners = collection.image_of_caption.tolist()
-    right_captions = [{caption for caption, owner in enumerate(owners) if owner == image} for image in range(24)]
-    found = {}
-    for direction, rows, right_answers in (
-        ("Image to text", matrix.tolist(), right_captions),
-        ("Text to image", matrix.T.tolist(), [{image} for image in owners]),
+    right_captions, right_images = by_image_and_by_caption(collection.image_of_caption.tolist())
+    found = {"Image to text": [], "Text to image": []}
+    for queries, rows, right_answers in zip(
+        found.values(), (matrix.tolist(), matrix.T.tolist()), (right_captions, right_images), strict=True
     ):
-        found[direction] = []
-        for row, right in zip(rows, right_answers, strict=True):
-            best = max(right, key=lambda index: row[index])
-            wrong = [index for index in range(len(row)) if index not in right]
-            rank = 1 + sum(row[index] >= row[best] for index in wrong)
-            order = sorted(range(len(row)), key=lambda index: (-row[index], index in right))[:5]
-            answers = [(place, index, index in right) for place, index in enumerate(order, 1)]
-            if best not in order:
-                answers.append((rank, best, True))
-            found[direction].append((rank, row[best] - max(row[index] for index in wrong), answers))
+        for query, row in enumerate(rows):
+            order = ranking(row, right_answers[query])
+            answers = [(place, index, index in right_answers[query]) for place, index in enumerate(order, 1)]
+            best, wrong = (next(answer for answer in answers if answer[2] is right) for right in (True, False))
+            lead = row[best[1]] - row[wrong[1]]
+            queries.append((best[0], lead, answers[:5] + ([best] if best[0] > 5 else [])))
     return found
 
 

@@ -1,6 +1,6 @@
 """Recall@K, RSUM, median and mean rank, mAP@R and R-Precision, and a table of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from vl_plugins.retrieval.ranks import Ranks
 from vl_plugins.tables import align_columns
@@ -11,12 +11,12 @@ RECALL_AT = (1, 5, 10)
 DIRECTIONS = {"image_to_text": "i2t", "text_to_image": "t2i"}
 
 
-def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dict[str, float]:
+def retrieval_metrics(ranks: Ranks) -> dict[str, float]:
     """Return metrics under open_clip's names, and as open_clip recalls and precisions as fractions [0, 1].
 
     For ``image_to_text`` and ``text_to_image``:
 
-    - ``*_R@K``: queries with a rank of at most K.
+    - ``*_R@K``: queries with a rank of at most K, 1, 5 and 10.
     - ``*_mean_rank``, ``*_median_rank``: 1 is the best; the median of an even number of queries is halfway between the
       two middle ranks, which open_clip rounds down.
     - ``*_mean_average_precision_at_r``, ``*_r_precision``: see :func:`vl_plugins.retrieval.similarity_ranks`.
@@ -29,7 +29,6 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dic
 
     Args:
         ranks: of :func:`vl_plugins.retrieval.retrieval_ranks`.
-        recall_at: the K of Recall@K.
 
     >>> import torch
     >>> from vl_plugins.retrieval import retrieval_ranks
@@ -40,13 +39,12 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dic
     metrics: dict[str, float] = {}
     for name, direction in zip(DIRECTIONS, ranks, strict=True):
         rank = direction.rank.double()
-        values = {f"R@{k}": (rank <= k).double().mean() for k in recall_at}
+        values = {f"R@{k}": (rank <= k).double().mean() for k in RECALL_AT}
         values |= {"mean_rank": rank.mean(), "median_rank": rank.quantile(0.5)}
         values["mean_average_precision_at_r"] = direction.average_precision.mean()
         values["r_precision"] = direction.r_precision.mean()
         metrics |= {f"{name}_{metric}": value.item() for metric, value in values.items()}
-    if {*RECALL_AT} <= {*recall_at}:
-        metrics["rsum"] = sum(100 * metrics[f"{name}_R@{k}"] for name in DIRECTIONS for k in RECALL_AT)
+    metrics["rsum"] = sum(100 * metrics[f"{name}_R@{k}"] for name in DIRECTIONS for k in RECALL_AT)
     positive = [part.positive_similarity.double().mean().item() for part in ranks]
     hardest = [part.negative_similarity[:, 0].double().mean().item() for part in ranks]
     metrics |= {"positive_similarity": sum(positive) / 2, "hardest_negative_similarity": sum(hardest) / 2}
