@@ -1,22 +1,9 @@
-import json
-import subprocess
-import sys
-
-import pytest
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 from vl_plugins.cli import main
 from vl_plugins.commands import losses
 from vl_plugins.errors import UserError
 from vl_plugins.registry import list_losses, options_of
-
-
-def test_json_has_the_options_equation_and_paper_of_every_loss(capsys):
-    assert main(["losses", "--json"]) == 0
-    described = {loss["name"]: loss for loss in json.loads(capsys.readouterr().out)}
-    assert [*described] == [*list_losses()]
-    assert all(loss["equation"] and loss["paper"] for loss in described.values())
-    assert described["unified"]["options"].items() >= {"margin": 0.2, "scale": 50.0, "reducer": None}.items()
 
 
 def test_a_paragraph_for_each_loss(capsys, monkeypatch):
@@ -47,16 +34,3 @@ def test_a_paragraph_for_each_loss(capsys, monkeypatch):
     shared = " ".join(paragraphs[-2].split())
     assert all(f"{name}={default}" in shared for name, default in options_of(BaseMetricLossFunction).items())
     assert "such as NTXentLoss" in paragraphs[-1]
-
-
-@pytest.mark.parametrize("arguments", ["evaluate --help", "--version"])
-def test_no_slow_import(arguments):
-    code = """
-import atexit, sys
-from vl_plugins.cli import main
-slow = ("torch", "pytorch_metric_learning", "sklearn", "numpy")
-atexit.register(lambda: print("imported:", [name for name in slow if name in sys.modules]))
-sys.exit(main(sys.argv[1:]))
-"""
-    finished = subprocess.run([sys.executable, "-c", code, *arguments.split()], capture_output=True, text=True)
-    assert (finished.returncode, finished.stdout.splitlines()[-1]) == (0, "imported: []"), finished.stderr

