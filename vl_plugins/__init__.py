@@ -1,13 +1,9 @@
 """Losses of vision-language retrieval as plugins for open_clip, sentence-transformers and pytorch-metric-learning."""
 
 from importlib.metadata import version
-from pathlib import Path
 
 from vl_plugins.registry import create_loss, list_losses
 
 __all__ = ["__version__", "create_loss", "list_losses"]
 
 __version__ = version("vl_plugins")
-
-if Path(__file__).with_name("integrations").is_file():
-    raise ImportError("vl_plugins/integrations is a symbolic link; clone with `git clone -c core.symlinks=true`")

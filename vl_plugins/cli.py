@@ -1,7 +1,6 @@
 """The ``vl-plugins`` command. Each module of :mod:`vl_plugins.commands` adds one subcommand."""
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -36,14 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     returns.
     """
     arguments = build_parser().parse_args(argv)
-    try:
-        status = exit_status(f"vl-plugins {arguments.command}", lambda: arguments.run(arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the pipe, `head` perhaps, has seen enough; Python would fail again on flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
+    return exit_status(f"vl-plugins {arguments.command}", lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,6 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
     """
     try:
         return run() or 0
-    except BrokenPipeError:
-        raise
     except (UserError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
