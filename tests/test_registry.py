@@ -131,7 +131,7 @@ def test_specifications():
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); options: scale=50."),
+        ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); known: "),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
         ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
         ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),

@@ -16,7 +16,6 @@ __all__ = [
     "UserError",
     "all_values",
     "check_sizes",
-    "did_you_mean",
     "exit_status",
     "message",
     "missing_extra",
@@ -64,14 +63,7 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
 
 @contextlib.contextmanager
 def user_errors(what: str) -> Iterator[None]:
-    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read.
-
-    >>> with user_errors("--loss-kwargs"):
-    ...     float("0,2")
-    Traceback (most recent call last):
-    vl_plugins.errors.UserError: --loss-kwargs: could not convert string to float: '0,2'; set VL_PLUGINS_TRACEBACK=1 \
-for the traceback
-    """
+    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read."""
     try:
         yield
     except (UserError, OSError):
@@ -98,19 +90,11 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, with the nearest match and the known names.
-
-    >>> str(unknown_name("loss", "unifed", ["unified", "vlc"]))
-    "unknown loss 'unifed' (did you mean 'unified'?); known: unified, vlc"
-    """
+    """Return the error for an unknown name, with the nearest match and the known names."""
     known = sorted(known)
-    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return a hint at the nearest known name, or an empty string if none is near."""
-    nearest = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
 
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
