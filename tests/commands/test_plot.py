@@ -34,10 +34,8 @@ def test_runs_are_named_by_folder_or_by_hand(tmp_path, monkeypatch, drawn, capsy
     with Image.open("training.png") as picture:
         assert picture.size == (1200, 504)
     ((runs, out),) = drawn
-    assert ({name: rows[0]["rsum"] for name, rows in runs.items()}, out) == (
-        {"ours": 1, "b": 2, "here": 3},
-        "training.png",
-    )
+    assert {name: rows[0]["rsum"] for name, rows in runs.items()} == {"ours": 1, "b": 2, "here": 3}
+    assert out == "training.png"
     assert main(["plot", "training", str(tmp_path / "absent")]) == 2
     assert f"{tmp_path}/absent is no results.jsonl, nor a run folder with one" in capsys.readouterr().err
 
@@ -101,12 +99,8 @@ def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, m
     drawn, plot = [], attention.plot_attention
     monkeypatch.setattr(attention, "plot_attention", lambda items, out: (drawn.append(items), plot(items, out)))
     image_id = str(read_collection(attention_arguments[-1]).image_ids[1])
-    for number, options in enumerate(
-        (["--images", "10"], ["--keys", "toy-test-00000009", image_id, "toy-test-00000009"])
-    ):
-        out = tmp_path / f"{number}.png"
-        assert main([*attention_arguments, *options, "--out", str(out)]) == 0
-        assert out.read_bytes().startswith(b"\x89PNG")
+    for options in (["--images", "10"], ["--keys", "toy-test-00000009", image_id, "toy-test-00000009"]):
+        assert main([*attention_arguments, *options, "--out", f"{tmp_path}/out.png"]) == 0
     everything, chosen = drawn
     for item, other in zip(chosen, (everything[9], everything[1]), strict=True):
         assert torch.equal(item.image, other.image)

@@ -11,12 +11,6 @@ def row(epoch, rsum=300.0, positive=0.6, negative=0.4):
     return {"epoch": epoch, "rsum": rsum, "positive_similarity": positive, "hardest_negative_similarity": negative}
 
 
-def host_row(epoch, recall):
-    """What open_clip's own validation writes, the same recall six times."""
-    recalls = {f"{way}_R@{k}": recall for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    return {"image_to_text_mean_rank": 2.5, **recalls, "clip_val_loss": 0.7, "epoch": epoch, "num_samples": 24}
-
-
 def write_rows(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(item) + "\n" for item in rows))
@@ -34,21 +28,27 @@ def test_one_row_an_epoch_of_a_run_folder_or_its_file(tmp_path, place):
 
 def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
     """Those of open_clip's own validation, whose recalls are fractions, and of version 0.2."""
-    file = write_rows(tmp_path / "results.jsonl", host_row(1, 0.25), {"epoch": 2, "rsum_percent": 300.0})
+    host_row = {f"{way}_R@{k}": 0.25 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)} | {"epoch": 1}
+    file = write_rows(tmp_path / "results.jsonl", host_row, {"epoch": 2, "rsum_percent": 300.0})
     assert [item["rsum"] for item in read_results(file)] == [150.0, 300.0]
 
 
-@pytest.mark.parametrize("content", [b'{"epoch": 1, "rsum"', b'{"epoch": 1, "image_to_text_R@1": 1}', b"\xff"])
-def test_bad_line_is_named(tmp_path, content):
-    file = write_rows(tmp_path / "results.jsonl", row(1))
-    file.write_bytes(file.read_bytes() + content)
-    with pytest.raises(UserError, match=r"results.jsonl, line 2 is no validation result: "):
-        read_results(file)
-
-
-def test_missing_results_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"is no results.jsonl, nor a run folder with one"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((line, "line 2 is no validation result: ") for line in (b'{"epoch": 1, "rsum"', b'{"epoch": 1}', b"\xff")),
+        (None, "is no results.jsonl, nor a run folder with one"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, content, message):
+    if content is not None:
+        file = write_rows(tmp_path / "results.jsonl", row(1))
+        file.write_bytes(file.read_bytes() + content)
+    with pytest.raises(UserError, match=message):
         read_results(tmp_path)
+
+
+def test_no_results_are_named(tmp_path):
     with pytest.raises(UserError, match="holds no validation results"):
         read_results(write_rows(tmp_path / "results.jsonl"))
 

@@ -3,11 +3,11 @@ import math
 
 import pytest
 import torch
-from pytorch_metric_learning import losses, reducers
+from pytorch_metric_learning import losses
 from pytorch_metric_learning.distances import LpDistance
 
 from vl_plugins import create_loss
-from vl_plugins.losses import TripletHNLoss, UnifiedLoss
+from vl_plugins.losses import TripletHNLoss
 from vl_plugins.plots import gradients
 from vl_plugins.plots.gradients import gradient_sizes, plot_gradient_sizes
 
@@ -44,11 +44,6 @@ CLOSED_FORMS = {
         TripletHNLoss(margin=0.2, distance=LpDistance()),
         lambda p, n: step(0.2 + distance(p) - distance(n), 1 / distance(p), 1 / distance(n)),
     ),
-    "a sum": (
-        UnifiedLoss(margin=0, scale=2, reducer=reducers.SumReducer()),
-        lambda p, n: same(sigmoid(2 * (n - p))),
-    ),
-    "NTXentLoss": (losses.NTXentLoss(temperature=0.2), lambda p, n: same(5 * sigmoid(5 * (n - p)))),
     "ContrastiveLoss": (
         losses.ContrastiveLoss(pos_margin=0, neg_margin=1),
         lambda p, n: (1 / distance(p), 1 / distance(n) if distance(n) < 1 else 0.0),

@@ -2,12 +2,12 @@ import base64
 import copy
 import io
 import math
-import tarfile
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from tests.helpers.archives import encode_archive, encode_picture, read_archive
 from tests.reference.retrieval import by_image_and_by_caption, ranking
 from vl_plugins.data import read_collection
 from vl_plugins.retrieval import report as report_module
@@ -179,16 +179,11 @@ def test_examples_are_spread_over_all(write, report):
 
 
 def test_damaged_and_wide_pictures(write, collection, tmp_path):
-    stream = io.BytesIO()
-    pillow.new("RGB", (500, 1)).save(stream, "PNG")
-    contents = iter([b"no picture", stream.getvalue()])
+    contents = iter([b"no picture", encode_picture((500, 1))])
+    members = read_archive(collection.shards[0]).items()
+    changed = [(name, next(contents, content) if name.endswith(".png") else content) for name, content in members]
     shard = tmp_path / "toy-test-000000.tar"
-    with tarfile.open(collection.shards[0]) as source, tarfile.open(shard, "w") as target:
-        for member in source:
-            content = source.extractfile(member).read()
-            content = next(contents, content) if member.name.endswith(".png") else content
-            member.size = len(content)
-            target.addfile(member, io.BytesIO(content))
+    shard.write_bytes(encode_archive(changed))
     changed = read_collection([str(shard), *collection.shards[1:]])
     page = parse(write(collection=changed, examples=200))
     damaged, wide, *_ = collection.keys
