@@ -11,6 +11,7 @@ from pytorch_metric_learning import distances, reducers, regularizers
 from tests.helpers import components
 from tests.helpers.loops import (
     LABELS,
+    REFERENCES,
     call_with,
     calls,
     check_call,
@@ -18,17 +19,22 @@ from tests.helpers.loops import (
     embeddings_of,
     expected,
     leaves_of,
+    make_loss,
     moved,
     shows_something,
     values_of,
 )
-from tests.helpers.losses import DIFFERENCES, EACH, EACH_AND_OWN, LOSSES, SOME, PlainCosine, make, needs_matrix, ways
 from tests.helpers.memory import extra_bytes
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
 from vl_plugins import negatives
 from vl_plugins.losses import PairLoss
 
+EACH = pytest.mark.parametrize("name", [name for name in REFERENCES if name not in ("goal", "smooth_chamfer")])
+ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
+SOME = pytest.mark.parametrize("name", [*ONE_OF_EACH, "own SquaredHinge"])
+# Take real distances too.
+DIFFERENCES = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal con con", "goal nca con", "own SquaredHinge")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -37,46 +43,59 @@ def several_blocks(monkeypatch):
     monkeypatch.setattr(negatives, "block_rows", lambda *_: 2)
 
 
+class PlainCosine(distances.CosineSimilarity):
+    """For which all similarities are computed."""
+
+
+def needs_matrix(name):
+    return any(word in name for word in ("triplet_sh", "warm", "_ms", "SigmoidLoss"))
+
+
+def ways(name):
+    """Yield each way to compute a loss, and its options."""
+    found = {"chosen": {}, "dense": {"tiled": False}, "matrix": {"distance": PlainCosine()}}
+    return (found if needs_matrix(name) else found | {"tiled": {"tiled": True}}).items()
+
+
 def masks_of(call):
     masks = call["labels"][:, None] == call["ref_labels"]
     return masks, ~masks
 
 
 @DEVICES
-@EACH_AND_OWN
+@EACH
 def test_value_and_gradient_are_those_of_the_loops(name, device):
     """Of labels, pairs and triplets; one set and two; both precisions."""
-    _, reference = LOSSES[name]
     for way, options in ways(name):
         for dtype in (torch.float64, torch.float32):
             for what, call in calls(dtype):
-                loss = make(name, **options).to(device)
-                check_call(reference, call, loss=loss, device=device, what=f"{way}, {dtype}, {what}")
+                loss = make_loss(name, **options).to(device)
+                check_call(name, call, loss=loss, device=device, what=f"{way}, {dtype}, {what}")
 
 
-@EACH_AND_OWN
+@EACH
 def test_a_matrix_of_similarities(name):
     """Value and gradient, both directions and one; second derivatives, but for GOAL, whose weights are constants."""
     call = call_with(2)
     for symmetric in (True, False):
-        value, gradients = expected(LOSSES[name][1], call, symmetric=symmetric)
+        value, gradients = expected(name, call, symmetric=symmetric)
         similarities = distances.CosineSimilarity()(*leaves_of(call))
-        for loss, how in ((make(name, symmetric=symmetric), {}), (make(name), {"symmetric": symmetric})):
+        for loss, how in ((make_loss(name, symmetric=symmetric), {}), (make_loss(name), {"symmetric": symmetric})):
             found = loss.from_similarities(similarities, *masks_of(call), **how)
             torch.testing.assert_close(found.item(), value, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(torch.autograd.grad(found, leaves_of(call), retain_graph=True), tuple(gradients))
     if "goal" not in name:
         leaf = similarities.detach().requires_grad_()
-        assert torch.autograd.gradgradcheck(lambda s: make(name).from_similarities(s, *masks_of(call)), leaf)
-        values = make(name, reducer=reducers.DoNothingReducer()).from_similarities(leaf, *masks_of(call))
-        by_hand = [value for _, value in values_of(LOSSES[name][1], leaf, call)]
+        assert torch.autograd.gradgradcheck(lambda s: make_loss(name).from_similarities(s, *masks_of(call)), leaf)
+        values = make_loss(name, reducer=reducers.DoNothingReducer()).from_similarities(leaf, *masks_of(call))
+        by_hand = [value for _, value in values_of(name, leaf, call)]
         torch.testing.assert_close(values["loss"]["losses"], torch.stack(by_hand))
 
 
 @SOME
 def test_second_derivatives_of_embeddings(name):
     """Of what needs a matrix they are right; blocks raise an error, also where the penalty is only one of two terms."""
-    loss, call = make(name), call_with(2)
+    loss, call = make_loss(name), call_with(2)
     leaves = leaves_of(call)
 
     def value(*sides):
@@ -88,7 +107,7 @@ def test_second_derivatives_of_embeddings(name):
     for terms in (0, 1):
         with pytest.raises(RuntimeError, match=r"no derivative .create_graph=True.*from_similarities"):
             penalized(lambda x: value(x, leaves[1]), leaves[0], terms)
-    loss = make(name, distance=PlainCosine())
+    loss = make_loss(name, distance=PlainCosine())
     assert "goal" in name or torch.autograd.gradgradcheck(value, leaves)
 
 
@@ -100,27 +119,26 @@ def penalized(value, x, terms):
 
 @SOME
 def test_one_direction_and_the_scale_of_a_call(name):
-    _, reference = LOSSES[name]
     for _, options in ways(name):
         call = call_with(2)
-        check_call(reference, call, loss=make(name, symmetric=False, **options), symmetric=False)
-        check_call(reference, call | {"symmetric": False}, loss=make(name, **options), symmetric=False)
-        check_call(reference, call | {"symmetric": True}, loss=make(name, symmetric=False, **options))
+        check_call(name, call, loss=make_loss(name, symmetric=False, **options), symmetric=False)
+        check_call(name, call | {"symmetric": False}, loss=make_loss(name, **options), symmetric=False)
+        check_call(name, call | {"symmetric": True}, loss=make_loss(name, symmetric=False, **options))
         pairs = tuple(index for mask in masks_of(call) for index in mask.nonzero().unbind(dim=1))
         mined = call | {"indices_tuple": pairs, "symmetric": True}
-        torch.testing.assert_close(make(name, **options)(**mined), make(name, **options)(**call))
-        if "scale" not in reference.options:
+        torch.testing.assert_close(make_loss(name, **options)(**mined), make_loss(name, **options)(**call))
+        if "scale" not in REFERENCES[name].options:
             with pytest.raises(ValueError, match="has no scale"):
-                make(name, **options)(**call, scale=5.0)
+                make_loss(name, **options)(**call, scale=5.0)
             continue
-        five = reference.options | {"scale": 5.0}
-        check_call(reference, call | {"scale": 5}, loss=make(name, **options), options=five)
+        five = REFERENCES[name].options | {"scale": 5.0}
+        check_call(name, call | {"scale": 5}, loss=make_loss(name, **options), options=five)
         for shape in ((), (1,)):
             scale = torch.full(shape, 5.0, dtype=torch.float64, requires_grad=True)
-            check_call(reference, call | {"scale": scale}, loss=make(name, **options), options=five)
+            check_call(name, call | {"scale": scale}, loss=make_loss(name, **options), options=five)
 
             def value(scale, options=options, call=call):
-                return make(name, **options)(**call, scale=scale)
+                return make_loss(name, **options)(**call, scale=scale)
 
             # A second backward pass computes the similarities again, in another order.
             assert torch.autograd.gradcheck(value, scale, nondet_tol=1e-12)
@@ -141,7 +159,7 @@ def test_nothing_to_compare_is_zero_unless_something_is_not_finite(name):
             for reducer in (reducers.MeanReducer(), reducers.AvgNonZeroReducer()):
                 sides = [embeddings_of(side, seed=seed) for seed, side in enumerate((labels, ref_labels))]
                 call = {"embeddings": sides[0], "labels": labels, "ref_emb": sides[1], "ref_labels": ref_labels}
-                loss = make(name, reducer=reducer, **options)
+                loss = make_loss(name, reducer=reducer, **options)
                 value = loss(**call)
                 assert value == 0, (way, case)
                 assert not any(gradient.any() for gradient in torch.autograd.grad(value, sides)), (way, case)
@@ -158,7 +176,7 @@ def test_what_is_not_finite_is_never_hidden(name):
     pairs = (torch.arange(3), torch.arange(3), torch.arange(3), torch.arange(3) + 1)
     for _, options in ways(name):
         for reducer in (reducers.MeanReducer(), reducers.AvgNonZeroReducer(), reducers.ThresholdReducer(low=0.1)):
-            loss = make(name, reducer=reducer, symmetric=False, **options)
+            loss = make_loss(name, reducer=reducer, symmetric=False, **options)
             for key, row, number in (
                 ("embeddings", 0, torch.nan),
                 ("ref_emb", 3, torch.inf),
@@ -181,7 +199,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(name, device):
         for dtype in (torch.bfloat16, torch.float16):
             call = moved(call_with(2, dtype), device)
             single = moved(call, device, torch.float32)
-            loss = make(name, **options).to(device)
+            loss = make_loss(name, **options).to(device)
             value = loss(**single)
             gradients = torch.autograd.grad(value, leaves_of(single))
             for autocast in (False, True):
@@ -203,11 +221,11 @@ def test_finite_at_the_extremes(name):
     for way, options in ways(name):
         if way == "matrix":  # zero vectors in a distance of pytorch-metric-learning
             continue
-        for scale in ({}, {"scale": 1e4}) if "scale" in LOSSES[name][1].options else ({},):
+        for scale in ({}, {"scale": 1e4}) if "scale" in REFERENCES[name].options else ({},):
             for dtype in (torch.float32, torch.float16):
                 for indices in (None, pairs):
                     leaf = directions.to(dtype).requires_grad_()
-                    loss = make(name, **options, **scale)
+                    loss = make_loss(name, **options, **scale)
                     value = loss(leaf, labels, indices, ref_emb=leaf.detach(), ref_labels=labels)
                     (gradient,) = torch.autograd.grad(value, leaf)
                     assert value > 0
@@ -217,7 +235,6 @@ def test_finite_at_the_extremes(name):
 
 @SOME
 def test_distances_and_miners(name):
-    _, reference = LOSSES[name]
     formulas = {
         "CosineSimilarity": similarity.cosine,
         "DotProductSimilarity": similarity.cosine,
@@ -227,48 +244,47 @@ def test_distances_and_miners(name):
     for key, distance in components.all_of("distance").items():
         if not distance.is_inverted and name not in DIFFERENCES:
             with pytest.raises(ValueError, match="needs a similarity"):
-                make(name, distance=distance)
+                make_loss(name, distance=distance)
             continue
-        check_call(reference, call_with(2), loss=make(name, distance=distance), similarity=formulas[key], what=key)
+        check_call(name, call_with(2), loss=make_loss(name, distance=distance), similarity=formulas[key], what=key)
     dot = distances.DotProductSimilarity(normalize_embeddings=False)
     call = {
         key: (0.3 * value).detach().requires_grad_() if "emb" in key else value for key, value in call_with(2).items()
     }
     for options in ({}, {} if needs_matrix(name) else {"tiled": True}):
-        check_call(reference, call, loss=make(name, distance=dot, **options), similarity=similarity.dot_product)
+        check_call(name, call, loss=make_loss(name, distance=dot, **options), similarity=similarity.dot_product)
     for key, miner in components.all_of("miner").items():
         for sets in (1, 2):
             seed_torch(0)  # some miners sample
             drawn = (call | {"indices_tuple": miner(**call)} for call in draw_calls(sets))
-            call = first_that(partial(is_mined, reference), drawn)
-            check_call(reference, call, loss=make(name), what=key)
+            call = first_that(partial(is_mined, name), drawn)
+            check_call(name, call, loss=make_loss(name), what=key)
             unlabelled = {key: value for key, value in call.items() if "labels" not in key}
-            assert torch.equal(make(name)(**unlabelled), make(name)(**call))
+            assert torch.equal(make_loss(name)(**unlabelled), make_loss(name)(**call))
 
 
-def is_mined(reference, call):
+def is_mined(name, call):
     pairs = call["indices_tuple"]
-    return len(pairs[0]) > 0 and len(pairs[-1]) > 0 and shows_something(reference, call)
+    return len(pairs[0]) > 0 and len(pairs[-1]) > 0 and shows_something(name, call)
 
 
 @SOME
 def test_reducers_and_regularizers(name):
-    _, reference = LOSSES[name]
     for key, reducer in components.all_of("reducer").items():
         for what, call in calls(candidates=len(LABELS)):
-            triplets_each = key == "PerAnchorReducer" and "triplets" in what and reference.triplet
+            triplets_each = key == "PerAnchorReducer" and "triplets" in what and REFERENCES[name].triplet
             if key != "DoNothingReducer" and not triplets_each:
-                check_call(reference, call, loss=make(name, reducer=reducer), reducer=reducer, what=f"{key}, {what}")
+                check_call(name, call, loss=make_loss(name, reducer=reducer), reducer=reducer, what=f"{key}, {what}")
     for key, regularizer in components.all_of("regularizer").items():
         call = call_with(2)
         term = 0.25 * regularizer(call["embeddings"])
-        loss = make(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25)
-        torch.testing.assert_close(loss(**call), make(name)(**call) + term, msg=key)
+        loss = make_loss(name, embedding_regularizer=regularizer, embedding_reg_weight=0.25)
+        torch.testing.assert_close(loss(**call), make_loss(name)(**call) + term, msg=key)
     for sets in (1, 2):
         call = call_with(sets)
         means = [leaf.mean() for leaf in leaves_of(call)]
-        found = make(name, embedding_regularizer=Pull(), embedding_reg_weight=0.5)(**call)
-        torch.testing.assert_close(found, make(name)(**call) + 0.5 * means[0] * means[-1])
+        found = make_loss(name, embedding_regularizer=Pull(), embedding_reg_weight=0.5)(**call)
+        torch.testing.assert_close(found, make_loss(name)(**call) + 0.5 * means[0] * means[-1])
 
 
 class Pull(regularizers.BaseRegularizer):
@@ -286,7 +302,7 @@ def test_row_chunks_of_a_batch(name):
     call = call_with(2)
     positives = masks_of(call)[0]
     for options in ({}, {"reducer": reducers.SumReducer()}):
-        loss = make(name, symmetric=False, **options)
+        loss = make_loss(name, symmetric=False, **options)
         total = 0
         for rows in (slice(2), slice(2, 6)):
             part = {key: call[key][rows] for key in ("embeddings", "labels")}
@@ -295,24 +311,24 @@ def test_row_chunks_of_a_batch(name):
         gradients = [torch.autograd.grad(value, call["ref_emb"])[0] for value in values]
         adds_up = torch.allclose(*values) and torch.allclose(*gradients)
         assert adds_up == loss.has_independent_pairs == ("_ms" not in name and not options)
-    assert type("Own", (type(loss),), {})(**LOSSES[name][1].options).has_independent_pairs == ("_ms" not in name)
+    assert type("Own", (type(loss),), {})(**REFERENCES[name].options).has_independent_pairs == ("_ms" not in name)
 
 
-@EACH
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "triplet_hn warm"])
 def test_copies(name, tmp_path):
-    loss, call = make(name, collect_stats=True), call_with(2)
+    loss, call = make_loss(name, collect_stats=True), call_with(2)
     value = loss(**call)
     torch.save(loss.state_dict(), tmp_path / "loss.pt")
-    restored = make(name)
+    restored = make_loss(name)
     restored.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
-    for twin in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), restored, make(name).half()):
+    for twin in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), restored, make_loss(name).half()):
         torch.testing.assert_close(twin(**call), value, rtol=1e-12, atol=1e-12)  # statistics need the matrix
 
 
 @DEVICES
 @pytest.mark.parametrize("name", ["unified", "goal cir sig_ms", "triplet_hn warm"])
 def test_compiled(name, device):
-    call, loss = moved(call_with(2), device), make(name).to(device)
+    call, loss = moved(call_with(2), device), make_loss(name).to(device)
     value = loss(**call)
     torch.compiler.reset()
     compiled = torch.compile(loss, backend="eager")
@@ -328,7 +344,7 @@ def test_memory(name, monkeypatch):
     sides = [torch.randn(1024, 32, requires_grad=True) for _ in range(2)]
     labels, extra = torch.arange(1024), {}
     for tiled in (False, True):
-        loss = make(name, tiled=tiled)
+        loss = make_loss(name, tiled=tiled)
         extra[tiled] = extra_bytes(
             lambda loss=loss: loss(sides[0], labels, ref_emb=sides[1], ref_labels=labels).backward()
         )
@@ -350,11 +366,11 @@ def test_memory(name, monkeypatch):
 )
 def test_wrong_input(change, message):
     with pytest.raises(ValueError, match=message):
-        make("unified")(**(call_with(2) | change))
+        make_loss("unified")(**(call_with(2) | change))
 
 
 def test_one_set_and_two():
-    call, loss = call_with(1), make("unified")
+    call, loss = call_with(1), make_loss("unified")
     twice = {"ref_emb": call["embeddings"], "ref_labels": LABELS.clone()}
     assert torch.equal(loss(**call, **twice), loss(**call))
     images, texts = embeddings_of(LABELS), embeddings_of(LABELS, seed=1)
@@ -366,7 +382,7 @@ def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
     for name, masks in (("positive_mask", (mask, right)), ("negative_mask", (right, mask))):
         with pytest.raises(ValueError, match=f"{name} must be bool"):
-            make("unified").from_similarities(similarities, *masks)
+            make_loss("unified").from_similarities(similarities, *masks)
 
 
 def test_pairs_of_equal_labels_of_a_large_batch():

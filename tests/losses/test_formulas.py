@@ -16,7 +16,20 @@ from tests.helpers.loops import LABELS, OTHER_LABELS, call_with, calls, check, l
 from tests.helpers.seeds import seeded
 from tests.reference import goal as goal_reference
 from tests.reference import losses as reference
-from vl_plugins.losses import GOALLoss, Polynomial, TripletHNLoss, TripletSHLoss, UnifiedLoss, VLCLoss, soft_margin
+from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
+from vl_plugins.losses import (
+    GOALLoss,
+    Polynomial,
+    SmoothChamferLoss,
+    TripletHNLoss,
+    TripletSHLoss,
+    UnifiedLoss,
+    VLCLoss,
+    soft_margin,
+)
+from vl_plugins.miners import HardestNegativeMiner
+from vl_plugins.modules import SetPrediction
+from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer, UniformityRegularizer
 
 SHAPE = len(LABELS), len(OTHER_LABELS)
 POSITIVES = LABELS[:, None] == OTHER_LABELS
@@ -98,6 +111,15 @@ def test_learned_margins_and_weights_are_parameters_of_the_loss():
         *((GOALLoss, {name: math.nan}) for name in ("offset", "lam")),
         (GOALLoss, {"triplet_weight": "cirr"}),
         (GOALLoss, {"pair_weight": "cir"}),
+        (SmoothChamferLoss, {"mmd_weight": -1}),
+        (HardestNegativeMiner, {"k": 0}),
+        (SmoothChamferSimilarity, {"set_size": 0}),
+        (SmoothChamferSimilarity, {"alpha": 0}),
+        (MatchProbability, {"scale": math.nan}),
+        (DiversityRegularizer, {"scale": 0}),
+        (MMDRegularizer, {"gamma": 0}),
+        (UniformityRegularizer, {"t": 0}),
+        (SetPrediction, {"num_slots": 0, "dim": 4}),
     ],
 )
 def test_options_out_of_range(make, option):

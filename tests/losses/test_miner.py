@@ -80,8 +80,3 @@ def test_nothing_to_choose(labels, other_labels):
     sides = [torch.tensor(side, dtype=torch.long) for side in (labels, other_labels) if side is not None]
     call = [part for side in sides for part in (embeddings_of(side), side)]
     assert triplets(HardestNegativeMiner(3)(*call)) == []
-
-
-def test_k_out_of_range():
-    with pytest.raises(ValueError, match="k must be an integer >= 1, got 0"):
-        HardestNegativeMiner(0)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning import miners
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
 
 from tests.helpers.loops import check, embeddings_of, expected, make_loss
@@ -184,12 +184,3 @@ def test_self_supervised(name, symmetric_loss):
     for loss in (one_set, two_sets):
         with pytest.raises(ValueError, match="must be a tensor of the shape"):
             loss(images, texts[:5])
-
-
-@pytest.mark.parametrize("wrapper", [CrossBatchMemory, SelfSupervisedLoss])
-def test_any_loss(wrapper):
-    """That of the host takes a list of its own losses."""
-    options = {"embedding_size": 5, "memory_size": MEMORY} if wrapper is CrossBatchMemory else {}
-    wrapper(losses.VICRegLoss(), **options)
-    with pytest.raises(Exception, match="not supported for UnifiedLoss"):  # once it is, this wrapper can go
-        getattr(losses, wrapper.__name__)(UnifiedLoss(), **options)

@@ -126,19 +126,6 @@ def test_slots_start_apart():
     assert between_items.mean() < 0.75, "slots depend on their item"
 
 
-def test_names_of_the_state_dict():
-    """Those of 0.2, whose checkpoints have to load."""
-    both = "norm_inputs", "norm_slots", "norm_mlp", "norm_output", "norm_global", "mlp.0", "mlp.2"
-    names = {f"{layer}.{name}" for layer in both for name in ("weight", "bias")}
-    names |= {f"{layer}.weight" for layer in ("to_keys", "to_values", "to_queries", "to_slots")}
-    module, other, inputs = build(), build(seed=1), make_inputs()
-    assert module.state_dict().keys() == names | {"initial_slots"}
-    assert not torch.equal(other(*inputs).embeddings, module(*inputs).embeddings)
-    other.load_state_dict(module.state_dict())
-    for twin in (other, copy.deepcopy(module)):
-        torch.testing.assert_close(twin(*inputs), module(*inputs), atol=0, rtol=0)
-
-
 def test_head_adds_positions_to_a_grid_without_them():
     module, (local, pooled) = build(), make_inputs()
     positions = sinusoidal_positions_2d(2, 2, LOCAL_DIM)
