@@ -113,7 +113,7 @@ def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, m
     [
         ("--checkpoint absent.pt", "checkpoint absent.pt: no such file"),
         ("--shards absent.tar", "1 of 1 shards do not exist: absent.tar"),
-        ("--checkpoint {folder}/linear.pt", "the model has no set head but a linear head, so no slots to draw"),
+        ("--checkpoint {folder}/linear.pt", "the model has no set head, so no slots to draw"),
         ("--keys nothing", "unknown image 'nothing'; known: toy-test-00000000"),
     ],
 )
