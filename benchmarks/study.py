@@ -223,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the study, .yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study, also of one that was stopped")
     arguments = parser.parse_args(argv)
-    study = yaml.safe_load(arguments.file.read_text())
-    return exit_status("benchmarks.study", lambda: run_study(study, arguments.out))
+    return exit_status("benchmarks.study", lambda: run_study(yaml.safe_load(arguments.file.read_text()), arguments.out))
 
 
 if __name__ == "__main__":
