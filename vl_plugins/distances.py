@@ -101,10 +101,8 @@ class SetDistance(BaseDistance):
             widths = {query_emb.shape[1] // self.set_size}
         width = widths.pop() if len(widths) == 1 else 0
         if width == 0 or any(side.ndim not in (2, 3) or side.shape[-1] % width for side in sides):
-            raise ValueError(
-                f"embeddings must be sets (B, K, D) of the same D, or packed: (B, {self.set_size} * D) for the query "
-                f"and a multiple of D for the other, got {[tuple(side.shape) for side in sides]}"
-            )
+            shapes = [tuple(side.shape) for side in sides]
+            raise ValueError(f"embeddings must be sets (B, K, D) of one D, or packed as (B, K * D), got {shapes}")
         return [side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides]
 
 

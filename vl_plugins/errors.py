@@ -98,12 +98,7 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
 
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
-    """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``.
-
-    >>> number("scale", 0, above=0)
-    Traceback (most recent call last):
-    ValueError: scale must be a finite number > 0, got 0
-    """
+    """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``."""
     expected = Real if kind is float else int
     is_number = isinstance(value, expected) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or value <= above:

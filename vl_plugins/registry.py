@@ -154,13 +154,6 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keyword options of a class or function with their defaults, ``inspect.Parameter.empty`` for none.
 
     The ``**kwargs`` of a constructor stand for the options of the next base class.
-
-    >>> class Base:
-    ...     def __init__(self, reducer=None): ...
-    >>> class Loss(Base):
-    ...     def __init__(self, margin=0.2, **kwargs): ...
-    >>> options_of(Loss)
-    {'margin': 0.2, 'reducer': None}
     """
     options: dict[str, Any] = {}
     bases: Any = factory.__mro__[:-1] if inspect.isclass(factory) else ()

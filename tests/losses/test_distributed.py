@@ -148,7 +148,7 @@ def test_one_process_calls_the_loss(monkeypatch, expected):
     ("options", "message"),
     [
         ({}, "labels must be given with one set"),
-        ({"ref_emb": torch.ones(4, 2)}, "ref_emb must have k rows for each of the 3 embeddings, got 4"),
+        ({"ref_emb": torch.ones(4, 2)}, "ref_labels must have the length 4, got 3"),
         ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given .* with ref_labels"),
         ({"labels": torch.arange(2)}, "labels must have the length 3, got 2"),
         ({"labels": torch.arange(3), "ref_emb": torch.ones(6, 2), "ref_labels": torch.arange(3)}, "length 6, got 3"),

@@ -180,14 +180,13 @@ class PairLoss(BaseMetricLossFunction):
         positive_mask: Tensor,
         negative_mask: Tensor,
         scale: float | Tensor | None = None,
-        symmetric: bool | None = None,
     ) -> Any:
-        """Return the reduced loss of a matrix.
+        """Return the reduced loss of a matrix, with the loss's own ``symmetric``.
 
         Args:
             similarities: (A, C), anchors x candidates, larger is closer.
             positive_mask, negative_mask: (A, C), bool.
-            scale, symmetric: see :meth:`forward`.
+            scale: see :meth:`forward`.
 
         Raises:
             ValueError: masks of another shape or type.
@@ -195,10 +194,10 @@ class PairLoss(BaseMetricLossFunction):
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
-        scale, both = self._scale(scale), self.symmetric if symmetric is None else symmetric
+        scale = self._scale(scale)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
-            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, both)
+            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, self.symmetric)
             return self._reduce({"loss": info}, None, [similarities], scale)
 
     def _losses_in_blocks(
@@ -259,10 +258,7 @@ class PairLoss(BaseMetricLossFunction):
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
     ) -> Tensor:
         if self.negatives == "matrix":
-            losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
-            if losses.shape != anchors.shape:
-                raise ValueError(f"matrix_losses must return shape {anchors.shape}, got {losses.shape}")
-            return losses
+            return self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
         positive = similarities[anchors, positives]
         if self.negatives == "all":
             losses = self.pair_loss(positive, similarities[anchors].T, pairs)  # (C, M)
@@ -302,8 +298,6 @@ class PairLoss(BaseMetricLossFunction):
             return getattr(self, "scale", 1.0)
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
-        if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ValueError(f"scale must have one element, got shape {scale.shape}")
         return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
 
     def _is_plain(self) -> bool:
