@@ -49,7 +49,6 @@ def test_table_by_hand(capsys):
     ("peer", "name", "factor", "options"),
     [
         ("clip", "vlc", 0.5, {"scale": losses.SCALE}),
-        pytest.param("clip-compiled", "vlc", 0.5, {"scale": losses.SCALE}, marks=pytest.mark.slow),
         ("triplet-margin", "triplet_hn", 1, {"margin": losses.MARGIN, "symmetric": False}),
     ],
 )

@@ -97,14 +97,12 @@ def test_the_terms_alone():
     reduced = {name: kept[name]["losses"] for name in kept if name != "loss"}
     for terms in (SmoothChamferLoss(**WEIGHTS).regularization(images, texts), reduced):
         torch.testing.assert_close(terms, wanted)
-    assert list(SmoothChamferLoss().regularization(images, images)) == ["diversity_loss"]
+    assert list(SmoothChamferLoss().regularization(images, images)) == ["diversity_loss"]  # one modality
+    one = make_call(1, torch.float16)
+    same = SmoothChamferLoss()(**one, ref_emb=one["embeddings"], ref_labels=LABELS)
+    assert torch.equal(same, SmoothChamferLoss()(**one))
     for option, name in (("mmd_weight", "diversity_loss"), ("diversity_weight", "mmd_loss")):
         assert list(SmoothChamferLoss(**{option: 0}).regularization(images, texts)) == [name]
-
-
-def test_the_embeddings_as_references_are_one_modality():
-    call, loss = make_call(1, torch.float16), SmoothChamferLoss(mmd_weight=1e6)
-    assert torch.equal(loss(**call, ref_emb=call["embeddings"], ref_labels=LABELS), loss(**call))
 
 
 def test_padding_and_packed_sets_of_two_sizes():
@@ -125,13 +123,6 @@ def test_plain_embeddings_are_sets_of_one(base):
     loss = SmoothChamferLoss("triplet_hn" if isinstance(base, TripletHNLoss) else base, **WEIGHTS)
     torch.testing.assert_close(loss(**call), wanted)
     assert loss(**call, slots=normal(5, 2, D)) > wanted
-
-
-def test_another_distance_and_checkpoints():
-    """Parameters of the base have the names that they have in checkpoints of 0.2."""
-    loss = create_loss("smooth_chamfer", base="vlc", distance="MatchProbability", **WEIGHTS)
-    check(loss, create_loss("vlc", distance="MatchProbability"), make_call())
-    assert list(loss.state_dict()) == ["base.distance.scale", "base.distance.shift"]
 
 
 @pytest.mark.parametrize(
