@@ -53,12 +53,22 @@ def goal_reference(triplet_weight="cir", pair_weight="sig_ms", pair=goal.goal_ha
     return Reference("goal", pair, goal.goal_triplet, options, loss_options)
 
 
+# Coefficients of polynomials.
+SSP, RSP = ([0.5, -0.7, 0.2], [0.03, 0.9]), [0.1, 0.8, 0.5, -0.2]
+OF_SSP = {"weights": tuple(map(losses.polynomial, SSP))}
+OF_RSP = {"relative": losses.polynomial(RSP)}
 NO_REGULARIZATION, WARM = {"mmd_weight": 0.0, "diversity_weight": 0.0}, {"warmup_steps": 10**6}
 REFERENCES = {
     "triplet_hn": Reference("triplet_hn", losses.triplet_hn, losses.triplet, {"margin": 0.3}),
     "triplet_hn warm": Reference("triplet_hn", losses.triplet_sh, losses.triplet, {"margin": 0.3}, WARM),
     "triplet_sh": Reference("triplet_sh", losses.triplet_sh, losses.triplet, {"margin": 0.3}),
     "unified": Reference("unified", losses.unified, options={"margin": 0.3, "scale": 10.0}),
+    "unified SSP": Reference(
+        "unified", partial(losses.unified, **OF_SSP), None, {"margin": 0.3, "scale": 10.0}, {"weights": SSP}
+    ),
+    "unified RSP": Reference(
+        "unified", partial(losses.unified, **OF_RSP), None, {"margin": 0.3, "scale": 10.0}, {"relative": RSP}
+    ),
     "vlc": Reference("vlc", losses.vlc, options={"scale": 10.0}),
     "goal": goal_reference(),
     "goal warm": goal_reference(pair=goal.goal_all, **WARM),

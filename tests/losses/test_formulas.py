@@ -12,7 +12,7 @@ from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import nn
 
-from tests.helpers.loops import LABELS, OTHER_LABELS, call_with, calls, check, leaves_of, make_loss
+from tests.helpers.loops import LABELS, OTHER_LABELS, RSP, SSP, call_with, calls, check, leaves_of, make_loss
 from tests.helpers.seeds import seeded
 from tests.reference import goal as goal_reference
 from tests.reference import losses as reference
@@ -42,47 +42,27 @@ def tensor(*shape, seed=3):
     return torch.rand(shape, dtype=torch.float64, generator=seeded(seed)).mul(0.5).requires_grad_()
 
 
-SSP, RSP = ([0.5, -0.7, 0.2], [0.03, 0.9]), [0.1, 0.8, 0.5, -0.2]
-VARIANTS = {
-    "SSP": {"weights": SSP},
-    "RSP": {"relative": RSP},
-    "0-D margin": {"margin": tensor()},
-    "margins of rows": {"margin": tensor(6)},
-    "margins of pairs": {"margin": tensor(*SHAPE)},
-    "everything": {"margin": tensor(6), "weights": SSP, "relative": RSP},
-}
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_unified(name, symmetric):
-    """From embeddings and from a matrix; the gradients of margins too."""
-    options, call = VARIANTS[name], call_with(2)
+@pytest.mark.parametrize("shape", [(), SHAPE[:1], SHAPE], ids=["one", "of rows", "of pairs"])
+def test_adaptive_margins(shape, symmetric):
+    """From embeddings and from a matrix; the gradients of margins too; with weights and relative similarities."""
+    margin, call = tensor(*shape), call_with(2)
     similarities = CosineSimilarity()(*leaves_of(call)).detach().requires_grad_()
-    loops = {"scale": 5.0}
-    if "weights" in options:
-        loops["weights"] = tuple(map(reference.polynomial, SSP))
-    if "relative" in options:
-        loops["relative"] = reference.polynomial(RSP)
-    margin = torch.as_tensor(options.get("margin", 0.2), dtype=torch.float64)
     margins = (margin[:, None] if margin.ndim == 1 else margin).expand(SHAPE)
     pairs, others = (set(map(tuple, mask.nonzero().tolist())) for mask in (POSITIVES, ~POSITIVES))
-    by_hand = [
-        reference.pair_losses(
-            reference.unified, similarities, {pair}, others, symmetric=symmetric, margin=margins[pair], **loops
-        )[pair]
-        for pair in sorted(pairs)
-    ]
-    value = torch.stack(by_hand).mean()
-    gradient, *of_margin = torch.autograd.grad(value, [similarities, *([margin] if margin.requires_grad else [])])
-    assert abs(value - make_loss("unified", scale=5.0, symmetric=symmetric)(**call)) > 1e-3
-
-    loss = UnifiedLoss(**options, scale=5.0, symmetric=symmetric)
-    check(loss.from_similarities(similarities, POSITIVES, ~POSITIVES), [similarities], value.item(), [gradient])
-    torch.testing.assert_close(loss(**call), value)
-    if of_margin:
-        torch.testing.assert_close(torch.autograd.grad(loss(**call), margin)[0], of_margin[0])
-    assert not loss.has_independent_pairs
+    for weights, relative in ((None, None), (SSP, RSP)):
+        options = {"scale": 5.0, "symmetric": symmetric}
+        loops = {"weights": weights and tuple(map(reference.polynomial, weights))}
+        loops["relative"] = relative and reference.polynomial(relative)
+        by_hand = partial(reference.pair_losses, reference.unified, similarities, negatives=others, **options, **loops)
+        value = torch.stack([by_hand(positives={pair}, margin=margins[pair])[pair] for pair in sorted(pairs)]).mean()
+        gradients = torch.autograd.grad(value, [similarities, margin])
+        loss = UnifiedLoss(margin, weights=weights, relative=relative, **options)
+        found = loss.from_similarities(similarities, POSITIVES, ~POSITIVES)
+        check(found, [similarities, margin], value.item(), gradients)
+        torch.testing.assert_close(loss(**call), value)
+        torch.testing.assert_close(torch.autograd.grad(loss(**call), margin)[0], gradients[1])
+        assert not loss.has_independent_pairs
 
 
 def test_learned_margins_and_weights_are_parameters_of_the_loss():

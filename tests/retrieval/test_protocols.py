@@ -133,8 +133,6 @@ def test_sets_and_the_mean_of_models():
 
 def changed(test_split, change):
     image_ids, captions = [*test_split], [list(of_image) for of_image in test_split.values()]
-    if change == "another split":
-        image_ids[:3] = -1, -2, -3
     if change == "shuffled":
         for values in (image_ids, captions):
             values[7], values[4000] = values[4000], values[7]
@@ -152,7 +150,6 @@ def changed(test_split, change):
     ("change", "message"),
     [
         ("no ids", "image ids are not those of COCO's test split: there are 0, expected 5,000"),
-        ("another split", "number 0 of 5,000 is -1, expected 391895"),
         ("shuffled", "number 7 of 5,000 is"),
         ("four captions", "1 images have fewer than 5 captions"),
         ("two captions changed places", "2 of 25,000 captions are missing or of another image"),
