@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 
 from tests.helpers.memory import extra_bytes
 from tests.sets import references
-from tests.sets.references import SIMILARITIES, TOLERANCE, check, normal, value_and_gradients
+from tests.sets.references import SIMILARITIES, check, normal, value_and_gradients
 from vl_plugins import create_loss, distances, negatives
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 
@@ -40,17 +40,6 @@ def make_sides(padded=True, **options):
 def by_loops(name, **options):
     """A function of two sides."""
     return partial(references.matrix, SIMILARITIES[name], **OPTIONS.get(name, {}), **options)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
-@NAMES
-def test_formula(name, tiled, padded, dtype):
-    sides = make_sides(padded, dtype=dtype)
-    similarities = make(name, tiled=tiled)(*sides)
-    assert (similarities == 0).sum() == (11 if padded else 0)  # those of empty sets
-    check(similarities, sides, by_loops(name))
 
 
 @NAMES
