@@ -8,6 +8,7 @@ import pytest
 import torch
 from pytorch_metric_learning import distances, reducers, regularizers
 
+from benchmarks.measurement import extra_bytes
 from tests.helpers import components
 from tests.helpers.loops import (
     LABELS,
@@ -24,7 +25,6 @@ from tests.helpers.loops import (
     shows_something,
     values_of,
 )
-from tests.helpers.memory import extra_bytes
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
 from vl_plugins import negatives

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import extra_bytes
+from benchmarks.measurement import extra_bytes
 from vl_plugins.distances import MILSimilarity
 from vl_plugins.retrieval import EmbeddingSimilarities, MatrixSimilarities, MeanSimilarities, similarities
 

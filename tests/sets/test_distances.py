@@ -8,7 +8,7 @@ import torch
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
-from tests.helpers.memory import extra_bytes
+from benchmarks.measurement import extra_bytes
 from tests.sets import references
 from tests.sets.references import SIMILARITIES, check, normal, value_and_gradients
 from vl_plugins import create_loss, distances, negatives
