@@ -57,7 +57,6 @@ def test_losses_with_the_options_given(drawn, tmp_path, monkeypatch):
     ("argv", "message"),
     [
         ("unifed --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
-        ("NTXentLos", "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
         ("unified scael=1", "loss 'unified': "),
         ("unified scale=0", "unified: scale must be a finite number > 0, got 0"),
         ("scale=1 vlc", "unknown loss 'scale=1'"),

@@ -236,13 +236,12 @@ def shows_something(name, call, **how):
     return value > LEAST and max(gradient.abs().max() for gradient in gradients) > LEAST
 
 
-def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST):
+def check(actual, leaves, value, gradients, what="", least=LEAST):
     """Compare a loss and its gradients, with an upstream gradient that is not 1, with what is expected."""
-    dtype = leaves[0].dtype
-    tolerance = tolerance or TOLERANCE[dtype]
+    tolerance = TOLERANCE[leaves[0].dtype]
     assert value > least, f"{what}: the case shows nothing"
     assert max(gradient.abs().max() for gradient in gradients) > least, f"{what}: the case shows nothing"
-    assert actual.dtype == dtype
+    assert actual.dtype == leaves[0].dtype
     close = {"atol": tolerance, "rtol": tolerance, "msg": lambda text: f"{what}: {text}"}
     torch.testing.assert_close(actual.item(), value, **close)
     close |= {"atol": 10 * tolerance, "rtol": 10 * tolerance}
@@ -250,9 +249,9 @@ def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST
         torch.testing.assert_close(actual_gradient.cpu().double(), UPSTREAM * gradient, **close)
 
 
-def check_call(name, call, *, loss=None, what="", tolerance=None, device="cpu", **how):
+def check_call(name, call, *, loss=None, what="", device="cpu", **how):
     """Compare ``loss(**call)`` with the loops."""
     loss = make_loss(name) if loss is None else loss
     value, gradients = expected(name, call, **how)
     call = call if device == "cpu" else moved(call, device)
-    check(loss(**call), leaves_of(call), value, gradients, tolerance=tolerance, what=f"{name} {what}")
+    check(loss(**call), leaves_of(call), value, gradients, what=f"{name} {what}")
