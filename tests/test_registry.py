@@ -3,17 +3,15 @@ import torch
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
 import vl_plugins
-from vl_plugins.distances import MatchProbability, SetDistance, SmoothChamferSimilarity
+from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.losses import CrossBatchMemory, UnifiedLoss, VLCLoss
 from vl_plugins.registry import (
     check_registered,
     create,
     create_loss,
-    format_options,
     list_losses,
     names,
-    options_of,
 )
 from vl_plugins.regularizers import SetRegularizer
 
@@ -145,11 +143,3 @@ def test_wrong_names_and_options(kind, name, options, message):
     with pytest.raises(UserError) as raised:
         create(kind, name, **options)
     assert str(raised.value).startswith(message)
-
-
-def test_options_of_constructors():
-    own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "tiled": None}
-    shared = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats"))
-    assert options_of(UnifiedLoss) == own | shared | {"embedding_reg_weight": 1}
-    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
-    assert format_options(options_of(MatchProbability.formula) | {"margin": 0.2}).endswith("ref_weights, margin=0.2")
