@@ -7,7 +7,6 @@ import pytest
 import torch
 from pytorch_metric_learning import distances, losses, reducers, regularizers
 
-from tests.helpers.operations import NEWEST, count
 from tests.sets import references
 from tests.sets.references import TOLERANCE, normal, units, value_and_gradients
 from vl_plugins import create_loss
@@ -158,13 +157,3 @@ def test_copies_and_compilation(base):
     for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), torch.compile(loss, backend="aot_eager")):
         torch.testing.assert_close(value_and_gradients(twin(**call), leaves_of(call)), wanted, atol=0, rtol=0)
     assert copy.deepcopy(loss).base is not loss.base
-
-
-@NEWEST
-def test_few_operations_and_the_wait_of_the_base():
-    """In all, and of the two terms."""
-    plain, waits = count(SmoothChamferLoss(mmd_weight=0, diversity_weight=0), (16, K, 32))
-    operations, waits_of_all = count(SmoothChamferLoss(), (16, K, 32))
-    assert operations <= 250
-    assert operations - plain <= 100
-    assert waits_of_all == waits == 1
