@@ -8,6 +8,7 @@ import math
 import torch
 
 from tests.helpers.seeds import seeded
+from tests.reference.distances import cosine
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 
@@ -41,14 +42,6 @@ def unit(x):
 def units(sets):
     """Return the unit vectors of all elements that are not zero, as a list."""
     return [unit(x) for x in sets.flatten(0, -2) if x.any()]
-
-
-def cosine(x, y):
-    return (unit(x) * unit(y)).sum()
-
-
-def dot_product(x, y):
-    return (x * y).sum()
 
 
 def smooth_chamfer(xs, ys, similarity=cosine, alpha=16.0):

@@ -9,6 +9,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 
 from benchmarks.measurement import extra_bytes
+from tests.reference.distances import dot_product
 from tests.sets import references
 from tests.sets.references import SIMILARITIES, check, normal, value_and_gradients
 from vl_plugins import create_loss, distances, negatives
@@ -53,7 +54,7 @@ def test_packed_sets_and_dot_products(name):
     torch.testing.assert_close(distance(x.flatten(1)), make(name)(x, x))
     assert torch.equal(make(name)(x[:, 0]), distance(x[:, :1]))  # vectors are sets of one
     sides = make_sides(padded=False)
-    dots = by_loops(name, similarity=references.dot_product)
+    dots = by_loops(name, similarity=dot_product)
     check(make(name, normalize_embeddings=False)(*sides), sides, dots)
 
 
@@ -114,11 +115,9 @@ def test_numbers_of_the_match_probability():
         ((4, 8), (5, 6), 3),  # 8 is no multiple of 3, though of 8 // 3
         ((4, 6), (5, 7), 3),
         ((4, 3, 6), (5, 8), 1),
-        ((4, 6), (6,), 1),
         ((4, 2, 3, 6), (5, 2, 6), 1),
         ((4, 0), (5, 6), 1),
     ],
-    ids=str,
 )
 def test_shapes_that_do_not_match(query, other, set_size):
     with pytest.raises(ValueError, match="embeddings must be sets"):
