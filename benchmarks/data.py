@@ -65,6 +65,7 @@ def make_pictures(folder: Path, number: int, size: tuple[int, int] = (640, 480))
 
 def write(folder: Path, samples_per_shard: int = SAMPLES_PER_SHARD) -> str:
     """Write the shards of a table in ``folder``; return their pattern."""
+    shutil.rmtree(folder / "shards", ignore_errors=True)
     images, options = read_table(folder / "table.csv"), {"samples_per_shard": samples_per_shard, "workers": 1}
     written = write_shards(images, folder / "pictures", folder / "shards", **options)
     return f"{folder}/shards/table-train-{{000000..{len(written.shards) - 1:06d}}}.tar"
@@ -72,6 +73,7 @@ def write(folder: Path, samples_per_shard: int = SAMPLES_PER_SHARD) -> str:
 
 def write_plainly(folder: Path) -> None:
     """Write the pictures of a table with webdataset; nothing is checked, and there are no hashes and no index."""
+    shutil.rmtree(folder / "shards", ignore_errors=True)
     captions = defaultdict(list)
     with open(folder / "table.csv", newline="") as stream:
         for row in csv.DictReader(stream):
@@ -120,7 +122,7 @@ def measure_writing(folder: Path, number: int, rounds: int) -> None:
     """Compare the way from a table to shards with a loop of webdataset's writer."""
     make_pictures(folder, number)
     writers = {"ShardWriter": partial(write_plainly, folder), "ours": partial(write, folder)}
-    seconds = time_rounds(writers, rounds, clean_up=partial(shutil.rmtree, folder / "shards"))
+    seconds = time_rounds(writers, rounds)
     print_table(f"writing {number:,}", seconds, "ShardWriter")
 
 

@@ -7,7 +7,6 @@ Everything is compared with the first of --peers:
 
     clip, clip-compiled      ClipLoss of open_clip, also under torch.compile
     siglip                   SigLipLoss of open_clip
-    ntxent                   NTXentLoss of pytorch-metric-learning, images to texts only; memory grows with B cubed
     triplet-margin           TripletMarginLoss and BatchHardMiner of pytorch-metric-learning, images to texts only
     three-products           the matrix products that a contrastive loss needs at least, and nothing else
 
@@ -16,16 +15,14 @@ included.
 """
 
 import argparse
-import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from open_clip.loss import ClipLoss, SigLipLoss
 from pytorch_metric_learning.distances import CosineSimilarity
-from pytorch_metric_learning.losses import NTXentLoss, TripletMarginLoss
+from pytorch_metric_learning.losses import TripletMarginLoss
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
@@ -36,12 +33,9 @@ from vl_plugins import create_loss
 
 # The defaults of the losses, which the peers get too.
 SCALE, MARGIN = 50.0, 0.2
-# Where SigLIP starts training.
-SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 BACKENDS = {None: {}, "dense": {"tiled": False}, "tiled": {"tiled": True}}
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]  # of images (B, D), texts (B, D) and labels (B,), all different
-Measured = tuple[dict[str, list[float]], dict[str, int]]
 
 
 def open_clip_loss(loss: Callable, *arguments: float) -> Loss:
@@ -71,8 +65,7 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "clip": lambda: open_clip_loss(ClipLoss(), SCALE),
     # For each shape anew: as fast as it gets.
     "clip-compiled": lambda: open_clip_loss(torch.compile(ClipLoss(), dynamic=False), SCALE),
-    "siglip": lambda: open_clip_loss(SigLipLoss(), SIGLIP_SCALE, SIGLIP_BIAS),
-    "ntxent": lambda: metric_loss(NTXentLoss(temperature=1 / SCALE)),
+    "siglip": lambda: open_clip_loss(SigLipLoss(), 10.0, -10.0),  # where SigLIP starts training
     "triplet-margin": lambda: metric_loss(
         # The default reducer leaves out triplets without a loss.
         TripletMarginLoss(margin=MARGIN, distance=CosineSimilarity(), reducer=MeanReducer()),
@@ -90,29 +83,6 @@ def step(loss: Loss, images: Tensor, texts: Tensor, labels: Tensor) -> None:
     images.grad = texts.grad = None
 
 
-def measure(losses: Mapping[str, Loss], images: Tensor, texts: Tensor, rounds: int) -> Measured:
-    """Return seconds by name and round, and bytes by name."""
-    labels = torch.arange(len(images), device=images.device)
-    steps = {name: partial(step, loss, images, texts, labels) for name, loss in losses.items()}
-    seconds = time_rounds(steps, rounds, clock(images.device))
-    return seconds, {name: extra_bytes(run, device=images.device) for name, run in steps.items()}
-
-
-def draw(measured: Mapping[int, Measured], peers: Collection[str]) -> Figure:
-    """Draw time and memory over the batch size; the losses of this package as solid lines, peers as dashed ones."""
-    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
-    for axes, name, column in zip(figure.subplots(1, 2), ("time (ms)", "memory (MB)"), (0, 1), strict=True):
-        for label in measured[min(measured)][0]:
-            points: list[Any] = [both[column][label] for both in measured.values()]
-            values = [1e3 * statistics.median(point) if column == 0 else point / 1e6 for point in points]
-            axes.loglog(list(measured), values, "o--" if label in peers else "s-", label=label)
-        axes.set(xlabel="batch size B", ylabel=name)
-        axes.set_xticks(list(measured), [f"{size:,}" for size in measured])
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", default=("unified", "triplet_hn"), help="also package.module:Class")
@@ -124,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plot", metavar="FILE", help="a picture of time and memory over the batch size")
     arguments = parser.parse_args(argv)
 
     torch.set_num_threads(arguments.threads)
@@ -135,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             losses[f"{name} ({backend})" if backend else name] = loss
     losses |= {name: PEERS[name]() for name in arguments.peers}
     print(f"torch {torch.__version__}, {arguments.device}, threads: {arguments.threads}")
-    measured = {}
     for size in sorted(arguments.batch_sizes):
         generator = torch.Generator().manual_seed(0)
         images, texts = (
@@ -144,11 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             .requires_grad_()
             for _ in range(2)
         )
-        measured[size] = measure(losses, images, texts, arguments.rounds)
+        labels = torch.arange(size, device=arguments.device)
+        steps = {name: partial(step, loss, images, texts, labels) for name, loss in losses.items()}
+        seconds = time_rounds(steps, arguments.rounds, clock(arguments.device))
+        memory = {name: extra_bytes(run, arguments.device) for name, run in steps.items()}
         title = f"B {size:,}, D {arguments.dimension:,}, {arguments.dtype}"
-        print_table(title, measured[size][0], arguments.peers[0], measured[size][1])
-    if arguments.plot is not None:
-        draw(measured, arguments.peers).savefig(arguments.plot)
+        print_table(title, seconds, arguments.peers[0], memory)
 
 
 if __name__ == "__main__":

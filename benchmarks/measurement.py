@@ -25,28 +25,20 @@ def time_rounds(
     functions: Mapping[str, Callable[[], object]],
     rounds: int,
     clock: Callable[[], float] = time.process_time,
-    clean_up: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds that each function, by name, takes in each round, after one round to warm up.
-
-    ``clean_up`` is called after each function, and not timed.
-    """
+    """Return the seconds that each function, by name, takes in each round, after one round to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name in list(functions)[:: 1 if number % 2 else -1]:
             started = clock()
             functions[name]()
-            taken = clock() - started
-            clean_up()
             if number:
-                seconds[name].append(taken)
+                seconds[name].append(clock() - started)
     return seconds
 
 
-def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | torch.device = "cpu") -> int:
-    """Return by how much the memory of tensors grows at most while ``function()`` runs, beyond ``kept`` bytes.
-
-    Results of the function count too.
+def extra_bytes(function: Callable[[], object], device: str | torch.device = "cpu") -> int:
+    """Return by how much the memory of tensors grows at most while ``function()`` runs; its results count too.
 
     Raises:
         RuntimeError: nothing was allocated on the CPU, or the profiler of this torch does not report it.
@@ -56,7 +48,7 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | 
         torch.cuda.reset_peak_memory_stats(device)
         function()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before - kept
+        return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     # The profiler's averages have no peak.
@@ -68,7 +60,7 @@ def extra_bytes(function: Callable[[], object], *, kept: int = 0, device: str | 
     for event in sorted(events, key=lambda event: getattr(event, started)()):
         total += event.nbytes()
         largest = max(largest, total)
-    return largest - kept
+    return largest
 
 
 def print_table(

@@ -22,7 +22,6 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -84,7 +83,6 @@ def difference(ours: Sequence[np.ndarray], baseline: Sequence[np.ndarray]) -> tu
     return rsum.mean(), low, high
 
 
-@lru_cache
 def _resamples(number: int) -> np.ndarray:
     """Return (RESAMPLES, number): the weights of seeds or images in samples with replacement."""
     return np.random.default_rng(number).multinomial(number, np.full(number, 1 / number), size=RESAMPLES) / number
@@ -209,15 +207,13 @@ def run_study(content: dict[str, Any], out: Path) -> None:
     prepare = [command.format(out=out, seed=seed) for command in content["prepare"] for seed in content["seeds"]]
     for command in dict.fromkeys(prepare):  # those with a seed once for each
         once(command, out / "prepared" / f"{zlib.crc32(command.encode()):08x}")
-    tables: dict[tuple, str] = {}
     titles = {baseline: f"all at the best learning rate of {baseline}", None: "each loss at its own best learning rate"}
+    tables = []
     for tuned, title in titles.items():
         for setting in content["settings"]:
             rates = {loss: study.best_lr(setting, tuned or loss) for loss in content["losses"]}
-            key = setting, *rates.values()  # the two tables may be one
-            if key not in tables:
-                tables[key] = f"## {setting}, {title}\n\n{study.table(setting, rates)}\n"
-            (out / "study.md").write_text("\n".join(tables.values()))
+            tables.append(f"## {setting}, {title}\n\n{study.table(setting, rates)}\n")
+            (out / "study.md").write_text("\n".join(tables))
             study.write_runs()
     print((out / "study.md").read_text())
 
@@ -227,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the study, .yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study, also of one that was stopped")
     arguments = parser.parse_args(argv)
-    study = yaml.safe_load(arguments.file.read_text())
-    return exit_status("benchmarks.study", lambda: run_study(study, arguments.out))
+    return exit_status("benchmarks.study", lambda: run_study(yaml.safe_load(arguments.file.read_text()), arguments.out))
 
 
 if __name__ == "__main__":

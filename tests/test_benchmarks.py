@@ -21,7 +21,6 @@ def test_a_known_allocation_is_counted():
         return torch.ones(500)
 
     assert extra_bytes(function) == 4 * 2000
-    assert extra_bytes(function, kept=4 * 500) == 4 * 1500
     with pytest.raises(RuntimeError, match="saw no allocation"):
         extra_bytes(lambda: None)
 
@@ -35,8 +34,8 @@ def test_rounds_alternate_after_one_to_warm_up():
         now += duration * (1 + log.count(name))
 
     functions = {"a": lambda: run("a", 1.0), "b": lambda: run("b", 10.0)}
-    seconds = time_rounds(functions, rounds=2, clock=lambda: now, clean_up=lambda: run("-", 1000))
-    assert "".join(log) == "b-a-a-b-b-a-"
+    seconds = time_rounds(functions, rounds=2, clock=lambda: now)
+    assert "".join(log) == "baabba"
     assert seconds == {"a": [3.0, 4.0], "b": [30.0, 40.0]}
 
 
@@ -50,8 +49,6 @@ def test_table_by_hand(capsys):
     ("peer", "name", "factor", "options"),
     [
         ("clip", "vlc", 0.5, {"scale": losses.SCALE}),
-        pytest.param("clip-compiled", "vlc", 0.5, {"scale": losses.SCALE}, marks=pytest.mark.slow),
-        ("ntxent", "vlc", 1, {"scale": losses.SCALE, "symmetric": False}),
         ("triplet-margin", "triplet_hn", 1, {"margin": losses.MARGIN, "symmetric": False}),
     ],
 )
@@ -66,14 +63,13 @@ def test_peers_compute_the_same(peer, name, factor, options):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_time_and_memory_of_losses(tmp_path, capsys):
+def test_time_and_memory_of_losses(capsys):
     names = "unified vl_plugins.losses:VLCLoss clip three-products".split()
     flags = f"--losses {' '.join(names[:2])} --peers {' '.join(names[2:])} --dtype bfloat16"
-    losses.main(f"{flags} --batch-sizes 32 --dimension 64 --rounds 1 --plot {tmp_path}/losses.png".split())
+    losses.main(f"{flags} --batch-sizes 32 --dimension 64 --rounds 1".split())
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].startswith("B 32, D 64, bfloat16")
     assert [row.split()[0] for row in rows[2:6]] == names
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_shards_are_read_and_written(capsys):

@@ -3,44 +3,19 @@ import torch
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
 import vl_plugins
-from vl_plugins.distances import MatchProbability, SetDistance, SmoothChamferSimilarity
+from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
-from vl_plugins.losses import (
-    CrossBatchMemory,
-    GOALLoss,
-    SmoothChamferLoss,
-    TripletHNLoss,
-    TripletSHLoss,
-    UnifiedLoss,
-    VLCLoss,
-)
+from vl_plugins.losses import CrossBatchMemory, UnifiedLoss, VLCLoss
 from vl_plugins.registry import (
     check_registered,
     create,
     create_loss,
-    find,
-    format_options,
     list_losses,
     names,
-    options_of,
 )
 from vl_plugins.regularizers import SetRegularizer
 
-OURS = {
-    "goal": GOALLoss,
-    "smooth_chamfer": SmoothChamferLoss,
-    "triplet_hn": TripletHNLoss,
-    "triplet_sh": TripletSHLoss,
-    "unified": UnifiedLoss,
-    "vlc": VLCLoss,
-}
-
-
-def test_our_losses():
-    assert list_losses() == tuple(sorted(OURS))
-    assert {name: find("loss", name) for name in OURS} == OURS
-    assert {name: type(create_loss(name)) for name in OURS} == OURS
-    assert (vl_plugins.list_losses, vl_plugins.create_loss) == (list_losses, create_loss)
+OURS = {"goal", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc"}
 
 
 # Losses of other distributions
@@ -72,7 +47,7 @@ def install(tmp_path, monkeypatch):
 
 def test_loss_of_another_distribution(install):
     install("other-losses", "mine")
-    assert list_losses() == tuple(sorted(["mine", *OURS]))
+    assert list_losses() == vl_plugins.list_losses() == tuple(sorted({"mine", *OURS}))
     assert create_loss("mine", pos_margin=0.7).pos_margin == 0.7
     held = create_loss("smooth_chamfer", base="mine", pos_margin=0.7, set_size=2, reducer="SumReducer")
     assert (type(held.base).__name__, held.base.pos_margin, held.base.distance.set_size) == ("MyLoss", 0.7, 2)
@@ -86,25 +61,11 @@ def test_loss_of_another_distribution(install):
 def test_a_name_claimed_twice(install):
     install("second-losses", "mine")
     install("first-losses", "mine")
-    install("impostor", "unified")
     with pytest.raises(
         UserError, match=r"^loss 'mine' is provided by first-losses \(.*\) and second-losses \(.*; unin"
     ):
         create_loss("mine")
-    with pytest.raises(UserError, match=r"'unified' is provided by impostor \(impostor:MyLoss\) and vl_plugins \("):
-        find("loss", "unified")
     assert type(create_loss("vlc")) is VLCLoss
-
-
-@pytest.mark.parametrize(
-    ("number", "source", "message"),  # imported modules stay in sys.modules, so each has another name
-    [(1, "import no_such_module", "No module named 'no_such_module'"), (2, "", ".* has no attribute 'MyLoss'")],
-)
-def test_a_broken_entry_point(install, number, source, message):
-    install(f"broken-{number}", "mine", source)
-    with pytest.raises(UserError, match=rf"^loss 'mine': {message}"):
-        create_loss("mine")
-    assert "mine" in list_losses()
 
 
 def test_a_loss_by_its_module_and_class(tmp_path, monkeypatch):
@@ -113,11 +74,12 @@ def test_a_loss_by_its_module_and_class(tmp_path, monkeypatch):
     loss = create_loss("own_loss:MyLoss", pos_margin=0.7, distance="LpDistance")
     assert (type(loss).__name__, loss.pos_margin, type(loss.distance)) == ("MyLoss", 0.7, distances.LpDistance)
     for name in ("own_loss:Missing", "no_such_module:Loss"):
-        with pytest.raises(UserError, match=f"^loss '{name}'"):
+        with pytest.raises(UserError, match=f"^loss '{name}': .*{name.split(':')[name[0] == 'o']}"):
             create_loss(name)
-    for trusted in (False, True):
-        with pytest.raises(UserError, match="files name registered losses only" if trusted else "unknown loss"):
-            check_registered({"name": "own_loss:MyLoss"}) if trusted else create("loss", "own_loss:MyLoss")
+    with pytest.raises(UserError, match="files name registered losses only"):
+        check_registered({"name": "own_loss:MyLoss"})
+    with pytest.raises(UserError, match="unknown loss"):
+        create("loss", "own_loss:MyLoss")
 
 
 # Components by class name
@@ -144,18 +106,9 @@ def test_all_components_are_listed(package):
 def test_losses_by_class_name():
     """Ours and those of pytorch-metric-learning; ours replace those of one name."""
     assert {*OURS, "ProxyAnchorLoss", "TripletMarginLoss", "UnifiedLoss"} < set(names("loss"))
-    assert not {"BaseMetricLossFunction", "GenericPairLoss", "PairLoss", "EmbeddingRegularizerMixin"} & set(
-        names("loss")
-    )
+    assert not {"BaseMetricLossFunction", "GenericPairLoss", "PairLoss", "EmbeddingRegularizerMixin"} & {*names("loss")}
     assert type(create_loss("ProxyAnchorLoss", num_classes=3, embedding_size=4)) is losses.ProxyAnchorLoss
     assert type(create_loss("CrossBatchMemory", loss="vlc", embedding_size=4)) is CrossBatchMemory
-
-
-@pytest.mark.parametrize("name", ["smooth_chamfer", "SmoothChamferSimilarity"])
-def test_short_names(name):
-    distance = create("distance", name, alpha=8.0, set_size=4)
-    assert type(distance) is SmoothChamferSimilarity
-    assert (distance.alpha, distance.set_size) == (8, 4)
 
 
 def test_specifications():
@@ -167,6 +120,8 @@ def test_specifications():
     assert specification["name"] == "unified", "what is given stays as it is"
     miner = miners.BatchHardMiner()
     assert create("miner", miner) is miner
+    distance = create("distance", "smooth_chamfer", alpha=8.0, set_size=4)
+    assert (type(distance), distance.alpha, distance.set_size) == (SmoothChamferSimilarity, 8, 4)
     with pytest.raises(TypeError, match="scale"):
         create("loss", specification, scale=4)
 
@@ -174,7 +129,7 @@ def test_specifications():
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); options: scale=50."),
+        ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); known: "),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
         ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
         ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),
@@ -188,11 +143,3 @@ def test_wrong_names_and_options(kind, name, options, message):
     with pytest.raises(UserError) as raised:
         create(kind, name, **options)
     assert str(raised.value).startswith(message)
-
-
-def test_options_of_constructors():
-    own = {"margin": 0.2, "scale": 50.0, "weights": None, "relative": None, "symmetric": True, "tiled": None}
-    shared = dict.fromkeys(("embedding_regularizer", "reducer", "distance", "collect_stats"))
-    assert options_of(UnifiedLoss) == own | shared | {"embedding_reg_weight": 1}
-    assert options_of(lambda margin=0.2, *, scale=50: None) == {"margin": 0.2, "scale": 50}
-    assert format_options(options_of(MatchProbability.formula) | {"margin": 0.2}).endswith("ref_weights, margin=0.2")

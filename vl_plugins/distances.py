@@ -93,20 +93,17 @@ class SetDistance(BaseDistance):
         elements = units if self.normalize_embeddings else sets
         return elements, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1)
 
-    def unpack(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both sides as (A, K1, D) and (C, K2, D)."""
-        sides = query_emb, ref_emb
+    def unpack(self, query_emb: Tensor, *others: Tensor) -> list[Tensor]:
+        """Return the sides as (A, K1, D) and (C, K2, D)."""
+        sides = [query_emb, *others]
         widths = {side.shape[2] for side in sides if side.ndim == 3}
         if not widths and query_emb.ndim == 2 and query_emb.shape[1] % self.set_size == 0:
             widths = {query_emb.shape[1] // self.set_size}
         width = widths.pop() if len(widths) == 1 else 0
         if width == 0 or any(side.ndim not in (2, 3) or side.shape[-1] % width for side in sides):
-            raise ValueError(
-                f"embeddings must be sets (B, K, D) of the same D, or packed: (B, {self.set_size} * D) for the query "
-                f"and a multiple of D for the other, got {tuple(query_emb.shape)} and {tuple(ref_emb.shape)}"
-            )
-        query, ref = (side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides)
-        return query, ref
+            shapes = [tuple(side.shape) for side in sides]
+            raise ValueError(f"embeddings must be sets (B, K, D) of one D, or packed as (B, K * D), got {shapes}")
+        return [side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides]
 
 
 class UnitElements(torch.autograd.Function):

@@ -130,28 +130,20 @@ def _pair_labels(
     embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the labels of both sides; those that are not given follow from the order of the rows."""
-    for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-        rows = 0 if side is None else len(side)
-        if side_labels is not None and len(side_labels) != rows:
-            raise ValueError(f"{name} must have the length {rows}, got {len(side_labels)}")
     if labels is None:
         if ref_emb is None or ref_labels is not None:
             raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
         rank = distributed.get_rank() if world_size() > 1 else 0
         labels = torch.arange(len(embeddings), device=embeddings.device) + rank * 2**32  # those of no other process
+    if ref_emb is not None and ref_labels is None:
+        ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
+    for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
+        rows = 0 if side is None else len(side)
+        if side_labels is not None and len(side_labels) != rows:
+            raise ValueError(f"{name} must have the length {rows}, got {len(side_labels)}")
     labels = labels.to(embeddings.device)
-    if ref_emb is None:
-        return labels, None
-    if ref_labels is None:
-        captions, rest = divmod(len(ref_emb), max(1, len(embeddings)))
-        if rest or (captions and len(embeddings) == 0):
-            raise ValueError(
-                f"without ref_labels, ref_emb must have k rows for each of the {len(embeddings)} embeddings, got "
-                f"{len(ref_emb)}"
-            )
-        ref_labels = labels.repeat_interleave(captions)
     # A copy: for pytorch-metric-learning, one object with both names means one set.
-    return labels, ref_labels.to(embeddings.device, copy=True)
+    return labels, None if ref_labels is None else ref_labels.to(embeddings.device, copy=True)
 
 
 def _check_ids(labels: Tensor) -> None:

@@ -16,7 +16,6 @@ __all__ = [
     "UserError",
     "all_values",
     "check_sizes",
-    "did_you_mean",
     "exit_status",
     "message",
     "missing_extra",
@@ -66,14 +65,7 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
 
 @contextlib.contextmanager
 def user_errors(what: str) -> Iterator[None]:
-    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read.
-
-    >>> with user_errors("--loss-kwargs"):
-    ...     float("0,2")
-    Traceback (most recent call last):
-    vl_plugins.errors.UserError: --loss-kwargs: could not convert string to float: '0,2'; set VL_PLUGINS_TRACEBACK=1 \
-for the traceback
-    """
+    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read."""
     try:
         yield
     except (UserError, OSError):
@@ -100,28 +92,15 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, with the nearest match and the known names.
-
-    >>> str(unknown_name("loss", "unifed", ["unified", "vlc"]))
-    "unknown loss 'unifed' (did you mean 'unified'?); known: unified, vlc"
-    """
+    """Return the error for an unknown name, with the nearest match and the known names."""
     known = sorted(known)
-    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return a hint at the nearest known name, or an empty string if none is near."""
-    nearest = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
 
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
-    """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``.
-
-    >>> number("scale", 0, above=0)
-    Traceback (most recent call last):
-    ValueError: scale must be a finite number > 0, got 0
-    """
+    """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``."""
     expected = Real if kind is float else int
     is_number = isinstance(value, expected) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or value <= above:

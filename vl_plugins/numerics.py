@@ -14,11 +14,7 @@ _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in their common type, float32 at least.
-
-    >>> [tensor.dtype for tensor in full_precision(torch.ones(2, dtype=torch.float16), torch.ones(2))]
-    [torch.float32, torch.float32]
-    """
+    """Return the tensors in their common type, float32 at least."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from vl_plugins.errors import UserError, did_you_mean, one_of, user_errors
+from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
 
 __all__ = [
     "check_registered",
@@ -111,11 +111,9 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
         }
         return factory(**options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
-        unknown = next((option for option in options if option not in known), None)
-        reason = str(error) or type(error).__name__
-        if unknown:
-            reason = f"unknown option {unknown!r}{did_you_mean(unknown, known)}"
-        raise UserError(f"{kind} {name!r}: {reason}; options: {format_options(known)}") from error
+        unknown = [option for option in options if option not in known]
+        reason = unknown_name("option", unknown[0], known) if unknown else str(error) or type(error).__name__
+        raise UserError(f"{kind} {name!r}: {reason}") from error
 
 
 def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
@@ -134,9 +132,7 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
     for provider in providers:
         with user_errors(f"loss {name!r}"):
             return provider.load()
-    classes = _classes(kind)
-    name = SHORT_NAMES.get(name, name) if kind == "distance" else name
-    return classes[one_of(kind, name, names(kind))]
+    return _classes(kind)[one_of(kind, name, names(kind))]
 
 
 def check_registered(loss: Any) -> None:
@@ -151,21 +147,13 @@ def check_registered(loss: Any) -> None:
 
 def names(kind: str) -> tuple[str, ...]:
     """Return the names of a kind of component, sorted."""
-    short = {"distance": tuple(SHORT_NAMES), "loss": list_losses()}
-    return tuple(sorted([*_classes(kind), *short.get(kind, ())]))
+    return tuple(sorted([*_classes(kind), *(list_losses() if kind == "loss" else ())]))
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keyword options of a class or function with their defaults, ``inspect.Parameter.empty`` for none.
 
     The ``**kwargs`` of a constructor stand for the options of the next base class.
-
-    >>> class Base:
-    ...     def __init__(self, reducer=None): ...
-    >>> class Loss(Base):
-    ...     def __init__(self, margin=0.2, **kwargs): ...
-    >>> options_of(Loss)
-    {'margin': 0.2, 'reducer': None}
     """
     options: dict[str, Any] = {}
     bases: Any = factory.__mro__[:-1] if inspect.isclass(factory) else ()
@@ -180,11 +168,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """Return options as they are passed; without a default, the name alone.
-
-    >>> format_options({"weights": inspect.Parameter.empty, "margin": 0.2})
-    'weights, margin=0.2'
-    """
+    """Return options as they are passed; without a default, the name alone."""
     required = inspect.Parameter.empty
     return ", ".join(name if value is required else f"{name}={value!r}" for name, value in options.items())
 
@@ -192,11 +176,9 @@ def format_options(options: Mapping[str, Any]) -> str:
 def _classes(kind: str) -> dict[str, type]:
     host, *ours = map(importlib.import_module, PACKAGES[kind])
     bases = tuple(value for name, value in vars(host).items() if name.startswith("Base"))
-    members = {name: value for package in (host, *ours) for name, value in vars(package).items()}
-    return {
-        name: value
-        for name, value in members.items()
-        if inspect.isclass(value)
-        and issubclass(value, bases)
-        and not name.startswith(("Base", "GenericPairLoss", "PairLoss", "Set"))
+    found = {
+        name: value for package in (host, *ours) for name, value in vars(package).items() if inspect.isclass(value)
     }
+    found |= {short: found[name] for short, name in SHORT_NAMES.items() if name in found}
+    helpers = ("Base", "GenericPairLoss", "PairLoss", "Set")
+    return {n: value for n, value in found.items() if issubclass(value, bases) and not n.startswith(helpers)}

@@ -97,9 +97,8 @@ class SetRegularizer(BaseRegularizer):
         super().__init__()
         self.sets = SetDistance(set_size)
 
-    def join(self, embeddings: Tensor, *others: Tensor) -> JoinedSets:
-        """Return the sets of one or two sides."""
-        return JoinedSets(*self.sets.unpack(embeddings, *(others or [embeddings]))[: 1 + len(others)])
+    def join(self, *sides: Tensor) -> JoinedSets:
+        return JoinedSets(*self.sets.unpack(*sides))
 
 
 class DiversityRegularizer(SetRegularizer):

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Pad the cells of each column to one width: names on the left, the numbers after them to the right.
-
-    >>> align_columns([["", "R@1"], ["clip", "45.0"]])
-    [['    ', ' R@1'], ['clip', '45.0']]
-    """
+    """Pad the cells of each column to one width: names on the left, the numbers after them to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]

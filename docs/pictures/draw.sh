@@ -1,5 +1,5 @@
 #!/bin/sh
-# Renews the pictures in this folder: trains, as the demo does, and measures the losses, which takes about 15 minutes.
+# Renews the pictures in this folder: trains, as the demo does, and the trainer for pytorch-metric-learning.
 # `make pictures` runs it; `--epochs 1` makes the demo shorter for a trial.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -15,6 +15,3 @@ python -m vl_plugins.integrations.pytorch_metric_learning --config toy.yaml --de
     --loss smooth_chamfer --loss-kwargs base=unified \
     --set head.name=set head.num_slots=4 head.num_iters=4 head.hidden_dim=256
 vl-plugins plot attention --checkpoint $work/towers --shards $work/shards/toy-test-000000.tar --out $out/attention.svg
-python -m benchmarks.losses --losses unified triplet_hn goal --backends dense tiled \
-    --peers clip clip-compiled siglip triplet-margin three-products \
-    --batch-sizes 64 256 1024 4096 --rounds 3 --threads 1 --plot $out/losses_cpu.png

@@ -1,10 +1,9 @@
 """``vl-plugins encode`` and ``vl-plugins evaluate``."""
 
+import contextlib
 import hashlib
+import io
 import json
-import os
-import subprocess
-import sys
 
 import open_clip
 import pytest
@@ -12,6 +11,7 @@ import torch
 from clip_benchmark.metrics import zeroshot_retrieval
 
 from tests.helpers.open_clip_training import checkpoint_with_heads
+from tests.helpers.processes import in_processes
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset
 from vl_plugins.distances import MatchProbability
@@ -39,13 +39,6 @@ def folder(tmp_path_factory):
     similarity, options = MatchProbability(scale=3.0, shift=-0.5), {"num_slots": 3, "num_iters": 4}
     torch.save(checkpoint_with_heads(clip(0), "vl-tiny", "set", options, similarity), folder / "sets.pt")
     return folder
-
-
-@pytest.fixture(scope="module")
-def samples(shards, folder):
-    """The first model, its tokenizer, and its inputs: images with their captions."""
-    model, transform, tokenizer = load_model(folder / "epoch_1.pt", "vl-tiny")
-    return model, tokenizer, ShardDataset(shards, transform, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +76,10 @@ def evaluate(capsys):
     return run
 
 
-def test_recalls_are_those_of_clip_benchmark(flags, folder, samples, evaluate):
+def test_recalls_are_those_of_clip_benchmark(flags, folder, shards, evaluate):
     """Of the same model, from the pictures on; fractions, as there and in open_clip."""
-    model, tokenizer, dataset = samples
+    model, transform, tokenizer = load_model(folder / "epoch_1.pt", "vl-tiny")
+    dataset = ShardDataset(shards, transform, tokenizer)
     batch = torch.stack([item.image for item in dataset]), [item.captions for item in dataset]
     expected = zeroshot_retrieval.evaluate(model, [batch], tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
     result = evaluate(*flags, "--batch-size", "7", "--workers", "2")["run"]
@@ -98,57 +92,41 @@ def test_recalls_are_those_of_clip_benchmark(flags, folder, samples, evaluate):
     assert (result["model"], result["checkpoint"]) == ("vl-tiny", f"{folder}/epoch_1.pt")
 
 
-def test_features_give_the_numbers_of_their_checkpoint(flags, shards, encode, evaluate):
+def test_features_give_the_numbers_of_their_checkpoint(flags, shards, encode, evaluate, capsys):
     expected = {**evaluate(*flags)["run"], "file": str(encode("epoch_1", suffix=".safetensors"))}
     for more in ((), ("--shards", shards)):
         assert evaluate("evaluate", "--features", expected["file"], *more) == {"epoch_1": expected}
-
-
-def test_norms_are_checked_unless_they_are_normalized(encode, evaluate, capsys, tmp_path):
-    file = encode("epoch_1")
-    features, expected = load_features(file), evaluate("evaluate", "--features", file)["epoch_1"]["metrics"]["plain"]
+    features = load_features(expected["file"])
     features.images.mul_(torch.linspace(1, 3, 24)[:, None])
-    save_features(features, tmp_path / "scaled.npz")
-    assert main(["evaluate", "--features", str(tmp_path / "scaled.npz")]) == 2
+    save_features(features, expected["file"])
+    assert main(["evaluate", "--features", expected["file"]]) == 2
     assert "23 of 24 images are not, the first is row 1" in capsys.readouterr().err
-    found = evaluate("evaluate", "--features", tmp_path / "scaled.npz", "--normalize")["scaled"]["metrics"]["plain"]
-    assert found == pytest.approx(expected)
-
-
-def test_sets_are_compared_by_their_similarity(encode, evaluate, folder, capsys):
-    """With the parameters that it has learned."""
-    file = encode("sets")
-    features, metrics = load_features(file), evaluate("evaluate", "--features", file)["sets"]["metrics"]["plain"]
-    assert features.images.shape == (24, 3, 128)
-    assert features.description["checkpoint_sha256"] == hashlib.sha256((folder / "sets.pt").read_bytes()).hexdigest()
-    similarities = MatchProbability(3.0, -0.5, learnable=False)(features.images, features.captions)
-    expected = retrieval_metrics(similarity_ranks(similarities, features.image_of_caption))
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    for kind, sets in (("image", features.images), ("caption", features.captions)):
-        variance = (1 - sets.mean(dim=1).norm(dim=1)).mean().item()
-        assert metrics[f"{kind}_circular_variance"] == pytest.approx(variance, rel=1e-4)
-    assert main(["evaluate", "--features", str(file)]) == 0
-    assert "\ncircular variance of the sets of sets: images 0." in capsys.readouterr().out
+    found = evaluate("evaluate", "--features", expected["file"], "--normalize")["epoch_1"]["metrics"]["plain"]
+    assert found == pytest.approx(expected["metrics"]["plain"])
 
 
 def test_an_ensemble_averages_similarities(flags, folder, encode, evaluate, capsys):
-    """Of two models that are encoded and one whose sets come from a file; all are in one table and in one report."""
+    """Of two models that are encoded and one whose sets come from a file, with the similarity that it has learned."""
     files = [encode(name) for name in ("sets", "epoch_1", "other")]
     checkpoints = [f"{folder}/epoch_1.pt", f"ours={folder}/other.pt"]
     arguments = [*flags, "--checkpoint", *checkpoints, "--features", str(files[0]), "--ensemble"]
     results = evaluate(*arguments)
     assert [*results] == ["ensemble", "sets", "run", "ours"]
     sets, one, two = map(load_features, files)
-    mean = MatchProbability(3.0, -0.5, learnable=False)(sets.images, sets.captions)
-    mean = (mean + one.images @ one.captions.T + two.images @ two.captions.T) / 3
-    expected = retrieval_metrics(similarity_ranks(mean, one.image_of_caption))
-    found = results["ensemble"]["metrics"]["plain"]
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert sets.images.shape == (24, 3, 128)
+    assert sets.description["checkpoint_sha256"] == hashlib.sha256((folder / "sets.pt").read_bytes()).hexdigest()
+    of_sets = MatchProbability(3.0, -0.5, learnable=False)(sets.images, sets.captions)
+    mean = (of_sets + one.images @ one.captions.T + two.images @ two.captions.T) / 3
+    for name, similarities in (("ensemble", mean), ("sets", of_sets)):
+        expected = retrieval_metrics(similarity_ranks(similarities, one.image_of_caption))
+        found = results[name]["metrics"]["plain"]
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     report = files[0].with_name("report.html")
     assert main([*arguments, "--report", str(report)]) == 0
-    first, _, *rows = capsys.readouterr().out.splitlines()
+    first, _, *rows, last = capsys.readouterr().out.splitlines()
     assert first == "plain: 24 images, 120 captions"
-    assert [row.split()[0] for row in rows[:4]] == [*results]
+    assert [row.split()[0] for row in rows] == [*results]
+    assert last.startswith("circular variance of the sets of sets: images 0.")
     page = report.read_text()
     assert "<title>Image-text retrieval of ensemble, protocol plain</title>" in page
     assert page.count("data:image/jpeg;base64,") > 24
@@ -169,58 +147,49 @@ def test_pretrained_tags_of_one_architecture_have_a_row_each(shards, evaluate, m
 
 def test_the_checkpoint_of_a_run_folder(folder, flags, tmp_path, capsys):
     """The newest of open_clip, by number, and the best of the trainer for pytorch-metric-learning."""
-    checkpoints = tmp_path / "run" / "checkpoints"
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for name in ("epoch_9.pt", "epoch_10.pt"):
         (checkpoints / name).symlink_to(folder / "epoch_1.pt")
-    (tmp_path / "other").symlink_to(tmp_path / "run")
-    assert main([*flags, "--checkpoint", f"{tmp_path}/run", f"{tmp_path}/other", "--json"]) == 0
-    first, _ = json.loads(capsys.readouterr().out)["results"]
-    assert (first["file"], first["checkpoint"]) == (str(tmp_path / "run"), str(checkpoints / "epoch_10.pt"))
-    (checkpoints / "epoch_latest.pt").touch()
-    assert find_checkpoint(tmp_path / "run") == checkpoints / "epoch_latest.pt"
-    (tmp_path / "towers").mkdir()
-    for name in ("latest.pt", "best.pt"):
-        (tmp_path / "towers" / name).touch()
-        assert find_checkpoint(tmp_path / "towers") == tmp_path / "towers" / name
+    assert main([*flags, "--checkpoint", str(run), "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert (result["file"], result["checkpoint"]) == (str(run), str(checkpoints / "epoch_10.pt"))
+    for file in (checkpoints / "epoch_latest.pt", tmp_path / "towers" / "latest.pt", tmp_path / "towers" / "best.pt"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert find_checkpoint(run if file.parent == checkpoints else file.parent) == file
 
 
-@pytest.mark.parametrize(("processes", "batch_size"), [("2", "5"), pytest.param("3", "20", marks=pytest.mark.slow)])
+def run_in_process(rank, command):
+    """The exit status and the output of one of several processes."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return main(command), printed.getvalue()
+
+
+@pytest.mark.parametrize(("processes", "batch_size"), [(2, 5), pytest.param(3, 20, marks=pytest.mark.slow)])
 def test_processes_share_out_the_encoding(encode, folder, shards, tmp_path, processes, batch_size):
     """The files are equal, with their hashes, also where there are fewer batches than processes."""
-    alone, shared = (
-        encode("epoch_1", "--batch-size", batch_size, suffix=".safetensors"),
-        tmp_path / "shared.safetensors",
-    )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m", "vl_plugins.cli"]
-    command = ["encode", f"{folder}/epoch_1.pt", shards, str(shared), "--model", "vl-tiny", "--batch-size", batch_size]
-    finished = subprocess.run(
-        [sys.executable, *launcher, *command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == f"wrote {shared}: 24 images, 120 captions\n"
+    options, shared = ["--batch-size", str(batch_size)], tmp_path / "shared.safetensors"
+    alone = encode("epoch_1", *options, suffix=".safetensors")
+    command = ["encode", f"{folder}/epoch_1.pt", shards, str(shared), "--model", "vl-tiny", *options]
+    first, *others = in_processes(run_in_process, processes, command, joined=False)
+    assert first == (0, f"wrote {shared}: 24 images, 120 captions\n")
+    assert others == [(0, "")] * (processes - 1)
     assert shared.read_bytes() == alone.read_bytes()
 
 
-@pytest.mark.parametrize("number", ["one image less", "another order", "other captions"])
-def test_features_of_other_shards(encode, toy_shards, shards, tmp_path, capsys, number):
-    other = f"{toy_shards}/toy-val-{{000000..000002}}.tar"
-    file = encode("epoch_1")
-    if number == "one image less":
-        other, message = f"{toy_shards}/toy-val-{{000000..000001}}.tar", "image_ids: there are 24, expected 16"
-    elif number == "another order":
-        other = "::".join(f"{toy_shards}/toy-val-00000{index}.tar" for index in (1, 0, 2))
-        message = "image_ids: number 0 of 24 is "
-    else:
-        data, message = (toy_shards / "toy-val-000000.tar").read_bytes(), "the pictures or captions differ"
-        (tmp_path / "toy-val-000000.tar").write_bytes(data.replace(b"shape", b"thing"))
-        other = f"{tmp_path}/toy-val-000000.tar::{toy_shards}/toy-val-{{000001..000002}}.tar"
-    assert main(["evaluate", "--features", str(file), "--shards", other]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"vl-plugins evaluate: error: epoch_1 and {other} do not belong together: {message}")
+def test_features_of_other_shards(encode, toy_shards, tmp_path, capsys):
+    """One image less, another order, other captions."""
+    file, first = encode("epoch_1"), toy_shards / "toy-val-000000.tar"
+    (tmp_path / first.name).write_bytes(first.read_bytes().replace(b"shape", b"thing"))
+    for other, message in (
+        (f"{toy_shards}/toy-val-{{000000..000001}}.tar", "image_ids: there are 24, expected 16"),
+        ("::".join(f"{toy_shards}/toy-val-00000{index}.tar" for index in (1, 0, 2)), "image_ids: number 0 of 24 is "),
+        (f"{tmp_path}/{first.name}::{toy_shards}/toy-val-{{000001..000002}}.tar", "the pictures or captions differ"),
+    ):
+        assert main(["evaluate", "--features", str(file), "--shards", other]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"vl-plugins evaluate: error: epoch_1 and {other} do not belong together: {message}")
 
 
 @pytest.mark.parametrize(
@@ -252,11 +221,10 @@ def test_wrong_input(flags, tmp_path, capsys, change, message, monkeypatch):
 def test_numbers_are_printed_before_the_report_is_written(encode, tmp_path, capsys):
     """What is known after an hour must not be lost to a disk without room. Without shards there are no examples."""
     file = encode("epoch_1")
-    assert main(["evaluate", "--features", str(file), "--report", str(tmp_path / "a.html")]) == 0
+    assert main(["evaluate", "--features", str(file), "--report", f"{tmp_path}/a.html"]) == 0
     assert "Without the shards there are no pictures" in (tmp_path / "a.html").read_text()
-    capsys.readouterr()
     (tmp_path / "file").touch()
-    assert main(["evaluate", "--features", str(file), "--report", str(tmp_path / "file" / "a.html")]) == 2
+    assert main(["evaluate", "--features", str(file), "--report", f"{tmp_path}/file/a.html"]) == 2
     printed = capsys.readouterr()
     assert "RSUM" in printed.out
     assert f"cannot write {tmp_path}/file/a.html: " in printed.err

@@ -4,62 +4,84 @@ import pytest
 import torch
 from PIL import Image
 
+from vl_plugins import create_loss
 from vl_plugins.cli import main
 from vl_plugins.data import read_collection
 from vl_plugins.plots import attention, curves, gradients
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """What the commands hand to the plots."""
-    calls = []
-    for module, name in ((curves, "plot_training_curves"), (gradients, "plot_gradient_sizes")):
-        plot = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda data, out, plot=plot: (calls.append((data, out)), plot(data, out)))
-    monkeypatch.setattr(gradients, "POINTS", 7)
-    return calls
+def figures(monkeypatch):
+    """The figures that the commands write."""
+    found = []
+    for module in (curves, gradients):
+        write = module.write_figure
+        monkeypatch.setattr(module, "write_figure", lambda *call, write=write: (found.append(call[0]), write(*call)))
+    monkeypatch.setattr(gradients, "POINTS", 6)
+    return found
 
 
-def make_run(folder, rsum=300.0):
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "results.jsonl").write_text(json.dumps({"epoch": 1, "rsum": rsum}) + "\n")
-    return str(folder)
+def row(epoch, rsum, positive, negative):
+    return {"epoch": epoch, "rsum": rsum, "positive_similarity": positive, "hardest_negative_similarity": negative}
 
 
-def test_runs_are_named_by_folder_or_by_hand(tmp_path, monkeypatch, drawn, capsys):
-    clip, unified, here = (make_run(tmp_path / name, rsum) for name, rsum in (("clip", 1.0), ("b", 2.0), ("here", 3.0)))
-    monkeypatch.chdir(here)
-    assert main(["plot", "training", f"ours={clip}", unified, "."]) == 0
+def test_curves_of_runs_that_are_named_by_folder_or_by_hand(tmp_path, monkeypatch, figures, capsys):
+    """Runs of open_clip's own validation have no similarities."""
+    runs = {"stock": [{"epoch": 1, "rsum": 150.0}, {"epoch": 2, "rsum": 300.0}], "here": [row(1, 300, 0.6, 0.4)]}
+    runs["clip"] = [row(1, 100, 0.3, 0.2), row(3, 200, 0.5, 0.4)]
+    for name, rows in runs.items():
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        lines = "".join(json.dumps(item) + "\n" for item in rows)
+        (tmp_path / name / "checkpoints" / "results.jsonl").write_text(lines)
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["plot", "training", f"{tmp_path}/stock", f"ours={tmp_path}/clip", "."]) == 0
     assert capsys.readouterr().out == "wrote training.png\n"
     with Image.open("training.png") as picture:
         assert picture.size == (1200, 504)
-    ((runs, out),) = drawn
-    assert ({name: rows[0]["rsum"] for name, rows in runs.items()}, out) == (
-        {"ours": 1, "b": 2, "here": 3},
-        "training.png",
-    )
+    assert main(["plot", "training", f"{tmp_path}/stock"]) == 0
+    (rsum_axes, similarity_axes), (only,) = (figure.axes for figure in figures)
+    assert [line.get_label() for line in rsum_axes.lines] == ["stock", "ours", "here"]
+    assert only.lines[0].get_xydata().tolist() == rsum_axes.lines[0].get_xydata().tolist() == [[1, 150], [2, 300]]
+    assert rsum_axes.lines[1].get_xydata().tolist() == [[1, 100], [3, 200]]
+    positive, negative, other, *_ = similarity_axes.lines
+    assert positive.get_xydata().tolist() == [[1, 0.3], [3, 0.5]]
+    assert negative.get_xydata().tolist() == [[1, 0.2], [3, 0.4]]
+    assert (positive.get_linestyle(), negative.get_linestyle()) == ("-", "--")
+    # On a single epoch there is no line, only the markers tell them apart.
+    assert positive.get_markerfacecolor() != negative.get_markerfacecolor()
+    assert positive.get_color() == negative.get_color() == rsum_axes.lines[1].get_color() != other.get_color()
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (rsum_axes, similarity_axes)]
+    assert legends == [["stock", "ours", "here"], ["positives", "hardest negatives"]]
     assert main(["plot", "training", str(tmp_path / "absent")]) == 2
     assert f"{tmp_path}/absent is no results.jsonl, nor a run folder with one" in capsys.readouterr().err
 
 
-def test_losses_with_the_options_given(drawn, tmp_path, monkeypatch):
+def test_gradients_of_losses_with_the_options_given(figures, tmp_path, monkeypatch):
     words = "NTXentLoss unified margin=0.1 scale=30 reducer=SumReducer unified --out gradients.pdf".split()
     monkeypatch.chdir(tmp_path)
     assert main(["plot", "gradients", *words]) == 0
     assert (tmp_path / "gradients.pdf").read_bytes().startswith(b"%PDF-")
-    ((losses, out),) = drawn
-    assert [*losses] == ["NTXentLoss", "unified(margin=0.1, scale=30, reducer='SumReducer')", "unified"]
-    of_pml, unified, default = losses.values()
-    assert type(of_pml).__name__ == "NTXentLoss"
-    assert (unified.margin, unified.scale, type(unified.reducer).__name__) == (0.1, 30, "SumReducer")
-    assert (default.margin, default.scale, out) == (0.2, 50, "gradients.pdf")
+    options = {"margin": 0.1, "scale": 30, "reducer": "SumReducer"}
+    losses = [create_loss("NTXentLoss"), create_loss("unified", **options), create_loss("unified")]
+    (figure,) = figures
+    titles = ["NTXentLoss", "unified(margin=0.1, scale=30, reducer='SumReducer')", "unified"]
+    assert [part.texts[0].get_text() for part in figure.subfigs] == titles
+    grid = torch.tensor([-5, -3, -1, 1, 3, 5]) / 6  # centers of the six cells
+    expected = [size for loss in losses for size in gradients.gradient_sizes(loss, grid, grid)]
+    panels = [axes for axes in figure.axes if axes.images]
+    for number, (axes, size) in enumerate(zip(panels, expected, strict=True)):
+        image, pair = axes.images[0], ("positive", "negative")[number % 2]
+        torch.testing.assert_close(torch.tensor(image.get_array()), size)
+        assert (axes.get_title(), image.origin) == (f"gradient at the {pair} pair", "lower")
+        assert tuple(image.get_extent()) == (-1, 1, -1, 1)
+        assert "positive" in axes.get_xlabel()
+        assert "negative" in axes.get_ylabel()
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ("unifed --out gradients.jpg", "the picture must end in .png, .pdf or .svg, got gradients.jpg"),
-        ("NTXentLos", "unknown loss 'NTXentLos' (did you mean 'NTXentLoss'?)"),
         ("unified scael=1", "loss 'unified': "),
         ("unified scale=0", "unified: scale must be a finite number > 0, got 0"),
         ("scale=1 vlc", "unknown loss 'scale=1'"),
@@ -101,12 +123,8 @@ def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, m
     drawn, plot = [], attention.plot_attention
     monkeypatch.setattr(attention, "plot_attention", lambda items, out: (drawn.append(items), plot(items, out)))
     image_id = str(read_collection(attention_arguments[-1]).image_ids[1])
-    for number, options in enumerate(
-        (["--images", "10"], ["--keys", "toy-test-00000009", image_id, "toy-test-00000009"])
-    ):
-        out = tmp_path / f"{number}.png"
-        assert main([*attention_arguments, *options, "--out", str(out)]) == 0
-        assert out.read_bytes().startswith(b"\x89PNG")
+    for options in (["--images", "10"], ["--keys", "toy-test-00000009", image_id, "toy-test-00000009"]):
+        assert main([*attention_arguments, *options, "--out", f"{tmp_path}/out.png"]) == 0
     everything, chosen = drawn
     for item, other in zip(chosen, (everything[9], everything[1]), strict=True):
         assert torch.equal(item.image, other.image)
@@ -119,7 +137,7 @@ def test_options_of_attention_reach_the_picture(attention_arguments, tmp_path, m
     [
         ("--checkpoint absent.pt", "checkpoint absent.pt: no such file"),
         ("--shards absent.tar", "1 of 1 shards do not exist: absent.tar"),
-        ("--checkpoint {folder}/linear.pt", "the model has no set head but a linear head, so no slots to draw"),
+        ("--checkpoint {folder}/linear.pt", "the model has no set head, so no slots to draw"),
         ("--keys nothing", "unknown image 'nothing'; known: toy-test-00000000"),
     ],
 )

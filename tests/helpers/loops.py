@@ -5,16 +5,18 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMiner
 from pytorch_metric_learning.reducers import MeanReducer
 
+from tests.helpers.losses import own_losses
 from tests.helpers.seeds import first_that, seeded
 from tests.reference import distances, goal, losses
 from vl_plugins import create_loss
+from vl_plugins.losses.goal import PAIR_WEIGHTS, TRIPLET_WEIGHTS
 
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 OTHER_LABELS = torch.tensor([2, 0, 3, 1, 1, 0, 2, 3, 1])
@@ -29,40 +31,61 @@ class Reference:
     """The loops of one loss.
 
     Attributes:
+        loss: its name, or that of a class of :func:`tests.helpers.losses.own_losses`.
         pair: called as the functions of :mod:`tests.reference.losses`, with the similarities of all positive pairs as
             ``batch_positives`` where it has such a parameter.
         triplet: called for a given triplet as :func:`losses.triplet` is, with the anchor's negatives and
             ``batch_positives`` where it has such parameters; None for a loss that takes triplets for pairs.
         options: of the loss and the loops.
         loss_options: of the loss alone.
-        needs_similarity: the loss takes no distances that are not inverted.
     """
 
+    loss: str
     pair: Callable
     triplet: Callable | None = None
     options: dict[str, Any] = field(default_factory=dict)
     loss_options: dict[str, Any] = field(default_factory=dict)
-    needs_similarity: bool = False
 
 
-GOAL_OPTIONS = {"triplet_weight": "cir", "pair_weight": "sig_ms", "margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
-NO_REGULARIZATION = {"mmd_weight": 0.0, "diversity_weight": 0.0}
+def goal_reference(triplet_weight="cir", pair_weight="sig_ms", pair=goal.goal_hardest, **loss_options):
+    options = {"triplet_weight": triplet_weight, "pair_weight": pair_weight}
+    options |= {"margin": 0.3, "tau": 7.0, "offset": 0.0, "eps": 0.2}
+    return Reference("goal", pair, goal.goal_triplet, options, loss_options)
 
+
+# Coefficients of polynomials.
+SSP, RSP = ([0.5, -0.7, 0.2], [0.03, 0.9]), [0.1, 0.8, 0.5, -0.2]
+OF_SSP = {"weights": tuple(map(losses.polynomial, SSP))}
+OF_RSP = {"relative": losses.polynomial(RSP)}
+NO_REGULARIZATION, WARM = {"mmd_weight": 0.0, "diversity_weight": 0.0}, {"warmup_steps": 10**6}
 REFERENCES = {
-    "goal": Reference(goal.goal_hardest, goal.goal_triplet, GOAL_OPTIONS, needs_similarity=True),
+    "triplet_hn": Reference("triplet_hn", losses.triplet_hn, losses.triplet, {"margin": 0.3}),
+    "triplet_hn warm": Reference("triplet_hn", losses.triplet_sh, losses.triplet, {"margin": 0.3}, WARM),
+    "triplet_sh": Reference("triplet_sh", losses.triplet_sh, losses.triplet, {"margin": 0.3}),
+    "unified": Reference("unified", losses.unified, options={"margin": 0.3, "scale": 10.0}),
+    "unified SSP": Reference(
+        "unified", partial(losses.unified, **OF_SSP), None, {"margin": 0.3, "scale": 10.0}, {"weights": SSP}
+    ),
+    "unified RSP": Reference(
+        "unified", partial(losses.unified, **OF_RSP), None, {"margin": 0.3, "scale": 10.0}, {"relative": RSP}
+    ),
+    "vlc": Reference("vlc", losses.vlc, options={"scale": 10.0}),
+    "goal": goal_reference(),
+    "goal warm": goal_reference(pair=goal.goal_all, **WARM),
+    **{f"goal {triplet} {pair}": goal_reference(triplet, pair) for triplet in TRIPLET_WEIGHTS for pair in PAIR_WEIGHTS},
     # Of sets of one element: the triplet loss of cosines.
-    "smooth_chamfer": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}, NO_REGULARIZATION),
-    "triplet_hn": Reference(losses.triplet_hn, losses.triplet, {"margin": 0.3}),
-    "triplet_sh": Reference(losses.triplet_sh, losses.triplet, {"margin": 0.3}),
-    "unified": Reference(losses.unified, options={"margin": 0.3, "scale": 10.0}),
-    "vlc": Reference(losses.vlc, options={"scale": 10.0}),
+    "smooth_chamfer": Reference(
+        "smooth_chamfer", losses.triplet_hn, losses.triplet, {"margin": 0.3}, NO_REGULARIZATION
+    ),
+    "own SquaredHinge": Reference("SquaredHinge", losses.squared_hinge, options={"margin": 0.3, "scale": 10.0}),
+    "own SigmoidLoss": Reference("SigmoidLoss", losses.sigmoid, options={"scale": 4.0, "bias": -1.0}),
 }
-LOSSES = pytest.mark.parametrize("name", REFERENCES)
 
 
 def make_loss(name, **options):
     reference = REFERENCES[name]
-    return create_loss(name, **(reference.options | reference.loss_options | options))
+    create = own_losses()[reference.loss] if name.startswith("own") else partial(create_loss, reference.loss)
+    return create(**(reference.options | reference.loss_options | options))
 
 
 def embeddings_of(labels, dtype=torch.float64, seed=0, dimension=5):
@@ -134,17 +157,17 @@ def leaves_of(call):
     return [call[name] for name in ("embeddings", "ref_emb") if call.get(name) is not None]
 
 
-def values_of(reference, similarities, call, *, options=None, symmetric=True):
+def values_of(name, similarities, call, *, options=None, symmetric=True):
     """Return the loss of each positive pair or triplet, as a list of ``(indices, value)``.
 
     Args:
-        reference: or the name of a loss.
+        name: of the loss.
         similarities: (A, C), float64.
         call: the arguments of the loss; its embeddings are not looked at.
         options: instead of those of the reference.
         symmetric: also the columns are anchors, where two sets are compared by labels.
     """
-    reference = reference if isinstance(reference, Reference) else REFERENCES[reference]
+    reference = REFERENCES[name]
     options = dict(reference.options if options is None else options)
     two_sets, indices_tuple = call.get("ref_emb") is not None, call.get("indices_tuple")
     if indices_tuple is None:
@@ -170,7 +193,7 @@ def values_of(reference, similarities, call, *, options=None, symmetric=True):
     return found
 
 
-def expected(reference, call, *, reducer=None, similarity=distances.cosine, **how):
+def expected(name, call, *, reducer=None, similarity=distances.cosine, **how):
     """Return the reduced loss and its gradients with respect to the embeddings, in float64.
 
     The loops give the values, ``reducer`` reduces them (PML's own, MeanReducer by default), and the gradients go
@@ -179,7 +202,7 @@ def expected(reference, call, *, reducer=None, similarity=distances.cosine, **ho
     reducer = reducer or MeanReducer()
     twins, similarities = similarities_of(similarity, [leaf.detach().double() for leaf in leaves_of(call)])
     leaf = similarities.detach().requires_grad_()
-    items = values_of(reference, leaf, call, **how)
+    items = values_of(name, leaf, call, **how)
     reduced = torch.zeros(())
     if items:
         info = {
@@ -207,19 +230,18 @@ def similarities_of(similarity, embeddings):
 _KEPT = {}
 
 
-def shows_something(reference, call, **how):
+def shows_something(name, call, **how):
     """Whether a loss and its gradients are large enough to be compared."""
-    value, gradients = expected(reference, call, **how)
+    value, gradients = expected(name, call, **how)
     return value > LEAST and max(gradient.abs().max() for gradient in gradients) > LEAST
 
 
-def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST):
+def check(actual, leaves, value, gradients, what="", least=LEAST):
     """Compare a loss and its gradients, with an upstream gradient that is not 1, with what is expected."""
-    dtype = leaves[0].dtype
-    tolerance = tolerance or TOLERANCE[dtype]
+    tolerance = TOLERANCE[leaves[0].dtype]
     assert value > least, f"{what}: the case shows nothing"
     assert max(gradient.abs().max() for gradient in gradients) > least, f"{what}: the case shows nothing"
-    assert actual.dtype == dtype
+    assert actual.dtype == leaves[0].dtype
     close = {"atol": tolerance, "rtol": tolerance, "msg": lambda text: f"{what}: {text}"}
     torch.testing.assert_close(actual.item(), value, **close)
     close |= {"atol": 10 * tolerance, "rtol": 10 * tolerance}
@@ -227,9 +249,9 @@ def check(actual, leaves, value, gradients, tolerance=None, what="", least=LEAST
         torch.testing.assert_close(actual_gradient.cpu().double(), UPSTREAM * gradient, **close)
 
 
-def check_call(reference, call, *, loss=None, what="", tolerance=None, device="cpu", **how):
+def check_call(name, call, *, loss=None, what="", device="cpu", **how):
     """Compare ``loss(**call)`` with the loops."""
-    loss = make_loss(reference) if loss is None else loss
-    value, gradients = expected(reference, call, **how)
+    loss = make_loss(name) if loss is None else loss
+    value, gradients = expected(name, call, **how)
     call = call if device == "cpu" else moved(call, device)
-    check(loss(**call), leaves_of(call), value, gradients, tolerance=tolerance, what=f"{reference} {what}")
+    check(loss(**call), leaves_of(call), value, gradients, what=f"{name} {what}")

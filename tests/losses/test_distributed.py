@@ -1,86 +1,90 @@
-"""Losses of the joined batch of two processes: value and gradients are those of one process with all rows."""
+"""Two processes: losses of the joined batch, whose value and gradients are those of one process with all rows."""
 
 import pytest
 import torch
 from pytorch_metric_learning import losses as host
 from pytorch_metric_learning.miners import MultiSimilarityMiner
+from torch import distributed
 
 from tests.helpers.loops import embeddings_of, make_loss
-from tests.helpers.losses import own_losses
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.distributed import DistributedLoss, all_gather_rows
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, stop_processes
 from vl_plugins.losses import CrossBatchMemory
 
 WORLD_SIZE = 2
 # Images and texts of each process: unequal numbers, and labels that both have.
 LABELS = [torch.tensor([10, 11, 12, 10]), torch.tensor([11, 20, 10])]
 REF_LABELS = [torch.tensor([10, 11, 12, 13, 11]), torch.tensor([20, 10, 11])]
-SETS = {"mmd_weight": 0.1}
+OURS = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal", "goal nca con", "triplet_hn warm")
+LOSSES = {name: lambda name=name: make_loss(name) for name in (*OURS, "own SquaredHinge", "own SigmoidLoss")}
+LOSSES |= {
+    "average of those above 0": lambda: create_loss("triplet_hn", reducer="AvgNonZeroReducer"),
+    "NTXent": host.NTXentLoss,
+    "Contrastive": host.ContrastiveLoss,
+}
+MINED = ("unified", "NTXent")
+CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
+CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
+CASES += ["smooth_chamfer", "captions", "scale", "memory"]
 
 
-def cases():
-    """By name: a loss and whether a miner chooses; made anew in each process."""
-    found = {name: (make_loss(name), False) for name in ("unified", "vlc", "triplet_hn", "triplet_sh", "goal")}
-    found |= {f"own {name}": (make(), False) for name, make in own_losses().items()}
-    found |= {
-        "goal nca con": (create_loss("goal"), False),
-        "triplet_hn warm": (create_loss("triplet_hn", warmup_steps=9), False),
-        "smooth_chamfer": (create_loss("smooth_chamfer", **SETS), False),
-        "average of those above 0": (create_loss("triplet_hn", reducer="AvgNonZeroReducer"), False),
-        "miner": (create_loss("unified"), True),
-        "NTXent": (host.NTXentLoss(), False),
-        "NTXent, miner": (host.NTXentLoss(), True),
-        "Contrastive": (host.ContrastiveLoss(), False),
-    }
+def rows(ranks, labels, seed):
+    """Embeddings of the rows of some processes, and their labels."""
+    sides = [embeddings_of(labels[rank], seed=seed + rank) for rank in ranks]
+    return torch.cat(sides).detach(), torch.cat([labels[rank] for rank in ranks])
+
+
+def compute(*ranks):
+    """Value and gradients of each case, of the rows of one of the processes, or of all."""
+    (x, labels), (y, ref_labels) = rows(ranks, LABELS, 0), rows(ranks, REF_LABELS, 10)
+    texts, _ = rows(ranks, [side.repeat_interleave(2) for side in LABELS], 20)
+    found = {}
+
+    def add(case, loss, *sides, **options):
+        leaves = [
+            side.clone().requires_grad_() if side is not None and side.is_floating_point() else side for side in sides
+        ]
+        value = DistributedLoss(loss)(*leaves, **options)
+        inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found[case] = value.detach(), torch.autograd.grad(value, inputs)
+
+    for name, make in LOSSES.items():
+        add(f"{name}, 1 set(s)", make(), x, labels)
+        add(f"{name}, 2 set(s)", make(), x, labels, y, ref_labels)
+    for name in MINED:
+        miner = MultiSimilarityMiner(epsilon=0.5)
+        add(f"{name}, 1 set(s), mined", LOSSES[name](), x, labels, miner=miner)
+        add(f"{name}, 2 set(s), mined", LOSSES[name](), x, labels, y, ref_labels, miner=miner)
+    add("smooth_chamfer", create_loss("smooth_chamfer", mmd_weight=0.1), x, labels, y, ref_labels)
+    # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
+    add("captions", create_loss("unified"), x, None, texts)
+    add("scale", create_loss("vlc"), x, labels, y, ref_labels, scale=torch.tensor(7.0).double())
+    add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found
-
-
-def share(rank, labels=LABELS, ref_labels=REF_LABELS):
-    """Return embeddings, labels, references and their labels of one process."""
-    return [
-        part
-        for number, side in enumerate((labels, ref_labels))
-        for part in (embeddings_of(side[rank], seed=10 * number + rank), side[rank])
-    ]
-
-
-def value_and_gradients(loss, x, labels, y=None, ref_labels=None, **options):
-    leaves = [side.detach().requires_grad_() for side in (x, y) if side is not None]
-    value = loss(leaves[0], labels, *leaves[1:], *([] if y is None else [ref_labels]), **options)
-    return value.detach(), torch.autograd.grad(value, leaves)
 
 
 def in_one_process(rank):
-    x, labels, y, ref_labels = share(rank)
-    found = {}
-    for name, (loss, has_miner) in cases().items():
-        miner = MultiSimilarityMiner(epsilon=0.5) if has_miner else None
-        found[name, 2] = value_and_gradients(DistributedLoss(loss), x, labels, y, ref_labels, miner=miner)
-        if name != "smooth_chamfer":
-            found[name, 1] = value_and_gradients(DistributedLoss(loss), x, labels, miner=miner)
-    # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
-    texts = embeddings_of(torch.arange(2 * len(x)), seed=20 + rank)
-    found["captions"] = value_and_gradients(create_loss("unified", gather_across_devices=True), x, None, texts)
-    found["scale"] = value_and_gradients(
-        create_loss("vlc", gather_across_devices=True), x, labels, y, ref_labels, scale=torch.tensor(7.0).double()
-    )
-    memory = CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20)
-    found["memory"] = value_and_gradients(DistributedLoss(memory), x, labels)
+    found, (x, _) = compute(rank), rows([rank], LABELS, 0)
+    found["errors"], loss = [], create_loss("unified", gather_across_devices=True)
+    for ids in (torch.arange(len(x)), torch.arange(len(x)) + 3 * rank):
+        try:
+            loss(x, ids, x + 1, ids)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
 
 
-def wrong(rank):
-    """Return the errors of labels that would join strangers, and of counts that do not fit."""
-    loss, x = create_loss("unified", gather_across_devices=True), embeddings_of(torch.arange(3), seed=rank)
-    errors = []
-    for labels in (torch.arange(3), torch.arange(3) + 3 * rank):
-        try:
-            loss(x, labels, x.detach() + 1, labels)
-        except ValueError as error:
-            errors.append(str(error))
-    _, nothing, counts = all_gather_rows(x, None, torch.arange(rank + 1))
-    return {"errors": errors, "none": nothing is None, "counts": counts}
+def join_and_leave(rank, folder):
+    """Leave just after something was sent, again and again: with torch 2.2 processes waited forever, now and then."""
+    for number in range(10):
+        stop_processes()
+        store = f"{folder.as_uri()}/{number}"
+        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
+        for _ in range(20):
+            distributed.all_reduce(torch.ones(100))
+    return rank
 
 
 @pytest.fixture(scope="module")
@@ -88,70 +92,39 @@ def results():
     return in_processes(in_one_process, WORLD_SIZE)
 
 
-def joined(parts):
-    return [torch.cat(side).detach() for side in zip(*parts, strict=True)]
+@pytest.fixture(scope="module")
+def expected():
+    return compute(*range(WORLD_SIZE))
 
 
-def check(results, key, value, gradients):
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process_with_all_rows(results, expected, case):
     """DistributedDataParallel averages the gradients, which the processes therefore have twice."""
-    torch.testing.assert_close(sum(result[key][0] for result in results) / WORLD_SIZE, value, rtol=1e-10, atol=1e-10)
+    value, gradients = expected[case]
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(sum(result[case][0] for result in results) / WORLD_SIZE, value, **close)
     for side, gradient in enumerate(gradients):
-        both = torch.cat([result[key][1][side] for result in results]) / WORLD_SIZE
-        torch.testing.assert_close(both, gradient, rtol=1e-10, atol=1e-10)
+        both = torch.cat([result[case][1][side] for result in results]) / WORLD_SIZE
+        torch.testing.assert_close(both, gradient, **close)
         assert gradient.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", cases())
-def test_gradients_are_those_of_one_process_with_all_rows(results, name):
-    loss, has_miner = cases()[name]
-    for sets in (2, 1) if name != "smooth_chamfer" else (2,):
-        sides = joined([share(rank) for rank in range(WORLD_SIZE)])[: 2 * sets]
-        indices = MultiSimilarityMiner(epsilon=0.5)(*sides) if has_miner else None
-
-        def call(x, labels, *others, loss=loss, indices=indices):
-            return loss(x, labels, indices, *others)
-
-        check(results, (name, sets), *value_and_gradients(call, *sides))
-
-
-def test_rows_without_labels_belong_together_by_their_order(results):
-    images = torch.cat([share(rank)[0] for rank in range(WORLD_SIZE)])
-    texts = torch.cat(
-        [embeddings_of(torch.arange(2 * len(LABELS[rank])), seed=20 + rank) for rank in range(WORLD_SIZE)]
-    )
-    labels = torch.arange(len(images))
-
-    def call(x, labels, y, ref_labels):
-        return create_loss("unified")(x, labels, None, y, ref_labels)
-
-    expected = value_and_gradients(call, images, labels, texts, labels.repeat_interleave(2))
-    check(results, "captions", *expected)
-    one = value_and_gradients(create_loss("unified", gather_across_devices=True), images, None, texts)
-    torch.testing.assert_close(one, expected)
-
-
-def test_options_of_a_call_and_a_memory(results):
-    sides = joined([share(rank) for rank in range(WORLD_SIZE)])
-
-    def call(x, labels, y, ref_labels):
-        return create_loss("vlc", scale=7)(x, labels, None, y, ref_labels)
-
-    check(results, "scale", *value_and_gradients(call, *sides))
-    memory = CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20)
-    check(results, "memory", *value_and_gradients(memory, *sides[:2]))
-
-
-def test_labels_that_would_join_strangers_and_unequal_rows():
-    for found in in_processes(wrong, WORLD_SIZE):
+def test_labels_that_would_join_strangers_and_unequal_rows(results):
+    for found in results:
         (error,) = found["errors"]
         assert error.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
-        assert found["none"]
-        assert found["counts"].tolist() == [0, 0, 1]
+        nothing, counts = found["gathered"]
+        assert nothing is None
+        assert counts.tolist() == [0, 0, 1]
 
 
-def test_one_process():
-    loss, x = create_loss("unified", gather_across_devices=True), torch.eye(3)
-    labels = torch.arange(3)
+def test_processes_leave_at_once(tmp_path):
+    assert in_processes(join_and_leave, WORLD_SIZE, tmp_path) == [0, 1]
+
+
+def test_one_process_calls_the_loss(expected):
+    stop_processes()
+    loss, x, labels = create_loss("unified", gather_across_devices=True), torch.eye(3), torch.arange(3)
     for options in ({}, {"labels": labels}, {"labels": labels, "ref_labels": labels}):
         torch.testing.assert_close(loss(x, ref_emb=x.roll(1, dims=0), **options), torch.tensor(2.4))
     # pytorch-metric-learning takes one object with both names for one set, and leaves out the pairs (i, i).
@@ -159,12 +132,21 @@ def test_one_process():
     separate = host.NTXentLoss()(x, labels, ref_emb=x.roll(1, dims=0), ref_labels=labels.clone())
     assert theirs(x, labels, ref_emb=x.roll(1, dims=0), ref_labels=labels) == separate > 0
 
+    (x, labels), (y, ref_labels) = rows([0, 1], LABELS, 0), rows([0, 1], REF_LABELS, 10)
+    texts, ids = rows([0, 1], [side.repeat_interleave(2) for side in LABELS], 20)[0], torch.arange(len(x))
+    mined = MultiSimilarityMiner(epsilon=0.5)(x, labels, y, ref_labels)
+    for case, value in (
+        ("unified, 2 set(s), mined", make_loss("unified")(x, labels, mined, y, ref_labels)),
+        ("captions", create_loss("unified")(x, ids, None, texts, ids.repeat_interleave(2))),
+    ):
+        assert torch.equal(expected[case][0], value)
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "labels must be given with one set"),
-        ({"ref_emb": torch.ones(4, 2)}, "ref_emb must have k rows for each of the 3 embeddings, got 4"),
+        ({"ref_emb": torch.ones(4, 2)}, "ref_labels must have the length 4, got 3"),
         ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given .* with ref_labels"),
         ({"labels": torch.arange(2)}, "labels must have the length 3, got 2"),
         ({"labels": torch.arange(3), "ref_emb": torch.ones(6, 2), "ref_labels": torch.arange(3)}, "length 6, got 3"),

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning import miners
+from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
 
 from tests.helpers.loops import check, embeddings_of, expected, make_loss
 from tests.helpers.seeds import first_that, seeded
@@ -15,7 +16,6 @@ from vl_plugins.miners import HardestNegativeMiner
 
 MEMORY = 11
 MINERS = {
-    "no miner": None,
     "pairs": miners.MultiSimilarityMiner(epsilon=0.8),
     "triplets": miners.TripletMarginMiner(margin=0.5),
     "hardest": HardestNegativeMiner(k=2),
@@ -26,38 +26,25 @@ class Queue:
     """The memory by hand: a circular queue of embeddings and labels."""
 
     def __init__(self):
-        self.places, self.next = {}, 0
+        self.rows, self.next = {}, 0
 
     def put(self, embeddings, labels):
-        """Return the places of the embeddings."""
-        places = []
-        for embedding, label in zip(embeddings.detach(), labels, strict=True):
-            self.places[self.next] = embedding, label
-            places.append(self.next)
-            self.next = (self.next + 1) % MEMORY
-        return places
-
-    def content(self):
-        kept = [self.places[place] for place in sorted(self.places)]
-        return torch.stack([embedding for embedding, _ in kept]), torch.stack([label for _, label in kept])
+        """Return the places of the embeddings, and all embeddings and labels in the queue."""
+        places = [(self.next + number) % MEMORY for number in range(len(labels))]
+        self.rows |= dict(zip(places, zip(embeddings.detach(), labels, strict=True), strict=True))
+        self.next = (self.next + len(labels)) % MEMORY
+        return places, *map(torch.stack, zip(*(self.rows[place] for place in sorted(self.rows)), strict=True))
 
 
 def without_own_copies(indices, places):
-    anchors, positives, *negatives = (index.tolist() for index in indices)
-    kept = [k for k, (a, p) in enumerate(zip(anchors, positives, strict=True)) if places[a] != p]
-    are_triplets = len(negatives) == 1
-    columns = [anchors, positives, *(negatives if are_triplets else [])]
-    columns = [[column[k] for k in kept] for column in columns] + ([] if are_triplets else negatives)
-    return tuple(torch.tensor(column, dtype=torch.long) for column in columns)
+    kept = [k for k, (anchor, other) in enumerate(zip(*indices[:2], strict=True)) if places[anchor] != other]
+    positives = len(indices) if len(indices) == 3 else 2
+    return *(index[kept] for index in indices[:positives]), *indices[positives:]
 
 
 def all_pairs(labels, ref_labels):
-    pairs = [(a, c) for a in range(len(labels)) for c in range(len(ref_labels))]
-    positives = [(a, c) for a, c in pairs if labels[a] == ref_labels[c]]
-    negatives = [(a, c) for a, c in pairs if labels[a] != ref_labels[c]]
-    return tuple(
-        torch.tensor(side, dtype=torch.long).view(-1, 2)[:, k] for side in (positives, negatives) for k in (0, 1)
-    )
+    same = labels[:, None] == ref_labels
+    return *same.nonzero().T, *(~same).nonzero().T
 
 
 def batch(step, size=4, dtype=torch.float64):
@@ -75,68 +62,44 @@ def memory_of(loss, **options):
     return CrossBatchMemory(loss, embedding_size=5, memory_size=MEMORY, **options)
 
 
-def check_step(name, actual, embeddings, labels, indices, queue):
-    """Compare a step, of which not each has a loss, and return its value by the loops."""
-    memory, memory_labels = queue.content()
-    call = {"embeddings": embeddings, "labels": labels, "indices_tuple": indices}
-    value, gradients = expected(name, call | {"ref_emb": memory, "ref_labels": memory_labels})
-    check(actual, [embeddings], value, gradients[:1], what=name, least=-1)
-    return value
-
-
 @pytest.mark.parametrize(
-    ("name", "miner", "dtype"),
+    ("name", "miner", "given", "dtype"),
     [
-        ("goal", "no miner", torch.float64),
-        ("smooth_chamfer", "no miner", torch.float32),
-        ("unified", "pairs", torch.float64),
-        ("goal", "triplets", torch.float64),
-        ("triplet_hn", "hardest", torch.float64),
+        ("goal", None, None, torch.float64),
+        ("smooth_chamfer", None, None, torch.float32),
+        ("unified", "pairs", None, torch.float64),
+        ("triplet_hn", "hardest", None, torch.float64),
+        *(
+            ("goal", miner, given, torch.float64)
+            for miner in (None, "triplets")
+            for given in (None, "pairs", "triplets")
+        ),
     ],
 )
-def test_memory_filling_and_wrapping_around(name, miner, dtype):
-    miner = MINERS[miner]
+def test_memory_filling_and_wrapping_around(name, miner, given, dtype):
+    """Of all pairs or those of a miner, and more that are given, of the batch."""
+    miner, given = MINERS.get(miner), MINERS.get(given)
     loss, queue, compared, values = memory_of(make_loss(name), miner=miner), Queue(), 0, []
     for step, size in enumerate([4, 3, 4, 4, 1, 5, 11, 4, 2]):
         embeddings, labels = batch(step, size, dtype)
-        actual = loss(embeddings, labels)
-        places = queue.put(embeddings, labels)
-        memory, memory_labels = queue.content()
+        of_batch = given and given(embeddings, labels)
+        actual = loss(embeddings, labels, of_batch)
+        places, memory, memory_labels = queue.put(embeddings, labels)
         mined = miner(embeddings.detach(), labels, memory, memory_labels) if miner else all_pairs(labels, memory_labels)
         indices = without_own_copies(mined, places)
+        if given:  # anchors are places in the batch, and all others in the queue
+            a, p, *b, n = of_batch
+            of_queue = a, torch.tensor(places)[p], *b, torch.tensor(places)[n]
+            convert = lmu.convert_to_pairs if len(indices) == 4 else lmu.convert_to_triplets
+            indices = tuple(map(torch.cat, zip(indices, convert(of_queue, labels), strict=True)))
         compared += len(indices[0])
-        values.append(check_step(name, actual, embeddings, labels, indices, queue))
+        call = {"embeddings": embeddings, "labels": labels, "indices_tuple": indices}
+        value, gradients = expected(name, call | {"ref_emb": memory, "ref_labels": memory_labels})
+        check(actual, [embeddings], value, gradients[:1], what=name, least=-1)  # not each step has a loss
+        values.append(value)
     assert max(values) > 0.01
     assert queue.next == 38 % MEMORY
     assert compared > 20
-
-
-@pytest.mark.parametrize("miner", ["no miner", "triplets"])
-@pytest.mark.parametrize("given", ["pairs", "triplets"])
-def test_indices_of_the_batch_are_added(given, miner):
-    miner, given = MINERS[miner], MINERS[given]
-    loss, queue, values = memory_of(make_loss("goal"), miner=miner), Queue(), []
-    for step in range(5):
-        embeddings, labels = batch(20 + step, 6)
-        indices = given(embeddings, labels)
-        assert len(indices[0]) > 0
-        actual = loss(embeddings, labels, indices)
-        places = queue.put(embeddings, labels)
-        memory, memory_labels = queue.content()
-        mined = miner(embeddings.detach(), labels, memory, memory_labels) if miner else all_pairs(labels, memory_labels)
-        mined = without_own_copies(mined, places)
-        # Anchors are places in the batch, and all others in the queue.
-        a, p, *b, n = (index.tolist() for index in indices)
-        columns = [a, [places[i] for i in p], *b, [places[i] for i in n]]
-        if len(mined) == 4 and len(columns) == 3:
-            columns = [*columns[:2], columns[0], columns[2]]
-        elif len(mined) == 3 and len(columns) == 4:
-            positives, negatives = (list(zip(*columns[k : k + 2], strict=True)) for k in (0, 2))
-            columns = zip(*((i, j, k) for i, j in positives for m, k in negatives if i == m), strict=True)
-        columns = [torch.tensor(column) for column in columns]
-        together = tuple(torch.cat(both) for both in zip(mined, columns, strict=True))
-        values.append(check_step("goal", actual, embeddings, labels, together, queue))
-    assert max(values) > 0.01
 
 
 def test_only_embeddings_of_the_mask_are_queued_and_the_others_compared():
@@ -145,8 +108,7 @@ def test_only_embeddings_of_the_mask_are_queued_and_the_others_compared():
         embeddings, labels = batch(40 + step, 8)
         mask = torch.tensor([True, False] * 4)
         gradient = torch.autograd.grad(loss(embeddings, labels, enqueue_mask=mask), embeddings)[0]
-        queue.put(embeddings[mask], labels[mask])
-        memory, memory_labels = queue.content()
+        _, memory, memory_labels = queue.put(embeddings[mask], labels[mask])
         call = {"embeddings": embeddings[~mask], "labels": labels[~mask], "ref_emb": memory}
         call |= {"ref_labels": memory_labels, "indices_tuple": all_pairs(labels[~mask], memory_labels)}
         torch.testing.assert_close(gradient[~mask], expected("unified", call)[1][0])
@@ -182,36 +144,26 @@ def test_nothing_to_queue_or_to_compare():
         assert (loss.queue_idx, loss.has_been_filled) == (queued, False)
 
 
-@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
-def test_a_copy_of_a_memory_goes_on_where_it_was(how, tmp_path):
-    for steps in (2, 4):  # before it is full, and after
-        loss = memory_of(make_loss("goal"))
-        for step in range(steps):
-            loss(*batch(step))
-        if how == "state_dict":
-            torch.save(loss.state_dict(), tmp_path / "loss.pt")
-            twin = memory_of(make_loss("goal")).double()
-            twin.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
-        else:
-            twin = pickle.loads(pickle.dumps(loss)) if how == "pickle" else copy.deepcopy(loss)
-        for step in range(5, 8):
-            expected_value = loss(*batch(step))
-            assert expected_value > 0
-            assert torch.equal(twin(*batch(step)), expected_value)
+@pytest.mark.parametrize("steps", [2, 4], ids=["not full", "full"])
+def test_a_copy_of_a_memory_goes_on_where_it_was(steps, tmp_path):
+    loss, restored = memory_of(make_loss("goal")), memory_of(make_loss("goal")).double()
+    for step in range(steps):
+        loss(*batch(step))
+    torch.save(loss.state_dict(), tmp_path / "loss.pt")
+    restored.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    twins = restored, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)
+    for step in range(5, 8):
+        value = loss(*batch(step))
+        assert value > 0
+        assert all(torch.equal(twin(*batch(step)), value) for twin in twins)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"embeddings": torch.ones(12, 5), "labels": torch.ones(12)}, "memory_size must be at least"),
-        ({"enqueue_mask": torch.ones(4)}, "enqueue_mask must be bool"),
-    ],
-)
-def test_wrong_input_of_a_memory_leaves_it_as_it_is(change, message):
-    loss = memory_of(UnifiedLoss())
-    embeddings, labels = batch(1)
-    with pytest.raises(ValueError, match=message):
-        loss(**({"embeddings": embeddings, "labels": labels} | change))
+def test_wrong_input_of_a_memory_leaves_it_as_it_is():
+    loss, (embeddings, labels) = memory_of(UnifiedLoss()), batch(1)
+    with pytest.raises(ValueError, match="memory_size must be at least"):
+        loss(torch.ones(12, 5), torch.ones(12))
+    with pytest.raises(ValueError, match="enqueue_mask must be bool"):
+        loss(embeddings, labels, enqueue_mask=torch.ones(4))
     assert loss.queue_idx == 0
 
 
@@ -232,12 +184,3 @@ def test_self_supervised(name, symmetric_loss):
     for loss in (one_set, two_sets):
         with pytest.raises(ValueError, match="must be a tensor of the shape"):
             loss(images, texts[:5])
-
-
-@pytest.mark.parametrize("wrapper", [CrossBatchMemory, SelfSupervisedLoss])
-def test_any_loss(wrapper):
-    """That of the host takes a list of its own losses."""
-    options = {"embedding_size": 5, "memory_size": MEMORY} if wrapper is CrossBatchMemory else {}
-    wrapper(losses.VICRegLoss(), **options)
-    with pytest.raises(Exception, match="not supported for UnifiedLoss"):  # once it is, this wrapper can go
-        getattr(losses, wrapper.__name__)(UnifiedLoss(), **options)

@@ -1,6 +1,4 @@
 import io
-import json
-import tarfile
 
 import open_clip
 import pytest
@@ -8,8 +6,8 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
+from tests.helpers.archives import encode_archive, encode_picture
 from vl_plugins.data import read_collection
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.plots import attention as attention_plot
@@ -17,53 +15,30 @@ from vl_plugins.plots.attention import AttendedImage, attended_images, plot_atte
 from vl_plugins.plots.figures import COLORS
 
 
-def attended():
-    captions, matches = [f"a $1 dog {slot}" for slot in range(4)], [slot % 2 == 0 for slot in range(4)]
-    return AttendedImage(torch.rand(60, 90, 3), torch.randn(4, 4, 6).softmax(dim=0), captions, matches)
-
-
-@pytest.fixture
-def draw(tmp_path, monkeypatch):
-    """Function that returns the figure of some items, and the axes of each row, without that of the color bar."""
-
-    def figure_of(items):
-        figures, number = [], len(items[0].captions) + 1
-        monkeypatch.setattr(attention_plot, "write_figure", lambda figure, out: figures.append(figure))
-        plot_attention(items, tmp_path / "attention.png")
-        panels = [axes for axes in figures[0].axes if axes.images]
-        assert len(panels) == number * len(items)
-        return figures[0], [panels[start : start + number] for start in range(0, len(panels), number)]
-
-    return figure_of
-
-
-def test_a_row_for_each_picture_and_a_panel_for_each_slot(draw):
-    items = [attended() for _ in range(3)]
-    figure, rows = draw(items)
-    assert [axes.get_title() for axes in rows[0]] == ["image", "slot 1", "slot 2", "slot 3", "slot 4"]
-    largest = max(item.attention.max().item() for item in items)
-    for item, (picture, *panels) in zip(items, rows, strict=True):
+def test_a_row_for_each_picture_and_a_panel_for_each_slot(tmp_path, monkeypatch):
+    figures, items = [], []
+    monkeypatch.setattr(attention_plot, "write_figure", lambda figure, out: figures.append(figure))
+    for _ in range(3):  # nine pixels for each place, whose middle one has its attention
+        attention = torch.randn(2, 2, 3).softmax(dim=0)
+        items.append(AttendedImage(torch.rand(6, 9, 3), attention, ["a $1 dog", "a cat"], [True, False]))
+    plot_attention(items, tmp_path / "attention.png")
+    (figure,) = figures
+    panels, largest = [axes for axes in figure.axes if axes.images], max(item.attention.max().item() for item in items)
+    assert [axes.get_title() for axes in panels[:3]] == ["image", "slot 1", "slot 2"]
+    for item, (picture, *slots) in zip(items, (panels[:3], panels[3:6], panels[6:9]), strict=True):
         assert torch.equal(torch.as_tensor(picture.images[0].get_array()), item.image)
-        assert {axes.images[1].get_clim() for axes in panels} == {(0, largest)}
-        texts = [" ".join(axes.get_xlabel().split()) for axes in panels]
-        assert texts == ["✓ a $1 dog 0", "✗ a $1 dog 1", "✓ a $1 dog 2", "✗ a $1 dog 3"]
-        assert [axes.xaxis.label.get_color() for axes in panels] == [COLORS[0], COLORS[1]] * 2
-        assert not any(axes.xaxis.label.get_parse_math() for axes in panels)  # a price is no formula
+        for axes, attention in zip(slots, item.attention, strict=True):
+            gray, shown = axes.images
+            assert gray.get_array().shape == shown.get_array().shape == (6, 9)
+            assert gray.get_extent() == shown.get_extent()
+            assert shown.get_clim() == (0, largest)
+            torch.testing.assert_close(torch.as_tensor(shown.get_array())[1::3, 1::3], attention)
+            assert 0.2 <= gray.get_array().min() < gray.get_array().max() <= 0.9, "dimmed"
+        texts = [(axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in slots]
+        assert texts == [("✓ a $1 dog", COLORS[0]), ("✗ a cat", COLORS[1])]
+        assert not any(axes.xaxis.label.get_parse_math() for axes in slots)  # a price is no formula
     legend = [(text.get_text(), text.get_color()) for text in figure.texts]
     assert legend == [("✓ caption of this image", COLORS[0]), ("✗ caption of another image", COLORS[1])]
-
-
-def test_attention_lies_where_it_belongs(draw):
-    # Three pixels for each place, so that the middle one is on it.
-    attention = torch.tensor([[[0.1, 0.8, 0.3], [0.6, 0.2, 0.9]]])
-    attention = torch.cat([attention, 1 - attention])
-    _, (row,) = draw([AttendedImage(torch.rand(6, 9, 3), attention, ["a", "b"], [True, True])])
-    for slot, axes in enumerate(row[1:]):
-        gray, shown = axes.images
-        assert gray.get_array().shape == shown.get_array().shape == (6, 9)
-        assert gray.get_extent() == shown.get_extent()
-        torch.testing.assert_close(torch.as_tensor(shown.get_array())[1::3, 1::3], attention[slot])
-        assert 0.2 <= gray.get_array().min() < gray.get_array().max() <= 0.9, "dimmed"
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +79,9 @@ def test_pictures_attention_and_captions_are_the_models(loaded, collection, monk
 
 def test_a_caption_of_two_images_matches_both(loaded, tmp_path):
     """The nearest caption is the first image's."""
-    with tarfile.open(tmp_path / "both.tar", "w") as shard:
-        for key, caption in (("a", "A dog."), ("b", "a  DOG.")):
-            picture = io.BytesIO()
-            Image.new("RGB", (64, 64), (40, 200, 7)).save(picture, "PNG")
-            metadata = json.dumps({"captions": [caption]}).encode()
-            for extension, content in (("png", picture.getvalue()), ("json", metadata)):
-                header = tarfile.TarInfo(f"{key}.{extension}")
-                header.size = len(content)
-                shard.addfile(header, io.BytesIO(content))
+    members = []
+    for key, caption in (("a", "A dog."), ("b", "a  DOG.")):
+        members += [(f"{key}.png", encode_picture((64, 64), mode="RGB")), (f"{key}.json", {"captions": [caption]})]
+    (tmp_path / "both.tar").write_bytes(encode_archive(members))
     items = attended_images(*loaded, read_collection(tmp_path / "both.tar"))
     assert [item[2:] for item in items] == [(["A dog."] * 3, [True] * 3)] * 2
-
-
-def test_a_model_without_slots_is_an_error(loaded, collection):
-    _, *others = loaded
-    with pytest.raises(UserError, match=r"^the model has no set head, so no slots to draw$"):
-        attended_images(open_clip.create_model("vl-tiny"), *others, collection)

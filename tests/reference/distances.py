@@ -17,11 +17,6 @@ def negative_euclidean(query, reference):
     return -difference.square().sum().sqrt()
 
 
-def negative_manhattan(query, reference):
-    """Of vectors of unit L1 norm."""
-    return -(query / query.abs().sum() - reference / reference.abs().sum()).abs().sum()
-
-
 def negative_signal_to_noise(query, reference):
     """Noise variance by signal variance, of unit vectors."""
     query, reference = query / query.square().sum().sqrt(), reference / reference.square().sum().sqrt()

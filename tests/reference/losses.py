@@ -38,6 +38,20 @@ def triplet_sh(row, positive, negatives, margin):
     return sum((triplet(row, positive, n, margin) for n in negatives), start=0 * row[positive])
 
 
+def squared_hinge(row, positive, negatives, margin, scale):
+    """A squared hinge of the soft maximum of the negatives."""
+    if not negatives:
+        return 0 * row[positive]
+    soft_maximum = torch.log(sum(torch.exp(scale * row[n]) for n in negatives)) / scale
+    return (margin + soft_maximum - row[positive]).relu() ** 2
+
+
+def sigmoid(row, positive, negatives, scale, bias):
+    """Zhai et al. 2023, Eq. 1: minus the logarithm of a sigmoid for each pair."""
+    signs = {positive: 1} | dict.fromkeys(negatives, -1)
+    return sum(torch.log1p(torch.exp(-sign * (scale * row[column] + bias))) for column, sign in signs.items())
+
+
 def triplet(row, positive, negative, margin):
     """[margin - s(a, p) + s(a, n)]_+"""
     return (margin - row[positive] + row[negative]).relu()

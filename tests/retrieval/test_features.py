@@ -1,4 +1,3 @@
-import dataclasses
 import io
 import pickle
 
@@ -7,7 +6,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval.features import Features, load_features, save_features
 
@@ -44,18 +42,14 @@ def features(**changes):
     ids=["ids", "sets", "types", "bfloat16"],
 )
 def test_what_is_saved_is_loaded(tmp_path, suffix, changes):
-    file = tmp_path / f"features{suffix}"
-    saved = features(**changes)
+    saved, file = features(**changes), tmp_path / f"features{suffix}"
     save_features(saved, file)
-    found = load_features(file)
-    for field in dataclasses.fields(Features):
-        one, other = getattr(found, field.name), getattr(saved, field.name)
-        if isinstance(other, torch.Tensor):
-            # .npz has no bfloat16.
-            assert one.dtype == (torch.float32 if (other.dtype, suffix) == (torch.bfloat16, ".npz") else other.dtype)
-            assert torch.equal(one, other.to(one.dtype))
-        else:
-            assert one == other, field.name
+    found, wanted = vars(load_features(file)), dict(vars(saved))
+    if saved.images.dtype == torch.bfloat16 and suffix == ".npz":  # which has none
+        wanted |= {"images": saved.images.float(), "captions": saved.captions.float()}
+    for name in ("images", "captions", "image_of_caption"):
+        torch.testing.assert_close(found.pop(name), wanted.pop(name), atol=0, rtol=0)
+    assert found == wanted
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
@@ -99,29 +93,15 @@ NOT_READ = "set VL_PLUGINS_TRACEBACK=1"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"PK\x03\x04 and no more", NOT_READ),
-        (npz(**BOTH)[:-50], NOT_READ),
-        (safetensors.torch.save({"image_features": unit(4, 6)})[:-9], NOT_READ),
         (pickle.dumps(Exploit()), NOT_READ),
         (npz(**BOTH | {"image_features": np.array([Exploit()], dtype=object)}), NOT_READ),
         (npz(image_features=IMAGES), "caption_features, image_of_caption, got image_features"),
         (npz(**BOTH | {"image_features": np.array(["a"])}), "can't convert"),
         (npz(**BOTH | {"caption_features": CAPTIONS[:, :5]}), "one width, got (4, 6) and (8, 5)"),
-        (npz(**BOTH | {"caption_features": CAPTIONS[:, None]}), "vectors or sets, got (4, 6) and (8, 1, 6)"),
-        (npz(**BOTH | {"image_features": IMAGES.astype(int)}), "floating-point images, got torch.int64"),
         (npz(**BOTH | {"image_of_caption": np.arange(8.0)}), "integers as image_of_caption"),
-        (npz(**BOTH | {"image_of_caption": np.arange(7) % 4}), "an int64 image of each caption"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 5}), "image_of_caption in [0, 4)"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 5 - 1}), "image_of_caption in [0, 4)"),
-        (npz(**BOTH | {"image_of_caption": np.arange(8) % 3}), "a caption of every image"),
-        (npz(**{name: array[:0] for name, array in BOTH.items()}), "image_of_caption in [0, 0)"),
         (npz(**BOTH, image_ids=np.arange(3)), "an id of each of the 4 images"),
-        (npz(**BOTH, caption_ids=np.arange(8.0)), "caption ids that are integers or strings"),
-        (described('{"image_ids": [1, 2, 3, true]}'), "image ids that are integers or strings"),
         (described('{"image_ids": [0, 1, 3, 2]}', image_ids=np.arange(4)), "one list of image_ids, got two"),
         (described("[1"), "Expecting"),
-        (described('{"description": ["vit"]}'), "a description that is a dictionary"),
-        (described('{"description": {"alpha": [NaN]}}'), "without NaN and infinity"),
         (described('{"description": {"lr": 1e999}}'), "without NaN and infinity"),
     ],
 )
@@ -134,15 +114,12 @@ def test_files_that_are_wrong(tmp_path, monkeypatch, content, message):
         assert str(raised.value).startswith(f"features bad{suffix}: ")
         assert message in str(raised.value)
     assert not (tmp_path / "executed").exists()
+    with pytest.raises(UserError, match=r"must end in \.safetensors or \.npz, got .*\.pt"):
+        save_features(features(), tmp_path / "features.pt")
 
 
 def with_rows(rows, value):
     return unit(8, 6).index_fill(0, torch.tensor(rows), value)
-
-
-def test_files_of_another_kind(tmp_path):
-    with pytest.raises(UserError, match=r"must end in \.safetensors or \.npz, got .*\.pt"):
-        save_features(features(), tmp_path / "features.pt")
 
 
 @pytest.mark.parametrize(
@@ -151,13 +128,20 @@ def test_files_of_another_kind(tmp_path):
         ({"captions": with_rows([3, 5], torch.nan)}, r"2 of 8 captions .* row 3 \(id 104\) of norm nan"),
         ({"captions": with_rows([7], torch.inf)}, r"1 of 8 captions .* row 7 \(id 108\) of norm inf"),
         ({"captions": with_rows([0, 1], 0)}, r"2 of 8 captions .* row 0 \(id 101\) of norm 0;"),
-        ({"images": 3 * unit(4, 6)}, r"4 of 4 images are not, .* row 0 \(id 11\) of norm 3; `normalize` divides"),
-        ({"images": 1.02 * unit(4, 6), "image_ids": None}, "the first is row 0 of norm 1.02"),
+        ({"images": 1.02 * unit(4, 6), "image_ids": None}, "4 of 4 images .* the first is row 0 of norm 1.02"),
         ({"images": unit(4, 2, 6) * torch.tensor([[1.0], [2.0]]), "captions": unit(8, 2, 6)}, "4 of 4 images"),
         ({"images": 0 * unit(4, 2, 6), "captions": unit(8, 2, 6)}, "4 of 4 images"),
-        ({"description": {"lr": torch.inf}}, "without NaN and infinity"),
-        ({"description": {"model": unit}}, "JSON values .* function"),
+        ({"captions": unit(8, 1, 6)}, r"vectors or sets, got \(4, 6\) and \(8, 1, 6\)"),
+        ({"images": torch.ones(4, 6, dtype=torch.int64)}, "floating-point images, got torch.int64"),
         ({"image_of_caption": torch.arange(8, dtype=torch.int32) // 2}, "an int64 image of each caption"),
+        ({"image_of_caption": torch.arange(7) % 4}, "an int64 image of each caption"),
+        *(({"image_of_caption": torch.arange(8) % 5 - k}, r"image_of_caption in \[0, 4\)") for k in (0, 1)),
+        ({"image_of_caption": torch.arange(8) % 3}, "a caption of every image"),
+        ({"images": unit(0, 6), "captions": unit(0, 6), "image_of_caption": torch.arange(0)}, r"in \[0, 0\)"),
+        ({"caption_ids": [1.0] * 8}, "caption ids that are integers or strings"),
+        ({"description": ["vit"]}, "a description that is a dictionary"),
+        ({"description": {"alpha": [torch.nan]}}, "without NaN and infinity"),
+        ({"description": {"model": unit}}, "JSON values .* function"),
     ],
 )
 def test_features_that_cannot_be_compared(changes, message):
@@ -182,10 +166,6 @@ def test_select():
     found = features().select(torch.tensor([0, 2, 3]), torch.tensor([1, 3, 5, 7]))
     assert (found.image_ids, found.caption_ids) == ([11, 9, 7], [102, 104, 106, 108])
     assert found.image_of_caption.tolist() == [0, 1, 1, 2]
-    assert torch.equal(found.images, features().images[[0, 2, 3]])
-    assert torch.equal(found.captions, features().captions[[1, 3, 5, 7]])
-    with pytest.raises(UserError, match="image_of_caption in"):  # caption 6 is of image 3
-        features(caption_ids=None).select(torch.tensor([0, 2]), torch.tensor([0, 3, 6]))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +173,6 @@ def test_select():
     [
         ({"image_ids": [5, 11, 9, 7]}, "image_ids: number 0 of 4 is 11, expected 5"),
         ({"caption_ids": [*range(101, 108), 1]}, "caption_ids: number 7 of 8 is 108, expected 1"),
-        ({"image_ids": [5, 9], "images": unit(2, 6), "image_of_caption": torch.arange(8) % 2}, "are 4, expected 2"),
-        ({"image_of_caption": torch.tensor([0, 0, 1, 2, 2, 3, 3, 3])}, "number 5 of 8 is 2, expected 3"),
         ({"image_of_caption": torch.arange(7) % 4, "captions": unit(7, 6)}, "there are 8, expected 7"),
     ],
 )
@@ -205,16 +183,8 @@ def test_features_of_something_else(changes, message):
         features().check_same_items(other, "one.npz", "all")
 
 
-def test_similarities_of_vectors_and_sets():
-    rows, vectors = torch.arange(4), features()
-    torch.testing.assert_close(vectors.similarities().of_images(rows), vectors.images @ vectors.captions.T)
-    smooth = {"similarity": "SmoothChamferSimilarity", "similarity_kwargs": {"alpha": 3.0, "backend": None}}  # of 0.2
-    sets = features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description=smooth)
-    expected = SmoothChamferSimilarity(3.0)(sets.images, sets.captions)
-    torch.testing.assert_close(sets.similarities().of_images(rows), expected)
-    learned = {"similarity": "MatchProbability", "similarity_kwargs": {"scale": 3.0, "shift": -0.5}}
-    found = dataclasses.replace(sets, description=learned).similarities().of_images(rows)
-    torch.testing.assert_close(found, MatchProbability(3.0, -0.5)(sets.images, sets.captions))
-    for name, message in ((None, "the similarity of sets in the description"), ("os.system", "unknown distance")):
-        with pytest.raises(UserError, match=message):
-            dataclasses.replace(sets, description={"similarity": name}).similarities()
+@pytest.mark.parametrize(("name", "message"), [(None, "distance must be a name"), ("os.system", "unknown distance")])
+def test_sets_of_an_unknown_similarity(name, message):
+    sets = features(images=unit(4, 3, 6), captions=unit(8, 2, 6), description={"similarity": name})
+    with pytest.raises(UserError, match=message):
+        sets.similarities()

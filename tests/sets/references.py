@@ -6,9 +6,11 @@ A set is a tensor (K, D) or a list of vectors. Gradients come by automatic diffe
 import math
 
 import torch
-from torch.nn.functional import avg_pool2d, lp_pool2d
 
 from tests.helpers.seeds import seeded
+from tests.reference.distances import cosine
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -24,6 +26,15 @@ def value_and_gradients(values, leaves):
     return [result.cpu().double() for result in results]
 
 
+def check(values, leaves, loops):
+    """Compare values and gradients with those of ``loops``, called with the same numbers in float64."""
+    twins = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    wanted, tolerance = value_and_gradients(loops(*twins), twins), TOLERANCE[leaves[0].dtype]
+    assert values.dtype == leaves[0].dtype
+    assert all(part.abs().max() > 1e-5 for part in wanted), "the case shows nothing"
+    torch.testing.assert_close(value_and_gradients(values, leaves), wanted, atol=tolerance, rtol=tolerance)
+
+
 def unit(x):
     return x / x.square().sum().sqrt()
 
@@ -31,14 +42,6 @@ def unit(x):
 def units(sets):
     """Return the unit vectors of all elements that are not zero, as a list."""
     return [unit(x) for x in sets.flatten(0, -2) if x.any()]
-
-
-def cosine(x, y):
-    return (unit(x) * unit(y)).sum()
-
-
-def dot_product(x, y):
-    return (x * y).sum()
 
 
 def smooth_chamfer(xs, ys, similarity=cosine, alpha=16.0):
@@ -133,18 +136,6 @@ def circular_variance(elements):
     if not directions:
         return 0 * elements.sum()
     return 1 - (sum(directions) / len(directions)).square().sum().sqrt()
-
-
-def _exp_and_lp_pool(x, y, alpha=16.0):
-    """Smooth-Chamfer similarity of unit vectors as with ``torch.nn.LPPool2d(1, ...)`` and ``torch.nn.AvgPool2d``."""
-    (_, k1, _), (_, k2, _) = x.shape, y.shape
-    e = torch.exp(alpha * (x.flatten(0, 1) @ y.flatten(0, 1).T))[None]
-    by_y = avg_pool2d(lp_pool2d(e, 1, (1, k2)).log(), (k1, 1))
-    by_x = avg_pool2d(lp_pool2d(e, 1, (k1, 1)).log(), (1, k2))
-    return (by_y + by_x)[0] / (2 * alpha)
-
-
-EXP_AND_POOL = {"LP pooling": _exp_and_lp_pool}
 
 
 def set_prediction(weights, local_features, global_features, *, iterations, padding=None, positions=None):

@@ -1,15 +1,17 @@
-"""What every function of sets promises, whatever it computes."""
+"""What every function of sets promises: the formula of its paper, also with padding, and in half precision."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from pytorch_metric_learning import losses
 
-from tests.sets.references import normal, value_and_gradients
+from tests.sets import references
+from tests.sets.references import TOLERANCE, check, normal, value_and_gradients
 from vl_plugins import create_loss, distances, negatives
 from vl_plugins.distances import MatchProbability
-from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer
+from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer, UniformityRegularizer
 
 LABELS = torch.tensor([0, 1, 2, 0])
 
@@ -21,20 +23,25 @@ def loss_of(**options):
     )
 
 
+def of_each_side(function):
+    return lambda *sides: torch.stack([function(side) for side in sides])
+
+
+OPTIONS = {"SmoothChamferSimilarity": {"alpha": 9.0}, "MatchProbability": {"scale": 3.0, "shift": -0.5}}
 DISTANCES = {
-    f"{name} {way}": getattr(distances, name)(tiled=way == "tiled", **options)
-    for name, options in (
-        ("SmoothChamferSimilarity", {}),
-        ("ChamferSimilarity", {}),
-        ("MILSimilarity", {}),
-        ("MatchProbability", {"learnable": False}),
+    f"{name} {way}": (
+        getattr(distances, name)(tiled=way == "tiled", **OPTIONS.get(name, {})),
+        partial(references.matrix, loops, **OPTIONS.get(name, {})),
     )
+    for name, loops in references.SIMILARITIES.items()
     for way in ("dense", "tiled")
 }
-FUNCTIONS = DISTANCES | {
-    "MMD": MMDRegularizer(),
-    "diversity": lambda *sides: torch.stack([DiversityRegularizer()(side) for side in sides]),
+CASES = DISTANCES | {
+    "MMD": (MMDRegularizer(gamma=2.0), lambda *sides: references.mmd(*map(references.units, sides), gamma=2.0)),
+    "diversity": tuple(map(of_each_side, (DiversityRegularizer(0.5), partial(references.mean_diversity, scale=0.5)))),
+    "uniformity": tuple(map(of_each_side, (UniformityRegularizer(0.5), partial(references.uniformity, t=0.5)))),
 }
+FUNCTIONS = {name: function for name, (function, _) in CASES.items()}
 LOSSES = {
     "loss": loss_of(),
     "loss that skips zeros": loss_of(reducer="AvgNonZeroReducer"),
@@ -49,12 +56,22 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(negatives, "CPU_BLOCK", 2 * 3 * 4 * 3)
 
 
-def make_sides(**options):
-    """Sets (4, 3, 8) of two sides; one has an element that is padding, one is a single element, one is empty."""
-    sides = [normal(4, 3, 8, seed=seed, **options).detach() for seed in (0, 1)]
-    for side in sides:
+def make_sides(padded=True, **options):
+    """Sets (4, 3, 8) and (4, 2, 8); one has an element that is padding, one is a single element, one is empty."""
+    sides = normal(4, 3, 8, **options).detach(), normal(4, 2, 8, seed=1, **options).detach()
+    for side in sides if padded else ():
         side[1, 0] = side[2, 1:] = side[3] = 0
     return [side.requires_grad_() for side in sides]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_formula(name, padded, dtype):
+    """Those of the papers."""
+    sides = make_sides(padded, dtype=dtype)
+    function, loops = CASES[name]
+    check(function(*sides), sides, loops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -119,7 +136,7 @@ def test_nothing_to_compare_is_zero_in_the_graph(name, shapes):
         values = (FUNCTIONS | LOSSES)[name](x, y)
         gradients = value_and_gradients(values, (x, y))[1:]
         assert all(gradient.isfinite().all() for gradient in gradients)
-        if name not in LOSSES and "diversity" not in name:  # which do not compare the sides
+        if name not in LOSSES and name not in ("diversity", "uniformity"):  # which do not compare the sides
             assert not values.any()
             assert not any(gradient.any() for gradient in gradients)
 

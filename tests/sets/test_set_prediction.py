@@ -37,31 +37,26 @@ def assert_same(actual, expected):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
-def test_sets_and_gradients_are_the_papers():
-    module, (local, pooled) = build(), make_inputs()
-    leaves = [local, pooled, *module.parameters()]
-    expected = references.set_prediction(dict(module.named_parameters()), local, pooled, iterations=ITERATIONS)
-    actual = module(local, pooled)
+@pytest.mark.parametrize("padded", [False, True])
+def test_sets_and_gradients_are_the_papers(padded):
+    """Padded inputs do not exist, and positions belong to the keys."""
+    module, (local, pooled), positions = build(), make_inputs(), normal(INPUTS, LOCAL_DIM, seed=3)
+    options = {"padding": PADDING.tolist(), "positions": positions.expand(ITEMS, -1, -1)} if padded else {}
+    parameters = dict(module.named_parameters())
+    expected = references.set_prediction(parameters, local, pooled, iterations=ITERATIONS, **options)
+    leaves = [pooled, *parameters.values(), *([positions] if padded else [])]
+    gradients = torch.autograd.grad(weighted_sum(expected), [local, *leaves])
+    if padded:
+        local = local.detach().clone()
+        local[0, 2], local[1, 0], local[1, 3] = float("nan"), 1e300, float("inf")
+        actual = module(local.requires_grad_(), pooled, padding_mask=PADDING, positions=positions)
+        at_padding = actual.attention.transpose(1, 2)[PADDING]
+        torch.testing.assert_close(at_padding, torch.full_like(at_padding, 1 / SLOTS))
+        actual = actual._replace(attention=actual.attention.masked_fill(PADDING[:, None, :, None], 0))
+    else:
+        actual = module(local, pooled)
     assert_same(actual, expected)
-    assert_same(torch.autograd.grad(weighted_sum(actual), leaves), torch.autograd.grad(weighted_sum(expected), leaves))
-
-
-def test_padded_inputs_do_not_exist_and_positions_belong_to_keys():
-    module, (local, pooled) = build(), make_inputs()
-    positions = normal(INPUTS, LOCAL_DIM, seed=3)
-    options = {"padding": PADDING.tolist(), "positions": positions.expand(ITEMS, -1, -1), "iterations": ITERATIONS}
-    expected = references.set_prediction(dict(module.named_parameters()), local, pooled, **options)
-    parameters = list(module.parameters())
-    gradients = torch.autograd.grad(weighted_sum(expected), [local, positions, *parameters])
-
-    damaged = local.detach().clone()
-    damaged[0, 2], damaged[1, 0], damaged[1, 3] = float("nan"), 1e300, float("inf")
-    actual = module(damaged.requires_grad_(), pooled, padding_mask=PADDING, positions=positions)
-    at_padding = actual.attention.transpose(1, 2)[PADDING]
-    torch.testing.assert_close(at_padding, torch.full_like(at_padding, 1 / SLOTS))
-    actual = actual._replace(attention=actual.attention.masked_fill(PADDING[:, None, :, None], 0))
-    assert_same(actual, expected)
-    assert_same(torch.autograd.grad(weighted_sum(actual), [damaged, positions, *parameters]), gradients)
+    assert_same(torch.autograd.grad(weighted_sum(actual), [local, *leaves]), gradients)
 
 
 def test_an_item_of_nothing_but_padding_has_a_finite_set():
@@ -124,19 +119,6 @@ def test_slots_start_apart():
     between_items = (slots[:, 0] @ slots[:, 0].T)[~torch.eye(8, dtype=torch.bool)]
     assert between_slots.mean() < 0.75
     assert between_items.mean() < 0.75, "slots depend on their item"
-
-
-def test_names_of_the_state_dict():
-    """Those of 0.2, whose checkpoints have to load."""
-    both = "norm_inputs", "norm_slots", "norm_mlp", "norm_output", "norm_global", "mlp.0", "mlp.2"
-    names = {f"{layer}.{name}" for layer in both for name in ("weight", "bias")}
-    names |= {f"{layer}.weight" for layer in ("to_keys", "to_values", "to_queries", "to_slots")}
-    module, other, inputs = build(), build(seed=1), make_inputs()
-    assert module.state_dict().keys() == names | {"initial_slots"}
-    assert not torch.equal(other(*inputs).embeddings, module(*inputs).embeddings)
-    other.load_state_dict(module.state_dict())
-    for twin in (other, copy.deepcopy(module)):
-        torch.testing.assert_close(twin(*inputs), module(*inputs), atol=0, rtol=0)
 
 
 def test_head_adds_positions_to_a_grid_without_them():

@@ -149,8 +149,6 @@ class PairLoss(BaseMetricLossFunction):
         ids: Any = labels, labels if one_set and ref_labels is None else ref_labels
         if one_set and ids[0] is not ids[1] and not torch.equal(*ids):
             raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-        if indices_tuple is not None and len(indices_tuple) not in (3, 4):
-            raise ValueError(f"indices_tuple must have 3 tensors (triplets) or 4 (pairs), got {len(indices_tuple)}")
         for name, side, of_side in zip(("labels", "ref_labels"), sides, ids, strict=True):
             shape, expected = getattr(of_side, "shape", None), side.shape[:1]
             if shape != expected and not (of_side is None and indices_tuple is not None):
@@ -187,14 +185,13 @@ class PairLoss(BaseMetricLossFunction):
         positive_mask: Tensor,
         negative_mask: Tensor,
         scale: float | Tensor | None = None,
-        symmetric: bool | None = None,
     ) -> Any:
-        """Return the reduced loss of a matrix.
+        """Return the reduced loss of a matrix, with the loss's own ``symmetric``.
 
         Args:
             similarities: (A, C), anchors x candidates, larger is closer.
             positive_mask, negative_mask: (A, C), bool.
-            scale, symmetric: see :meth:`forward`.
+            scale: see :meth:`forward`.
 
         Raises:
             ValueError: masks of another shape or type.
@@ -202,10 +199,10 @@ class PairLoss(BaseMetricLossFunction):
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
-        scale, both = self._scale(scale), self.symmetric if symmetric is None else symmetric
+        scale = self._scale(scale)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
-            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, both)
+            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, self.symmetric)
             return self._reduce({"loss": info}, None, [similarities], scale)
 
     def _losses_in_blocks(
@@ -309,8 +306,6 @@ class PairLoss(BaseMetricLossFunction):
             return getattr(self, "scale", 1.0)
         if not hasattr(self, "scale"):
             raise ValueError(f"{type(self).__name__} has no scale")
-        if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ValueError(f"scale must have one element, got shape {scale.shape}")
         return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
 
     def _is_plain(self) -> bool:

@@ -1,6 +1,5 @@
 """Objective of diverse embedding sets: any pair loss on smooth-Chamfer similarity, and two regularizers."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import number
-from vl_plugins.losses.triplet import TripletHNLoss
 from vl_plugins.numerics import eager, full_precision
-from vl_plugins.registry import create, options_of
+from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
@@ -41,7 +39,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight, diversity_weight: >= 0, of :class:`~vl_plugins.regularizers.MMDRegularizer` and of
             :class:`~vl_plugins.regularizers.DiversityRegularizer`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
-        base_options: options of the loss that ``base`` names; the signature shows those of ``triplet_hn``.
+        base_options: options of the loss that ``base`` names.
 
     Raises:
         UserError: an unknown name or option.
@@ -127,8 +125,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
         distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
-        ref_emb = None if ref_emb is embeddings else ref_emb
-        sets = distance.unpack(embeddings, embeddings if ref_emb is None else ref_emb)[: 1 if ref_emb is None else 2]
+        sets = distance.unpack(embeddings, *([] if ref_emb is None or ref_emb is embeddings else [ref_emb]))
         terms, joined = {}, JoinedSets(*sets)
         if self.mmd_weight > 0 and len(sets) == 2:
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
@@ -138,13 +135,3 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
-
-
-# For help() and `vl-plugins losses`, with the options of the default base.
-_OPTIONS = options_of(SmoothChamferLoss)
-SmoothChamferLoss.__signature__ = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in (_OPTIONS | options_of(TripletHNLoss) | _OPTIONS).items()
-    ]
-)

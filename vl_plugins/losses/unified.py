@@ -68,12 +68,10 @@ class UnifiedLoss(PairLoss):
         super().__init__(**kwargs)
         self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
         self.scale = number("scale", scale, above=0)
-        self.weights = None if weights is None else tuple(map(_function, weights))
-        self.relative = None if relative is None else _function(relative)
-        if self.weights is not None or self.relative is not None:
+        self.positive_weight, self.negative_weight = map(_function, (None, None) if weights is None else weights)
+        self.relative = _function(relative)
+        if weights is not None or relative is not None:
             self.negatives = "matrix"
-        # An optimizer does not look for parameters in a tuple.
-        self.weight_modules = nn.ModuleList(w for w in self.weights or () if isinstance(w, nn.Module))
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         margin = self.margin
@@ -92,9 +90,8 @@ class UnifiedLoss(PairLoss):
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
     ) -> Tensor:
         positive, negatives = similarities[anchors, positives], similarities
-        if self.weights is not None:
-            of_positives, of_negatives = self.weights
-            positive, negatives = of_positives(positive) * positive, of_negatives(negatives) * negatives
+        if self.positive_weight is not None:
+            positive, negatives = self.positive_weight(positive) * positive, self.negative_weight(negatives) * negatives
         if self.relative is None:
             return self._guarded(positive, matrix_maximum(negatives, negative_mask, pairs.scale)[anchors], pairs)
         differences = self.relative(negatives[anchors] - positive[:, None])  # (M, C)
@@ -169,5 +166,5 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
     return margin * torch.expm1(confidence * math.log(base)) / (base - 1)
 
 
-def _function(value: Function) -> Callable[[Tensor], Tensor]:
-    return value if callable(value) else Polynomial(value)
+def _function(value: Function | None) -> Any:
+    return value if value is None or callable(value) else Polynomial(value)

@@ -93,10 +93,8 @@ class SetPrediction(nn.Module):
     ):
         super().__init__()
         local_dim = dim if local_dim is None else local_dim
-        sizes = {"dim": dim, "local_dim": local_dim, "num_slots": num_slots}
-        for name, value in (sizes | {"num_iters": num_iters, "hidden_dim": hidden_dim}).items():
-            number(name, value, least=1, kind=int)
-        self.num_iters = num_iters
+        number("num_slots", num_slots, least=1, kind=int)
+        self.num_iters = number("num_iters", num_iters, least=1, kind=int)
         self.norm_inputs, self.norm_slots = nn.LayerNorm(local_dim), nn.LayerNorm(dim)
         self.to_keys = nn.Linear(local_dim, hidden_dim, bias=False)
         self.to_values = nn.Linear(local_dim, hidden_dim, bias=False)

@@ -109,9 +109,8 @@ def attended_images(
     Raises:
         UserError: the model has no set head or grid, or there is no such image.
     """
-    head = getattr(model, "head", None)
-    if head != "set":
-        raise UserError(f"the model has no set head{f' but a {head} head' if head else ''}, so no slots to draw")
+    if getattr(model, "head", None) != "set":
+        raise UserError("the model has no set head, so no slots to draw")
     names = [*collection.keys, *map(str, collection.image_ids)]
     if unknown := [key for key in keys if key not in names]:
         raise unknown_name("image", unknown[0], collection.keys)
@@ -120,7 +119,10 @@ def attended_images(
     to_pixels, to_inputs = _split_normalization(preprocess)
     pictures = torch.stack([to_pixels(decode({"jpg": files[index]})) for index in indices])
     output = model.predict_image_sets(to_inputs(pictures).to(device))
-    attention = _maps(output.attention[:, -1], model.grid).float().cpu()
+    attention = output.attention[:, -1].transpose(1, 2)  # (I, K, N)
+    if model.grid is None or math.prod(model.grid) != attention.shape[2]:
+        raise UserError("the local features of the image tower are no grid, so there is no map to draw")
+    attention = attention.unflatten(2, model.grid).float().cpu()
     nearest = _nearest_captions(model, tokenizer, collection.captions, normalize(output.embeddings.float(), dim=-1))
     items = []
     for index, picture, maps, row in zip(indices, pictures, attention, nearest, strict=True):
@@ -137,13 +139,6 @@ def _split_normalization(preprocess: Callable) -> tuple[Callable, Callable]:
     if isinstance(preprocess, transforms.Compose) and isinstance(preprocess.transforms[-1], transforms.Normalize):
         return transforms.Compose(preprocess.transforms[:-1]), preprocess.transforms[-1]
     return preprocess, lambda pixels: pixels
-
-
-def _maps(attention: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """Return the attention (I, N, K) as maps (I, K, h, w)."""
-    if grid is None or math.prod(grid) != attention.shape[1]:
-        raise UserError("the local features of the image tower are no grid, so there is no map to draw")
-    return attention.transpose(1, 2).unflatten(2, grid)
 
 
 def _nearest_captions(model: Any, tokenizer: Callable, captions: Sequence[str], elements: Tensor) -> list[list[int]]:

@@ -115,8 +115,7 @@ class Features:
         compare = None
         if self.images.ndim == 3:
             name, options = self.description.get("similarity"), self.description.get("similarity_kwargs") or {}
-            _expect(isinstance(name, str), "the similarity of sets in the description, such as 'smooth_chamfer'")
-            compare = recorded_similarity(str(name), options).to(device).compute_mat
+            compare = recorded_similarity(name, options).to(device).compute_mat
         return EmbeddingSimilarities(self.images.to(device), self.captions.to(device), compare)
 
     def check_same_items(self, other: Any, name: str, other_name: str) -> None:
@@ -138,11 +137,7 @@ def _expect(condition: bool, what: str) -> None:
 
 
 def first_difference(items: Sequence[int | str] | Tensor, expected: Sequence[int | str] | Tensor) -> str | None:
-    """Return how two lists differ, None if they are equal.
-
-    >>> first_difference([3, 1, 2], [1, 2, 3])
-    'number 0 of 3 is 3, expected 1'
-    """
+    """Return how two lists differ, None if they are equal."""
     items, expected = (value.tolist() if isinstance(value, Tensor) else list(value) for value in (items, expected))
     if len(items) != len(expected):
         return f"there are {len(items):,}, expected {len(expected):,}"
@@ -159,9 +154,6 @@ def describe_similarity(similarity: BaseDistance, *, parameters: bool = True) ->
     Args:
         similarity: one of :mod:`vl_plugins.distances`.
         parameters: with those that are trained; without them they are for a state dict to give.
-
-    >>> describe_similarity(create("distance", "SmoothChamferSimilarity", alpha=8.0))["similarity_kwargs"]
-    {'alpha': 8.0, 'set_size': 1}
     """
     left_out = {*options_of(BaseDistance), "tiled", *(() if parameters else dict(similarity.named_parameters()))}
     values = {name: getattr(similarity, name) for name in options_of(type(similarity)) if name not in left_out}
@@ -173,7 +165,7 @@ def describe_similarity(similarity: BaseDistance, *, parameters: bool = True) ->
     }
 
 
-def recorded_similarity(name: str, options: Mapping[str, Any]) -> Any:
+def recorded_similarity(name: Any, options: Mapping[str, Any]) -> Any:
     """Return the similarity of :func:`describe_similarity`, also of version 0.2, whose ``backend`` is gone."""
     return create("distance", name, **{option: value for option, value in options.items() if option != "backend"})
 

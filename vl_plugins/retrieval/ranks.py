@@ -62,11 +62,7 @@ class Ranks(NamedTuple):
 
 
 def right_answers(image_of_caption: Tensor) -> tuple[Answers, Answers]:
-    """Return the right answers of both directions where each caption describes one image (C,).
-
-    >>> right_answers(torch.tensor([0, 1, 0]))
-    ({0: [0, 2], 1: [1]}, {0: [0], 1: [1], 2: [0]})
-    """
+    """Return the right answers of both directions where each caption describes one image (C,)."""
     captions: dict[int, list[int]] = {}
     for caption, image in enumerate(image_of_caption.tolist()):
         captions.setdefault(image, []).append(caption)

@@ -52,14 +52,9 @@ class EmbeddingSimilarities:
         captions: (C, D), or likewise, on the same device.
         similarity: maps images (i, ...) and captions (c, ...) to similarities (i, c), larger is closer. The dot product
             by default.
-
-    Raises:
-        ValueError: shapes do not fit together.
     """
 
     def __init__(self, images: Tensor, captions: Tensor, similarity: Similarity | None = None):
-        if similarity is None and (images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]):
-            raise ValueError(f"embeddings must be (I, D) and (C, D), got {(*images.shape,)} and {(*captions.shape,)}")
         self.shape, self.device, self.similarity = (len(images), len(captions)), images.device, similarity
         self._images, self._captions = map(_padded, full_precision(images.detach(), captions.detach()))
         is_kept = similarity is not None and len(images) * len(captions) <= KEPT
@@ -97,14 +92,9 @@ class MatrixSimilarities:
 
     Args:
         matrix: (I, C) floating point; it may be memory-mapped.
-
-    Raises:
-        ValueError: the shape or type is not as above.
     """
 
     def __init__(self, matrix: Tensor):
-        if matrix.ndim != 2 or not matrix.is_floating_point():
-            raise ValueError(f"similarities must be floating point (I, C), got {matrix.dtype} {(*matrix.shape,)}")
         self.matrix, self.shape, self.device = matrix.detach(), (matrix.shape[0], matrix.shape[1]), matrix.device
 
     def of_images(self, images: Tensor) -> Tensor:
@@ -119,14 +109,9 @@ class MeanSimilarities:
 
     Args:
         members: at least one, of the same images and captions.
-
-    Raises:
-        ValueError: there is none, or their shapes differ.
     """
 
     def __init__(self, members: Sequence[Similarities]):
-        if len({member.shape for member in members}) != 1:
-            raise ValueError(f"an ensemble needs similarities of one shape, got {[member.shape for member in members]}")
         self.members, self.shape, self.device = members, members[0].shape, members[0].device
 
     def of_images(self, images: Tensor) -> Tensor:
