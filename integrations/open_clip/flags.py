@@ -88,11 +88,8 @@ class _Parser(Parser):
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
             from webdataset.shardlists import expand_urls  # imports torch
 
-            from vl_plugins.data.collection import expand_braces
-
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
-                expand_braces(shards)  # raises an error for too many
                 remote = next((shard for shard in expand_urls(shards) if ":" in shard), None)
                 if remote and shards == getattr(found, option):
                     raise UserError(f"{file}: {remote!r} is no local path; without --loss, give it on the command line")

@@ -17,7 +17,8 @@ def register(actions: argparse._SubParsersAction) -> None:
         shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         parser.add_argument("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
-        add_engine(parser, "read")
+        if run is not _info:
+            add_engine(parser, "read")
         parser.set_defaults(run=run)
 
 
@@ -28,29 +29,31 @@ def add_engine(parser: Any, what: str) -> None:
     parser.add_argument("--engine", choices=("threads", "ray", "dask"), default="threads", help=engine)
 
 
-def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the shards, and the folders that are read as a whole."""
+def _find_shards(arguments: argparse.Namespace) -> list[str]:
+    """Return the shards asked for: of a folder all that are there or have an index."""
     from vl_plugins.data.collection import expand_shards
     from vl_plugins.data.files import join, names
+    from vl_plugins.data.index import INDEX_FOLDER
     from vl_plugins.data.inspection import split_of
 
     shards: list[str] = []
-    folders = [place.rstrip("/") for place in arguments.shards if not place.endswith(".tar")]
-    for folder in folders:
-        found = [join(folder, name) for name in names(folder, "[!.]*.tar")]
+    for place in arguments.shards:
+        if place.endswith(".tar"):
+            shards += expand_shards(place)
+            continue
+        indexes = names(join(place, INDEX_FOLDER), "*.tar.jsonl")
+        found = {*names(place, "[!.]*.tar"), *(index.removesuffix(".jsonl") for index in indexes)}
         if not found:
-            raise UserError(f"{folder} holds no shards; expected .tar files")
-        shards += found
-    for pattern in arguments.shards:
-        shards += expand_shards(pattern) if pattern.endswith(".tar") else []
+            raise UserError(f"{place} holds no shards; expected .tar files")
+        shards += [join(place, name) for name in sorted(found)]
     shards = list(dict.fromkeys(shards))
     if arguments.split is None:
-        return shards, folders
+        return shards
     splits = {split_of(shard) for shard in shards}
     wanted = [{name for name in splits if name == split or name.endswith(f"-{split}")} for split in arguments.split]
     if not all(wanted):
         raise unknown_name("split", arguments.split[wanted.index(set())], splits)
-    return [shard for shard in shards if split_of(shard) in set.union(*wanted)], []
+    return [shard for shard in shards if split_of(shard) in set.union(*wanted)]
 
 
 def _index(arguments: argparse.Namespace) -> int:
@@ -58,7 +61,7 @@ def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.files import exists
     from vl_plugins.data.index import index_file, index_shard
 
-    shards = [shard for shard in _find_shards(arguments)[0] if not exists(index_file(shard))]
+    shards = [shard for shard in _find_shards(arguments) if not exists(index_file(shard))]
     images = sum(run_jobs(index_shard, shards, arguments.workers, arguments.engine))
     print(f"indexed {len(shards):,} shards, {images:,} images")
     return 0
@@ -67,8 +70,7 @@ def _index(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.inspection import verify_shards
 
-    shards, folders = _find_shards(arguments)
-    result = verify_shards(shards, folders=folders, workers=arguments.workers, executor=arguments.engine)
+    result = verify_shards(_find_shards(arguments), workers=arguments.workers, executor=arguments.engine)
     for problem in result.problems:
         print(problem)
     counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
@@ -79,9 +81,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.inspection import inspect_shards
 
-    shards, _ = _find_shards(arguments)
-    statistics = inspect_shards(shards, workers=arguments.workers, executor=arguments.engine)
-    print(json.dumps(statistics, indent=2))
+    print(json.dumps(inspect_shards(_find_shards(arguments)), indent=2))
     return 0
 
 
@@ -95,9 +95,8 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     "info": (
         _info,
         "print statistics of shards as JSON",
-        "Print counts, and repeated images and captions, which are false negatives of each other "
-        "in a batch. The sampler of vl-plugins keeps equal captions of different images apart, but not equal pictures: "
-        "give them a common group (--group-key). Shards of img2dataset and other programs work too.",
+        "Print counts, and repeated captions, which are false negatives of each other in a batch. The sampler of "
+        "vl-plugins keeps equal captions of different images apart. Shards of img2dataset and other programs work too.",
     ),
     "index": (
         _index,

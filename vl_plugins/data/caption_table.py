@@ -72,11 +72,9 @@ class Columns:
 
         ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
         """
-        texts = [values.get(name) for name in self.captions]
-        if len(texts) > 1:
+        texts = [text for name in self.captions for text in _texts(values.get(name), caption_lines)]
+        if len(self.captions) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        if caption_lines or [text for text in texts if type(text) is not str]:
-            texts = [text for value in texts for text in _texts(value, caption_lines)]
         image_id = None if self.id is None else values.get(self.id)
         return Row(
             place,
@@ -211,10 +209,10 @@ def _draw(key: str) -> float:
 
 def _texts(value: Any, lines: bool) -> list[Any]:
     """Return the texts of a caption; anything else remains for the error."""
-    texts: list[Any] = []
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        if isinstance(item, dict):
-            item = next((item[key] for key in TEXT_KEYS if key in item), item)
-        for text in item if isinstance(item, list) else [item]:
-            texts += filter(str.strip, text.splitlines()) if lines and isinstance(text, str) else [text]
-    return texts
+    if isinstance(value, dict):
+        value = next((value[key] for key in TEXT_KEYS if key in value), value)
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item, lines)]
+    if lines and isinstance(value, str):
+        return [line for line in value.splitlines() if line.strip()]
+    return [] if value is None else [value]

@@ -1,24 +1,21 @@
 """The images of several shards as one collection: where they are, and, when asked for, their names and captions."""
 
 import copy
-import itertools
-import math
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
 from braceexpand import braceexpand
 from fsspec.asyn import reset_lock
 
+from vl_plugins.data.captions import caption_hash
 from vl_plugins.data.files import exists, file_errors, locate
 from vl_plugins.data.index import HASHES, IndexHead, read_head, read_records
-from vl_plugins.data.samples import Record, input_of, parse_sample
+from vl_plugins.data.samples import Record, input_of, parse_record, parse_sample
 from vl_plugins.errors import UserError, user_errors
 
 if TYPE_CHECKING:
@@ -27,25 +24,11 @@ if TYPE_CHECKING:
 
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
 AT_A_TIME = 16
-MOST_SHARDS = 500_000  # in a pattern
-GROUP = re.compile(r"\{([^{}]*)\}")
-RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 
 # Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
 # the parent, forever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=reset_lock)
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """Return what a pattern with braces stands for; raise ``ValueError`` if that is more than any data set has."""
-    groups = ((group.count(","), RANGE.match(group)) for group in GROUP.findall(pattern))
-    sizes = (abs(int(found[2]) - int(found[1])) if found else commas for commas, found in groups)
-    if math.prod(size + 1 for size in sizes) <= MOST_SHARDS:  # each range is made as a whole
-        shards = list(itertools.islice(braceexpand(pattern), MOST_SHARDS + 1))
-        if len(shards) <= MOST_SHARDS:
-            return shards
-    raise ValueError(f"it names more than {MOST_SHARDS:,} shards")
 
 
 def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
@@ -59,31 +42,20 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
         UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
             different file systems.
     """
-    try:
+    with user_errors(f"the shard pattern {pattern!r}"):
         if isinstance(pattern, (str, os.PathLike)):
-            shards = [shard for part in os.fspath(pattern).split("::") for shard in expand_braces(part) if shard]
+            shards = [shard for part in os.fspath(pattern).split("::") for shard in braceexpand(part) if shard]
         else:
             shards = [os.fspath(shard) for shard in pattern]
-    except ValueError as error:
-        raise UserError(f"cannot expand the shard pattern {pattern!r}: {error}") from error
-    if not shards:
-        raise UserError(f"the shard pattern {pattern!r} names no shards")
+    if not shards or len({*map(os.path.realpath, shards)}) < len(shards):
+        raise UserError(f"the shard pattern {pattern!r} names no shard, or one more than once")
     if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
         raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        files = list(pool.map(_identity, shards))
-    if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
+        missing = [shard for shard, is_there in zip(shards, pool.map(exists, shards), strict=True) if not is_there]
+    if missing:
         raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
-    if len(set(files)) < len(files):
-        raise UserError(
-            f"the shard {shards[files.index(Counter(files).most_common(1)[0][0])]} is listed more than once"
-        )
     return shards
-
-
-def _identity(shard: str) -> Any:
-    """Return what all links to a shard share, or its URL; None if there is no such file."""
-    return None if not exists(shard) else os.stat(shard)[1:3] if os.path.isfile(shard) else shard
 
 
 def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
@@ -165,6 +137,21 @@ class Collection:
         starts = self.starts[images]
         return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
 
+    def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
+        """Return the names, captions and files of an image that :meth:`read` has read.
+
+        Raises:
+            Exception: it could not be read, or is not the image that the index was made of.
+        """
+        if isinstance(data, Exception):
+            raise data
+        sample = parse_sample(data)
+        record = parse_record(sample.key, sample.members)
+        first, end = self.first_caption[image : image + 2]
+        if [*map(caption_hash, record.captions)] != self.caption_hashes[first:end].tolist():
+            raise UserError("its captions are not those of the index; write the index or the shards again")
+        return record, sample.members
+
     @cached_property
     def records(self) -> list[Record]:
         """The names and captions of the I images.
@@ -229,11 +216,6 @@ class Collection:
         images = sorted(set(images))
         found = {}
         for index, data, shard in zip(images, self.read(images), self.shard_of(images), strict=True):
-            with file_errors("read", shard):
-                if isinstance(data, Exception):
-                    raise data
-            sample = parse_sample(data)
-            if sample.key != self.keys[index]:
-                raise UserError(f"{shard} has changed: {self.keys[index]} was where {sample.key} is now")
-            found[index] = input_of(sample.members)
+            with file_errors("read", shard), user_errors(shard):
+                found[index] = input_of(self.parse(index, data)[1])
         return found

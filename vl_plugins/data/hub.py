@@ -53,7 +53,6 @@ def read_hugging_face(
     revision: str | None = None,
     data_files: Mapping[str, str] | None = None,
     caption_lines: bool = False,
-    join_restval: bool = True,
     dataset_name: str | None = None,
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
@@ -70,7 +69,6 @@ def read_hugging_face(
         config, revision: configuration (subset), and branch, tag or commit on the hub.
         data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
         caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
-        join_restval: whether ``restval`` counts as ``train``.
         dataset_name: by default the last part of ``name``.
 
     Raises:
@@ -92,14 +90,14 @@ def read_hugging_face(
             columns = replace(columns, image=images[0])
         columns = columns.find(list(features), ID_COLUMNS)
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
-    rows = _rows(splits, columns, caption_lines, join_restval)
+    rows = _rows(splits, columns, caption_lines)
     dataset_name = dataset_name or label_of(Path(name).resolve().name)
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     files = HubFiles(name, splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
     return join_rows(rows, dataset_name, f"{name}: "), files
 
 
-def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join_restval: bool) -> KeyedRows:
+def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool) -> KeyedRows:
     """Yield all rows with keys; those of one image have the same key."""
     compute = require("pyarrow.compute", extra="hub")
     for split, dataset in splits.items():
@@ -117,7 +115,5 @@ def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join
                 path = next(filter(None, (values[column] for column in file_names)), path)
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"
-                if row.split == "restval" and join_restval:
-                    row.split = "train"
                 yield row.file if columns.id is None else f"{split}/{row.image_id}/{size}", row
                 number += 1

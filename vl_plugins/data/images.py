@@ -1,4 +1,4 @@
-"""Image files: what is in them, whether readers can use them, and smaller copies of them."""
+"""Image files: what is in them, and whether readers can use them."""
 
 import io
 import os
@@ -27,19 +27,15 @@ class FileFolder:
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_bytes(self.place(file))
+        return read_bytes(os.path.join(self.root, file))
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None if the file cannot be read."""
         try:
-            status = os.stat(self.place(file))
+            status = os.stat(os.path.join(self.root, file))
         except (OSError, ValueError):
             return None
         return status.st_size, status.st_mtime_ns
-
-    def place(self, file: str) -> str:
-        """Return the file's name for messages."""
-        return os.path.join(self.root, file)
 
 
 def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
@@ -61,41 +57,16 @@ def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
         return extension, *image.size
 
 
-def resize_image(data: bytes, shorter_side: int, *, quality: int = 95) -> bytes:
-    """Return an image whose shorter side has at most ``shorter_side`` pixels.
-
-    A smaller image comes back byte for byte. Others are scaled with antialiased bicubic interpolation, as CLIP's
-    preprocessing does, and stored in the format they had, with ``quality`` 1 to 100 of JPEG and WebP, without metadata.
-    Colors become RGB or stay gray; transparency stays. Errors are those of :func:`inspect_image`.
-    """
-    with _opened(data) as image:
-        image.load()
-        extension, scale = IMAGE_EXTENSIONS[image.format], shorter_side / min(image.size)
-        if scale >= 1:
-            return data
-        size = tuple(max(shorter_side, round(side * scale)) for side in image.size)
-        transparent = extension != "jpg" and image.has_transparency_data
-        mode = "RGBA" if transparent else "L" if image.mode in ("1", "L") else "RGB"
-        resized = image.convert(mode).resize(size)  # bicubic
-        resized.info = {}  # `save` would write the old profile and comments from here
-        stream = io.BytesIO()
-        options = {} if extension == "png" else {"quality": quality}
-        resized.save(stream, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[extension], **options)
-    return stream.getvalue()
-
-
-def scaled_picture(data: bytes, longest_side: int | None = None) -> Image.Image:
+def scaled_picture(data: bytes, longest_side: int) -> Image.Image:
     """Return an RGB picture of at most ``longest_side`` pixels, with white behind what is transparent.
 
     Errors are those of :func:`inspect_image`.
     """
     with _opened(data) as image:
-        if longest_side is not None:
-            # Decodes a large JPEG at a fraction of its size, if it is one.
-            image.draft("RGB", (2 * longest_side, 2 * longest_side))
+        # Decodes a large JPEG at a fraction of its size, if it is one.
+        image.draft("RGB", (2 * longest_side, 2 * longest_side))
         picture = image.convert("RGBA")
-    if longest_side is not None:
-        picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
+    picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
     opaque = Image.new("RGBA", picture.size, "white")
     opaque.alpha_composite(picture)
     return opaque.convert("RGB")
@@ -105,15 +76,13 @@ def scaled_picture(data: bytes, longest_side: int | None = None) -> Image.Image:
 def _opened(data: bytes) -> Iterator[Any]:
     """Open an image that readers of shards can use; whatever PIL raises until the end of the block is a UserError."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.format not in IMAGE_EXTENSIONS:
-                raise UserError(f"the format {image.format} is not supported; supported are JPEG, PNG and WebP")
+        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
             if image.mode not in READABLE_MODES:
                 raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
             yield image
     except UserError:
         raise
     except UnidentifiedImageError:  # whose text has an address in memory
-        raise UserError("the file is not an image") from None
+        raise UserError("the file is no JPEG, PNG or WebP image") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error

@@ -8,7 +8,7 @@ have none, unless ``vl-plugins shards index`` wrote one: they are scanned, heade
 
 import posixpath
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -32,9 +32,8 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Args:
         size, sha256: of the archive, in bytes and as hexadecimal digits.
-        fingerprint: of the images and options that the shard was made of; empty if another program wrote it.
+        fingerprint: of the images that the shard was made of; empty if another program wrote it.
         source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
-        options: of the conversion.
         rejected: images that were left out.
         starts, sizes: (I,) first byte of each image's files in the archive, and their number of bytes, with headers.
         counts: (I,) number of captions.
@@ -47,7 +46,6 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     sha256: str = ""
     fingerprint: str = ""
     source: dict[str, Any] = {}
-    options: dict[str, Any] = {}
     rejected: list[RejectedImage] = []
     starts: list[int]
     sizes: list[int]
@@ -55,13 +53,6 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     captions: bytes
     groups: bytes = b""
     only_txt: int = 0
-
-
-class ShardIndex(NamedTuple):
-    """All of an index."""
-
-    head: IndexHead
-    records: list[Record]
 
 
 def index_file(shard: str) -> str:
@@ -74,13 +65,13 @@ def index_file(shard: str) -> str:
     return join(folder, f"{INDEX_FOLDER}/{name}.jsonl")
 
 
-def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> ShardIndex:
-    """Return the index of images at these places; ``facts`` are other fields of :class:`IndexHead`."""
+def make_head(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> IndexHead:
+    """Return the first line of the index of images at these places; ``facts`` are its other fields."""
     captions = (caption_hash(caption) for record in records for caption in record.captions)
     encode = msgspec.json.encode
     hashes = (0 if each.group is None else hash64(encode([each.dataset, each.group])) or 1 for each in records)
     groups = np.fromiter(hashes, HASHES)
-    head = IndexHead(
+    return IndexHead(
         starts=starts,
         sizes=sizes,
         counts=[len(record.captions) for record in records],
@@ -88,14 +79,13 @@ def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], *
         groups=groups.tobytes() if groups.any() else b"",
         **facts,
     )
-    return ShardIndex(head, list(records))
 
 
-def write_index(shard: str, index: ShardIndex) -> None:
+def write_index(shard: str, head: IndexHead, records: Sequence[Record]) -> None:
     """Write the index of a shard beside it."""
     with write_complete(index_file(shard)) as stream:
-        stream.write(msgspec.json.encode(index.head) + b"\n")
-        stream.write(msgspec.json.Encoder().encode_lines(index.records))
+        stream.write(msgspec.json.encode(head) + b"\n")
+        stream.write(msgspec.json.Encoder().encode_lines(records))
 
 
 def read_head(shard: str) -> IndexHead:
@@ -106,7 +96,7 @@ def read_head(shard: str) -> IndexHead:
     """
     head = _read_index(shard, lambda stream: msgspec.json.decode(stream.readline(), type=IndexHead))
     if head is None:
-        return scan_shard(shard).head
+        return scan_shard(shard)[0]
     if (size := _size(shard)) != head.size:
         raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
     return head
@@ -120,7 +110,7 @@ def read_records(shard: str) -> list[Record]:
         return msgspec.json.Decoder(Record).decode_lines(stream.read())
 
     records = _read_index(shard, read)
-    return scan_shard(shard).records if records is None else records
+    return scan_shard(shard)[1] if records is None else records
 
 
 def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
@@ -135,8 +125,8 @@ def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
             return None
 
 
-def scan_shard(shard: str) -> ShardIndex:
-    """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
+def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
+    """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
     for sample in read_samples(shard, TEXTS):
         try:
@@ -146,15 +136,15 @@ def scan_shard(shard: str) -> ShardIndex:
         only_txt += b'"captions"' not in sample.members.get("json", b"")
         starts.append(sample.start)
         sizes.append(sample.end - sample.start)
-    return make_index(records, starts, sizes, size=_size(shard), only_txt=only_txt)
+    return make_head(records, starts, sizes, size=_size(shard), only_txt=only_txt), records
 
 
 def index_shard(shard: str) -> int:
     """Write the index of a shard that another program wrote, in place of one; return the number of images in it."""
-    index = scan_shard(shard)
-    index.head.sha256 = sha256(shard)
-    write_index(shard, index)
-    return len(index.records)
+    head, records = scan_shard(shard)
+    head.sha256 = sha256(shard)
+    write_index(shard, head, records)
+    return len(records)
 
 
 def _size(url: str) -> int:

@@ -83,13 +83,13 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
-    """Yield the images of splits named ``train...`` or ``restval...`` in the order of a hash of seed, split and id.
+    """Yield the images of splits named ``train...`` in the order of a hash of seed, split and id.
 
     All others come first and keep their order.
     """
     with _spool("rank BIGINT", CaptionedImage) as spool:
         for image in images:
-            if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
+            if isinstance(image, RejectedImage) or not image.split.startswith("train"):
                 yield image
             else:
                 spool.add(image, hash64(f"{seed}/{image.split}/{image.image_id}".encode()))

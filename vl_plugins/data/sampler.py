@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice, repeat
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +30,8 @@ def parse_captions_per_image(value: str | int) -> str | int:
     return number or text
 
 
-class _Candidate(NamedTuple):
-    """An image with the numbers of its captions in the order in which it prefers them, and their hashes."""
-
-    image: int
-    label: int
-    numbers: list[int]
-    hashes: list[int]
+# An image, its label, the numbers of its captions in the order in which it prefers them, and their hashes.
+_Candidate = tuple[int, int, list[int], list[int]]
 
 
 class CaptionSampler(Sampler[Draw]):
@@ -123,12 +117,13 @@ class CaptionSampler(Sampler[Draw]):
                 # Images of the epoch come again only when nothing else is left.
                 again = self._candidates(np.random.default_rng([self.seed, epoch, step, attempt]))
                 for is_new, candidate in chain(zip(repeat(True), chain(earlier, fresh)), zip(repeat(False), again)):
-                    label, free = candidate.label, list(zip(candidate.numbers, candidate.hashes, strict=True))
+                    image, label, *captions = candidate
+                    free = list(zip(*captions, strict=True))
                     if self.distinct_captions:
                         free = [pair for pair in free if owners.get(pair[1], label) == label]
-                    if free and candidate.image not in batch:
+                    if free and image not in batch:
                         owners.update((caption, label) for _, caption in free[:number])
-                        batch[candidate.image] = list(islice(cycle(caption for caption, _ in free), number))
+                        batch[image] = list(islice(cycle(caption for caption, _ in free), number))
                         taken += [candidate] * is_new
                         if len(batch) == size:
                             break
@@ -179,11 +174,9 @@ class CaptionSampler(Sampler[Draw]):
                 places = np.repeat(np.arange(len(images)), counts)
                 numbers = numbers[np.lexsort((rng.random(len(numbers)), places))]
             hashes = collection.caption_hashes[np.repeat(first, counts) + numbers]
-            parts = (ends - counts).tolist(), ends.tolist()
-            for image, label, begin, end in zip(
-                images.tolist(), collection.labels[images].tolist(), *parts, strict=True
-            ):
-                yield _Candidate(image, label, numbers[begin:end].tolist(), hashes[begin:end].tolist())
+            labels, begins = collection.labels[images].tolist(), (ends - counts).tolist()
+            for image, label, begin, end in zip(images.tolist(), labels, begins, ends.tolist(), strict=True):
+                yield image, label, numbers[begin:end].tolist(), hashes[begin:end].tolist()
 
 
 def training_loader(
