@@ -61,7 +61,7 @@ class TestItems:
         for index, item in enumerate(items):
             assert torch.equal(item.image, transform(Image.new("RGB", (4, 4), (index, 0, 0))))
             assert item.captions == [f"{index}/{number}" for number in range(counts[index])]
-            assert item[2:] == (index, index, f"numbered-{index:03}")
+            assert item[2:] == (index, index)
 
     def test_a_draw_is_what_it_asks_for(self, shards):
         dataset = ShardDataset(shards, transform, tokenizer)
@@ -174,10 +174,8 @@ class TestDamage:
         content = Path(own_shards[1]).read_bytes()
         assert content.count(b"5/0") == 1
         Path(own_shards[1]).write_bytes(content.replace(b"5/0", b"6/0"))
-        dataset = ShardDataset(own_shards, transform, tokenizer)
-        assert dataset[Draw(5, [1])].captions == ["5/1"]
         with pytest.raises(UserError, match=r"cannot read image 5, in .*: its captions are not those of the index"):
-            dataset[5]
+            ShardDataset(own_shards, transform, tokenizer)[Draw(5, [1])]
 
     def test_a_shard_that_is_cut_or_gone_since(self, own_shards):
         dataset = ShardDataset(own_shards, transform, tokenizer, on_error="skip")
@@ -240,9 +238,8 @@ class TestFeatures:
         [
             (pickle.dumps(np.ones((2, 3))), "cannot be read"),
             (encode(np.ones((2, 3)))[:-1], "cannot be read"),
-            (encode(np.ones((1, 2, 3))), r"must be \(N, W\) .* it is \(1, 2, 3\) of float64; store a grid"),
-            (encode(np.ones((2, 3), dtype=int)), "float16, float32 or float64, it is .* of int64"),
-            (encode(np.ones((2, 3), dtype="longdouble")), "float16, float32 or float64"),
+            (encode(np.ones((1, 2, 3))), r"must be \(N, W\) of floats, it is \(1, 2, 3\) of float64"),
+            (encode(np.ones((2, 3), dtype=int)), "it is .* of int64"),
             (encode(np.zeros((2, 3))), r"\(2, 3\) has .*only zeros"),
             (encode(np.array([[1, np.nan]])), "not finite"),
             (encode(np.array([[1, 1e39]])), "not finite in 32 bits"),

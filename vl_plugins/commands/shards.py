@@ -37,7 +37,7 @@ SOURCES = {
 # Options that are arguments of the reader.
 OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name",))
 OPTIONS["table"] = ("dataset_name", "delimiter", "split_name", "val_fraction", "test_fraction")
-OPTIONS[HUB] = ("dataset_name", "config", "revision", "caption_lines")
+OPTIONS[HUB] = ("dataset_name", "config", "revision")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -72,7 +72,6 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
         files = "download only these files, such as test='data/test-*'"
         add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
-        add("--caption-lines", action="store_true", help="each line of a text is a caption, as in CLIP_benchmark")
     else:
         number: Any = "+" if source == "coco-captions" else 1
         what = "the table: text with a row of column names, or .jsonl" if source == "table" else "annotation file"

@@ -70,12 +70,13 @@ def _index(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.inspection import verify_shards
 
-    result = verify_shards(_find_shards(arguments), workers=arguments.workers, executor=arguments.engine)
-    for problem in result.problems:
+    shards = _find_shards(arguments)
+    samples, captions, problems = verify_shards(shards, workers=arguments.workers, executor=arguments.engine)
+    for problem in problems:
         print(problem)
-    counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
-    print(f"{counts}: {f'{len(result.problems):,}' if result.problems else 'no'} problems")
-    return 1 if result.problems else 0
+    counts = f"{len(shards):,} shards, {samples:,} samples, {captions:,} captions"
+    print(f"{counts}: {f'{len(problems):,}' if problems else 'no'} problems")
+    return 1 if problems else 0
 
 
 def _info(arguments: argparse.Namespace) -> int:

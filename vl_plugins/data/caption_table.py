@@ -67,12 +67,9 @@ class Columns:
             raise UserError(f"name --image-column and --caption-column; columns: {', '.join(map(repr, names))}")
         return Columns(image, captions, self.split or first(["split"]), self.id or first(id_columns), self.group)
 
-    def row(self, place: int | str, values: Mapping[Any, Any], split: str, caption_lines: bool = False) -> Row:
-        """Return a row by its values.
-
-        ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
-        """
-        texts = [text for name in self.captions for text in _texts(values.get(name), caption_lines)]
+    def row(self, place: int | str, values: Mapping[Any, Any], split: str) -> Row:
+        """Return a row by its values; ``split`` is for tables without a split column."""
+        texts = [text for name in self.captions for text in _texts(values.get(name))]
         if len(self.captions) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
         image_id = None if self.id is None else values.get(self.id)
@@ -83,6 +80,7 @@ class Columns:
             split if self.split is None else values.get(self.split),
             "" if image_id is None and self.id is not None else image_id,
             None if self.group is None else values.get(self.group),
+            problem=values.get(None),
         )
 
 
@@ -132,14 +130,15 @@ def read_table(
         def rows() -> KeyedRows:
             for line, values in table:
                 row = found.row(line, values, split_name)
-                row.problem = values.get(None)
                 if isinstance(row.file, str):
                     path = row.file.removeprefix(root)
                     row.file = key = str(PurePosixPath(path)) if "./" in path or "//" in path else path
                 else:
                     key = f"{line}/"  # no path ends so
                 if val_fraction or test_fraction:
-                    drawn = _draw(key if row.group in (None, "") else str(row.group))
+                    drawn_by = key if row.group in (None, "") else str(row.group)
+                    digest = hashlib.sha256(drawn_by.encode(errors="surrogateescape")).digest()
+                    drawn = int.from_bytes(digest[:8], "big") / 2**64
                     row.split = "test" if drawn < test_fraction else "val" if drawn >= 1 - val_fraction else split_name
                 yield key, row
 
@@ -202,17 +201,10 @@ def label_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _draw(key: str) -> float:
-    """Hash a text to a number, [0, 1)."""
-    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
-
-
-def _texts(value: Any, lines: bool) -> list[Any]:
+def _texts(value: Any) -> list[Any]:
     """Return the texts of a caption; anything else remains for the error."""
     if isinstance(value, dict):
         value = next((value[key] for key in TEXT_KEYS if key in value), value)
     if isinstance(value, list):
-        return [text for item in value for text in _texts(item, lines)]
-    if lines and isinstance(value, str):
-        return [line for line in value.splitlines() if line.strip()]
+        return [text for item in value for text in _texts(item)]
     return [] if value is None else [value]

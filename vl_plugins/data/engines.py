@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from vl_plugins.errors import UserError, one_of, require
 
-ENGINES = ("threads", "ray", "dask")
-
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -30,7 +28,7 @@ def open_executor(engine: str | None = None, workers: int | None = None) -> Iter
         UserError: the engine is unknown or not installed.
     """
     workers = _workers(workers)
-    if one_of("engine", engine or "threads", ENGINES) == "threads":
+    if one_of("engine", engine or "threads", ("threads", "ray", "dask")) == "threads":
         with ThreadPoolExecutor(workers) as pool:
             yield pool
     elif engine == "dask":

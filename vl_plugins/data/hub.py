@@ -7,9 +7,9 @@ from typing import Any
 
 from vl_plugins.data.caption_table import Columns, label_of
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.images import FileFolder
 from vl_plugins.data.out_of_core import KeyedRows
 from vl_plugins.data.sources import Images, join_rows
+from vl_plugins.data.writer import FileFolder
 from vl_plugins.errors import UserError, require, user_errors
 
 # Those of the image before `id`, which may be that of a caption where each row has one.
@@ -52,7 +52,6 @@ def read_hugging_face(
     config: str | None = None,
     revision: str | None = None,
     data_files: Mapping[str, str] | None = None,
-    caption_lines: bool = False,
     dataset_name: str | None = None,
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
@@ -68,7 +67,6 @@ def read_hugging_face(
             are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
         data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
-        caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
         dataset_name: by default the last part of ``name``.
 
     Raises:
@@ -90,14 +88,13 @@ def read_hugging_face(
             columns = replace(columns, image=images[0])
         columns = columns.find(list(features), ID_COLUMNS)
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
-    rows = _rows(splits, columns, caption_lines)
     dataset_name = dataset_name or label_of(Path(name).resolve().name)
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     files = HubFiles(name, splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
-    return join_rows(rows, dataset_name, f"{name}: "), files
+    return join_rows(_rows(splits, columns), dataset_name, f"{name}: "), files
 
 
-def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool) -> KeyedRows:
+def _rows(splits: Mapping[str, Any], columns: Columns) -> KeyedRows:
     """Yield all rows with keys; those of one image have the same key."""
     compute = require("pyarrow.compute", extra="hub")
     for split, dataset in splits.items():
@@ -111,7 +108,7 @@ def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool) -> K
             paths = compute.struct_field(image, "path").to_pylist()
             sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
             for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
-                row = columns.row(f"{split} row {number}", values, split, caption_lines)
+                row = columns.row(f"{split} row {number}", values, split)
                 path = next(filter(None, (values[column] for column in file_names)), path)
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"

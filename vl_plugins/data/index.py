@@ -6,8 +6,9 @@ Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has 
 have none, unless ``vl-plugins shards index`` wrote one: they are scanned, headers first.
 """
 
+import contextlib
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -94,8 +95,10 @@ def read_head(shard: str) -> IndexHead:
     Raises:
         UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
     """
-    head = _read_index(shard, lambda stream: msgspec.json.decode(stream.readline(), type=IndexHead))
-    if head is None:
+    try:
+        with _open_index(shard) as stream:
+            head = msgspec.json.decode(stream.readline(), type=IndexHead)
+    except NO_INDEX:
         return scan_shard(shard)[0]
     if (size := _size(shard)) != head.size:
         raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
@@ -104,25 +107,19 @@ def read_head(shard: str) -> IndexHead:
 
 def read_records(shard: str) -> list[Record]:
     """Return the names and captions in a shard; errors are those of :func:`read_head`."""
+    try:
+        with _open_index(shard) as stream:
+            stream.readline()
+            return msgspec.json.Decoder(Record).decode_lines(stream.read())
+    except NO_INDEX:
+        return scan_shard(shard)[1]
 
-    def read(stream: BinaryIO) -> list[Record]:
-        stream.readline()
-        return msgspec.json.Decoder(Record).decode_lines(stream.read())
 
-    records = _read_index(shard, read)
-    return scan_shard(shard)[1] if records is None else records
-
-
-def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
-    """Return what ``read`` returns for the index of a shard, or None if it has no index."""
-    file = index_file(shard)
-    with file_errors("read", file):
-        try:
-            files, path = locate(file)
-            with user_errors(f"{file} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
-                return read(stream)
-        except NO_INDEX:
-            return None
+@contextlib.contextmanager
+def _open_index(shard: str) -> Iterator[BinaryIO]:
+    files, path = locate(index_file(shard))
+    with user_errors(f"{path} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
+        yield stream
 
 
 def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:

@@ -4,7 +4,7 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,9 +13,8 @@ from tqdm import tqdm
 from vl_plugins.data.collection import read_collection
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, sha256
-from vl_plugins.data.images import inspect_image
 from vl_plugins.data.index import index_file, read_head, read_records, scan_shard
-from vl_plugins.data.samples import FEATURES, INPUTS, decode_features, input_of, parse_record, read_samples
+from vl_plugins.data.samples import check_sample, read_samples
 from vl_plugins.errors import UserError
 from vl_plugins.tables import printable
 
@@ -68,28 +67,24 @@ def _describe(shards: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class Verification(NamedTuple):
-    """Numbers of shards, samples and captions, and problems: ``<shard>: <problem>`` or ``<shard>: <key>: ...``."""
-
-    shards: int
-    samples: int
-    captions: int
-    problems: list[str]
-
-
-def verify_shards(shards: Sequence[str], *, workers: int | None = None, executor: Any = None) -> Verification:
+def verify_shards(
+    shards: Sequence[str], *, workers: int | None = None, executor: Any = None
+) -> tuple[int, int, list[str]]:
     """Compare shards with their indexes, and decode all pictures and arrays; without an index they are only decoded.
 
     Args:
         shards: paths or URLs.
         workers, executor: see :func:`~vl_plugins.data.engines.run_jobs`; a job is a shard.
+
+    Returns:
+        Numbers of samples and of usable captions, and problems: ``<shard>: <problem>`` or ``<shard>: <key>: ...``.
     """
     results = run_jobs(_verify_shard, shards, workers, executor)
     samples, captions, problems = 0, 0, []
     for shard, found in zip(shards, tqdm(results, "verify", len(shards), unit="shard", disable=None), strict=True):
         samples, captions = samples + found[0], captions + found[1]
         problems += [printable(f"{shard}: {problem}") for problem in found[2]]
-    return Verification(len(shards), samples, captions, problems)
+    return samples, captions, problems
 
 
 def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
@@ -99,12 +94,7 @@ def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
         for sample in read_samples(shard):
             samples += 1
             try:
-                record = parse_record(sample.key, sample.members)
-                if FEATURES in sample.members and sample.members.keys().isdisjoint(INPUTS["images"]):
-                    decode_features(sample.members[FEATURES])
-                else:
-                    inspect_image(input_of(sample.members))
-                captions += len(record.captions)
+                captions += len(check_sample(sample).captions)
             except UserError as error:
                 problems.append(f"{sample.key}: {error}")
         if not samples:

@@ -1,17 +1,18 @@
-"""The files of one sample: found in an archive, taken out of its bytes, and decoded."""
+"""The files of one image: found in an archive, taken out of its bytes, checked and decoded."""
 
 import io
 import json
 import re
 import tarfile
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import fsspec
 import msgspec
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from webdataset.tariterators import base_plus_ext
 
 from vl_plugins.data.files import file_errors
@@ -27,6 +28,13 @@ INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
 # Files of webdataset itself.
 META_NAME = re.compile(r"__[^/]*__($|/)")
 MEMBERS = {*TEXTS, *sum(INPUTS.values(), ())}
+
+# PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
+IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+
+# PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
+# values up to 255 and makes all others white.
+READABLE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
 
 class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; tracking millions takes long
@@ -141,6 +149,20 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     return record
 
 
+def check_sample(sample: Sample) -> Record:
+    """Decode the picture or the array of a sample; return its names and captions.
+
+    Raises:
+        UserError: readers cannot use the sample.
+    """
+    record, members = parse_record(sample.key, sample.members), sample.members
+    if FEATURES in members and members.keys().isdisjoint(INPUTS["images"]):
+        decode_features(members[FEATURES])
+    else:
+        inspect_image(input_of(members))
+    return record
+
+
 def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:
     """Return the RGB image of a sample, or with ``"features"`` its array (N, W); damaged data raise any error."""
     data = input_of(members, inputs)
@@ -183,3 +205,53 @@ def decode_features(data: bytes) -> np.ndarray:
     if not np.isfinite(features).all() or not features.any():
         raise UserError(f"the array {features.shape} has values that are not finite in 32 bits, or only zeros")
     return features
+
+
+def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
+    """Find out whether readers of shards can use an image; return ``"jpg"``, ``"png"`` or ``"webp"``, width, height.
+
+    Args:
+        data: content of an image file.
+        decode: False takes a JPEG with a readable header and its end mark to be whole, which is many times faster and
+            misses damage in between.
+
+    Raises:
+        UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of more
+            than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
+    """
+    with _opened(data) as image:
+        extension = IMAGE_EXTENSIONS[image.format]
+        if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
+            image.load()
+        return extension, *image.size
+
+
+def scaled_picture(data: bytes, longest_side: int) -> Image.Image:
+    """Return an RGB picture of at most ``longest_side`` pixels, with white behind what is transparent.
+
+    Errors are those of :func:`inspect_image`.
+    """
+    with _opened(data) as image:
+        # Decodes a large JPEG at a fraction of its size, if it is one.
+        image.draft("RGB", (2 * longest_side, 2 * longest_side))
+        picture = image.convert("RGBA")
+    picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
+    opaque = Image.new("RGBA", picture.size, "white")
+    opaque.alpha_composite(picture)
+    return opaque.convert("RGB")
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Open an image that readers of shards can use; whatever PIL raises until the end of the block is a UserError."""
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
+            if image.mode not in READABLE_MODES:
+                raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
+            yield image
+    except UserError:
+        raise
+    except UnidentifiedImageError:  # whose text has an address in memory
+        raise UserError("the file is no JPEG, PNG or WebP image") from None
+    except Exception as error:  # decoders of damaged files raise nearly anything
+        raise UserError(f"the image is damaged: {error}") from error

@@ -15,7 +15,7 @@ import msgspec
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.tables import printable
 
 Images = Iterable[CaptionedImage | RejectedImage]
@@ -124,40 +124,30 @@ def _read_json(file: str | Path, kind: Any) -> Any:
         return msgspec.json.decode(read_bytes(file).removeprefix(codecs.BOM_UTF8), type=kind)
 
 
-def read_karpathy(annotation_file: str | Path, dataset: str, *, dataset_name: str | None = None) -> Images:
+def read_karpathy(annotation_file: str | Path, dataset: str = "coco", *, dataset_name: str | None = None) -> Images:
     """Yield the images of an annotation file in the format of Karpathy's COCO and Flickr30K splits, in its order.
 
     Args:
         annotation_file: ``dataset_coco.json``, ``dataset_flickr30k.json``, or another file in their format. Images need
-            ``filename``, ``split`` and ``sentences`` with ``raw``, and may have a ``group``. Caption ids are ``sentid``
-            if all have it, or else running numbers. ``restval`` counts as ``train`` (113,287 images of COCO).
-        dataset: ``"coco"``, with ``filepath`` as folder, if given, and ``cocoid`` or else ``imgid`` as image id; or
-            ``"flickr30k"``, with ``filename`` only and ``imgid``. Without them image ids are running numbers.
-        dataset_name: by default the name in the file, or else ``dataset``.
+            ``filename``, ``split`` and ``sentences`` with ``raw``, and may have ``filepath``, their folder, and a
+            ``group``. Image ids are ``cocoid`` or else ``imgid``, and caption ids ``sentid`` if all have it; otherwise
+            both are running numbers. ``restval`` counts as ``train`` (113,287 images of COCO).
+        dataset: name of the data set if the file has none.
+        dataset_name: name of the data set in any case.
 
     Raises:
         UserError: the file is missing or not in this format.
     """
-    is_coco = one_of("dataset", dataset, ("coco", "flickr30k")) == "coco"
     document = _read_json(annotation_file, _Karpathy)
     has_ids = all(sentence.sentid is not None for item in document.images for sentence in item.sentences)
 
     def rows() -> KeyedRows:
         for position, item in enumerate(document.images):
-            file = str(PurePosixPath(item.filepath if is_coco else "", item.filename))
-            yield (
-                file,
-                Row(
-                    place=position,
-                    file=file,
-                    captions=[sentence.raw for sentence in item.sentences],
-                    split=item.split,
-                    image_id=item.cocoid if is_coco and item.cocoid is not None else item.imgid,
-                    group=item.group,
-                    filename=item.filename,
-                    caption_ids=[sentence.sentid for sentence in item.sentences] if has_ids else None,
-                ),
-            )
+            file = str(PurePosixPath(item.filepath, item.filename))
+            captions = [sentence.raw for sentence in item.sentences]
+            image_id = item.imgid if item.cocoid is None else item.cocoid
+            ids = [sentence.sentid for sentence in item.sentences] if has_ids else None
+            yield file, Row(position, file, captions, item.split, image_id, item.group, item.filename, ids)
 
     yield from join_rows(rows(), dataset_name or document.dataset or dataset, f"{annotation_file}: image ")
 
@@ -187,18 +177,11 @@ def read_coco_captions(
             annotations = _by_image(document.annotations)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
             for position, item in enumerate(document.images):
-                found = annotations.get(item.id, ())
-                row = Row(
-                    place=f"{file}: image {position}",
-                    file=str(PurePosixPath(folder, item.file_name)),
-                    captions=[annotation.caption for annotation in found],
-                    split=split,
-                    image_id=item.id,
-                    group=item.group,
-                    filename=item.file_name,
-                    caption_ids=[annotation.id for annotation in found],
-                )
-                yield row.file, row
+                place, file_name = f"{file}: image {position}", str(PurePosixPath(folder, item.file_name))
+                captions = [annotation.caption for annotation in annotations.get(item.id, ())]
+                ids = [annotation.id for annotation in annotations.get(item.id, ())]
+                row = Row(place, file_name, captions, split, item.id, item.group, item.file_name, ids)
+                yield file_name, row
 
     yield from join_rows(rows(), dataset_name or "coco", "")
 

@@ -17,14 +17,32 @@ from tqdm import tqdm
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, sha256, write_complete, write_file
-from vl_plugins.data.images import FileFolder, inspect_image
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, make_head, read_head, write_index
 from vl_plugins.data.out_of_core import shuffled
-from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features
+from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features, inspect_image
 from vl_plugins.data.sources import Images
 from vl_plugins.errors import UserError, one_of
 
 SIZES_FILE = "sizes.json"
+
+
+class FileFolder:
+    """The image or array files of a data set, here those in a folder. It is pickled for worker processes."""
+
+    def __init__(self, root: str | os.PathLike):
+        self.root = os.fspath(root)
+
+    def read(self, file: str) -> bytes:
+        """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
+        return read_bytes(os.path.join(self.root, file))
+
+    def state(self, file: str) -> Any:
+        """Return a JSON value that changes with the content; None if the file cannot be read."""
+        try:
+            status = os.stat(os.path.join(self.root, file))
+        except (OSError, ValueError):
+            return None
+        return status.st_size, status.st_mtime_ns
 
 
 class Written(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from vl_plugins import __version__
 from vl_plugins.data import Collection
 from vl_plugins.data.files import write_file
-from vl_plugins.data.images import scaled_picture
+from vl_plugins.data.samples import scaled_picture
 from vl_plugins.errors import UserError, require
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves
 from vl_plugins.retrieval.metrics import metrics_table
