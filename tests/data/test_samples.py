@@ -18,7 +18,7 @@ def encode(image_format="PNG", size=(5, 4), mode="RGB", **options):
 
 
 FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (5, 4), "red")]}
-NO_IMAGE = "the file is no JPEG, PNG or WebP image"
+NO_IMAGE = "the file is not an image in JPEG, PNG or WebP format"
 PNG = encode("PNG", size=(60, 60))
 
 UNUSABLE = {

@@ -224,7 +224,7 @@ class TestWrongInput:
         (root / images[2].file).write_bytes(b"a cat on a mat")
         with pytest.raises(UserError) as raised:
             write(images, samples_per_shard=5)
-        assert str(raised.value) == "98.png (image id 2): the file is no JPEG, PNG or WebP image"
+        assert str(raised.value) == "98.png (image id 2): the file is not an image in JPEG, PNG or WebP format"
         with pytest.raises(UserError, match=r"^row 7: blank$"):
             write([*make_images(1), RejectedImage("row 7", "train", "blank")])
         assert read_tree(tmp_path / "out") == {}
@@ -239,7 +239,9 @@ class TestWrongInput:
         lists = {Path(shard).name: read_head(shard).rejected for shard in written.shards}
         assert lists == {
             "tiny-train-000000.tar": [early],
-            "tiny-train-000001.tar": [RejectedImage("98.png", "train", "the file is no JPEG, PNG or WebP image")],
+            "tiny-train-000001.tar": [
+                RejectedImage("98.png", "train", "the file is not an image in JPEG, PNG or WebP format")
+            ],
             "tiny-train-000002.tar": [late],
             "tiny-val-000000.tar": [],
         }

@@ -26,12 +26,12 @@ class Draw(NamedTuple):
 
     Args:
         image: index of the image.
-        captions: numbers of its captions, from 0, in the order in which they are wanted.
+        captions: numbers of its captions, from 0, in the order in which they are wanted; None for all.
         seed: of the random numbers that the transform draws; empty for those of the process.
     """
 
     image: int
-    captions: Sequence[int]
+    captions: Sequence[int] | None = None
     seed: tuple[int, ...] = ()
 
 
@@ -103,7 +103,8 @@ class ShardDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int | Draw]) -> list[Item]:
         """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
-        draws = [index if isinstance(index, Draw) else self._all_captions(index) for index in indices]
+        images = range(len(self))  # negative indices count from the end, and others end an iteration
+        draws = [index if isinstance(index, Draw) else Draw(images[index]) for index in indices]
         read = self.collection.read([draw.image for draw in draws])
         items: list[Any] = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]  # or errors
         good = [draw for draw, item in zip(draws, items, strict=True) if isinstance(item, Item)]
@@ -116,11 +117,6 @@ class ShardDataset(Dataset):
             stand_in = good[number % len(good)]._replace(seed=draws[number].seed)
             items[number] = self._read_item(stand_in, *self.collection.read([stand_in.image]))
         return items
-
-    def _all_captions(self, image: int) -> Draw:
-        image = range(len(self))[image]  # negative indices count from the end, and others end an iteration
-        first = self.collection.first_caption
-        return Draw(image, range(int(first[image + 1] - first[image])))
 
     def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
         try:
@@ -135,7 +131,8 @@ class ShardDataset(Dataset):
             return UserError(problem)
         with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
             image = self.transform(image)
-        captions = [record.captions[number] for number in draw.captions]
+        numbers = range(len(record.captions)) if draw.captions is None else draw.captions
+        captions = [record.captions[number] for number in numbers]
         return Item(image, captions, int(self.collection.labels[draw.image]), draw.image)
 
     def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:

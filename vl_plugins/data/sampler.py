@@ -16,7 +16,7 @@ from vl_plugins.errors import UserError
 logger = logging.getLogger(__name__)
 
 # Images whose captions are drawn at a time.
-AT_A_TIME = 4096
+AT_A_TIME = 1024
 # Orders that are tried to fill a batch with different captions.
 ATTEMPTS = 10
 
@@ -30,8 +30,8 @@ def parse_captions_per_image(value: str | int) -> str | int:
     return number or text
 
 
-# An image, its label, the numbers of its captions in the order in which it prefers them, and their hashes.
-_Candidate = tuple[int, int, list[int], list[int]]
+# An image, its label, and the number and hash of each of its captions, preferred ones first.
+_Candidate = tuple[int, int, list[tuple[int, int]]]
 
 
 class CaptionSampler(Sampler[Draw]):
@@ -106,7 +106,9 @@ class CaptionSampler(Sampler[Draw]):
 
     def _batches(self, epoch: int) -> Iterator[list[tuple[int, list[int]]]]:
         """Yield the batches of all processes together: images and the numbers of their captions."""
-        size, number = self.batch_size * self.world_size, self._captions_of_an_image()
+        size, number = self.batch_size * self.world_size, self.captions_per_image
+        if isinstance(number, str):
+            number = int(self.collection.captions_per_image.max()) if number == "all" else 1
         fresh = self._candidates(np.random.default_rng([self.seed, epoch]))
         waiting: list[_Candidate] = []
         for step in range(self._steps):
@@ -117,8 +119,7 @@ class CaptionSampler(Sampler[Draw]):
                 # Images of the epoch come again only when nothing else is left.
                 again = self._candidates(np.random.default_rng([self.seed, epoch, step, attempt]))
                 for is_new, candidate in chain(zip(repeat(True), chain(earlier, fresh)), zip(repeat(False), again)):
-                    image, label, *captions = candidate
-                    free = list(zip(*captions, strict=True))
+                    image, label, free = candidate
                     if self.distinct_captions:
                         free = [pair for pair in free if owners.get(pair[1], label) == label]
                     if free and image not in batch:
@@ -145,11 +146,6 @@ class CaptionSampler(Sampler[Draw]):
                 "captions are those of other images in each batch"
             )
 
-    def _captions_of_an_image(self) -> int:
-        if self.captions_per_image == "all":
-            return int(self.collection.captions_per_image.max())
-        return 1 if isinstance(self.captions_per_image, str) else self.captions_per_image
-
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Return the images in the order of an epoch, (I,)."""
         order = np.arange(len(self.collection), dtype=np.int32)
@@ -174,9 +170,10 @@ class CaptionSampler(Sampler[Draw]):
                 places = np.repeat(np.arange(len(images)), counts)
                 numbers = numbers[np.lexsort((rng.random(len(numbers)), places))]
             hashes = collection.caption_hashes[np.repeat(first, counts) + numbers]
+            captions = list(zip(numbers.tolist(), hashes.tolist(), strict=True))
             labels, begins = collection.labels[images].tolist(), (ends - counts).tolist()
             for image, label, begin, end in zip(images.tolist(), labels, begins, ends.tolist(), strict=True):
-                yield image, label, numbers[begin:end].tolist(), hashes[begin:end].tolist()
+                yield image, label, captions[begin:end]
 
 
 def training_loader(

@@ -5,7 +5,6 @@ import json
 import re
 import tarfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -219,39 +218,15 @@ def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
         UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of more
             than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
     """
-    with _opened(data) as image:
-        extension = IMAGE_EXTENSIONS[image.format]
-        if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
-            image.load()
-        return extension, *image.size
-
-
-def scaled_picture(data: bytes, longest_side: int) -> Image.Image:
-    """Return an RGB picture of at most ``longest_side`` pixels, with white behind what is transparent.
-
-    Errors are those of :func:`inspect_image`.
-    """
-    with _opened(data) as image:
-        # Decodes a large JPEG at a fraction of its size, if it is one.
-        image.draft("RGB", (2 * longest_side, 2 * longest_side))
-        picture = image.convert("RGBA")
-    picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
-    opaque = Image.new("RGBA", picture.size, "white")
-    opaque.alpha_composite(picture)
-    return opaque.convert("RGB")
-
-
-@contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image that readers of shards can use; whatever PIL raises until the end of the block is a UserError."""
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
-            if image.mode not in READABLE_MODES:
-                raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
-            yield image
-    except UserError:
-        raise
+            extension = IMAGE_EXTENSIONS[image.format]
+            if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
+                image.load()
     except UnidentifiedImageError:  # whose text has an address in memory
-        raise UserError("the file is no JPEG, PNG or WebP image") from None
+        raise UserError("the file is not an image in JPEG, PNG or WebP format") from None
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error
+    if image.mode not in READABLE_MODES:
+        raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
+    return extension, *image.size
