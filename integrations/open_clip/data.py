@@ -16,9 +16,8 @@ from open_clip_train.distributed import is_master
 from torch import Tensor
 
 from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
-from vl_plugins.data.collection import Collection
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.index import make_head
+from vl_plugins.data.index import Collection, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record
 from vl_plugins.errors import UserError, user_errors
@@ -29,7 +28,7 @@ __all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
 NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
 
 
 class Steps:
@@ -209,8 +208,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
-    max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
-    dataset = ShardDataset(collection, transform, tokenizer, on_error=args.on_read_error, max_pixels=max_pixels)
+    dataset = ShardDataset(collection, transform, tokenizer, on_error=args.on_read_error)
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

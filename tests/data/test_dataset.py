@@ -143,13 +143,11 @@ class TestDamage:
             (b"\x89PNG", "cannot identify image"),
             (png_of_noise()[:2000], "image file is truncated"),
             (None, "it has no images, expected jpg or png or webp or jpeg; it has json"),
-            # A header is all that is read of a picture that is too large.
-            (encode_picture((65, 64))[:45], "65 x 64 pixels are more than 4096"),
         ],
     )
     def test_a_picture(self, own_shards, caplog, content, reason):
         replace_member(own_shards[1], "numbered-005.png", content)
-        options = {"transform": transform, "tokenizer": tokenizer, "max_pixels": 64 * 64}
+        options = {"transform": transform, "tokenizer": tokenizer}
         with pytest.raises(UserError, match=rf"^cannot read image 5, in {own_shards[1]}: .*{reason}"):
             batches_of(ShardDataset(own_shards, **options), 2)
         assert not caplog.messages

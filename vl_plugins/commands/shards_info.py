@@ -31,9 +31,8 @@ def add_engine(parser: Any, what: str) -> None:
 
 def _find_shards(arguments: argparse.Namespace) -> list[str]:
     """Return the shards asked for: of a folder all that are there or have an index."""
-    from vl_plugins.data.collection import expand_shards
     from vl_plugins.data.files import join, names
-    from vl_plugins.data.index import INDEX_FOLDER
+    from vl_plugins.data.index import INDEX_FOLDER, expand_shards
     from vl_plugins.data.inspection import split_of
 
     shards: list[str] = []

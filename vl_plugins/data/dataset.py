@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.data.index import Collection, read_collection
 from vl_plugins.data.randomness import seeded
 from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, one_of
@@ -61,7 +61,7 @@ class ShardDataset(Dataset):
     first image of its group; the labels of the texts are ``labels.repeat_interleave(k)``.
 
     Args:
-        shards: as for :func:`~vl_plugins.data.collection.expand_shards`; or what ``read_collection`` returned.
+        shards: as for :func:`~vl_plugins.data.index.expand_shards`; or what ``read_collection`` returned.
         transform: from an RGB ``PIL.Image``, or a float32 array (N, W) of features, to a tensor.
         tokenizer: from n captions to a tensor (n, L); L may change from batch to batch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` of each sample. Batches are then (B, N, W), with rows of
@@ -70,7 +70,6 @@ class ShardDataset(Dataset):
             every tensor along its first dimension need.
         on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
             of its batch in its place.
-        max_pixels: a picture with more counts as one that cannot be read.
 
     Raises:
         UserError: a shard does not exist or cannot be read, or an option is unknown. While reading: with ``"raise"``,
@@ -86,13 +85,12 @@ class ShardDataset(Dataset):
         inputs: str = "images",
         captions: str = "flat",
         on_error: str = "raise",
-        max_pixels: int | None = None,
     ):
         self.inputs = one_of("inputs", inputs, INPUTS)
         self.captions = one_of("captions", captions, ("flat", "nested"))
         self.on_error = one_of("on_error", on_error, ("raise", "skip"))
         self.collection = shards if isinstance(shards, Collection) else read_collection(shards)
-        self.transform, self.tokenizer, self.max_pixels = transform, tokenizer, max_pixels
+        self.transform, self.tokenizer = transform, tokenizer
         self._skipped: set[int] = set()
 
     def __len__(self) -> int:
@@ -121,7 +119,7 @@ class ShardDataset(Dataset):
     def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
         try:
             record, members = self.collection.parse(draw.image, data)
-            image = decode(members, self.inputs, self.max_pixels)
+            image = decode(members, self.inputs)
         except Exception as error:  # decoders of damaged files raise nearly anything
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             problem = f"cannot read image {draw.image}, in {self.collection.shard_of([draw.image])[0]}: {reason}"

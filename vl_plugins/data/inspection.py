@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from vl_plugins.data.collection import read_collection
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, sha256
-from vl_plugins.data.index import index_file, read_head, read_records, scan_shard
+from vl_plugins.data.index import index_file, read_collection, read_head, read_records, scan_shard
 from vl_plugins.data.samples import check_sample, read_samples
 from vl_plugins.errors import UserError
 from vl_plugins.tables import printable

@@ -41,17 +41,10 @@ KeyedRows = Iterator[tuple[str, Row]]
 
 
 def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]:
-    """Group rows by image. Image ids become ints if all are ints or canonical decimal strings of up to 18 digits.
+    """Yield the rows of each image, which have one key, and whether another image may have its id.
 
-    Args:
-        rows: pairs of a key, equal for rows of one image, and a row.
-        source: precedes the place of a row in messages.
-
-    Yields:
-        The rows of each image in their order, images by their first rows; and whether another image may have its id.
-
-    Raises:
-        UserError: a text is not valid Unicode.
+    Images are in the order of their first rows. Image ids become ints if all are ints or canonical decimal strings of
+    up to 18 digits. ``source`` precedes the place of a row in messages.
     """
     integers = True
     # Most tables have the rows of an image together.
@@ -99,12 +92,7 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
 
 @contextlib.contextmanager
 def _spool(columns: str, kind: type) -> Iterator["_Spool"]:
-    """Open an empty :class:`_Spool`, in the folder for temporary files.
-
-    Args:
-        columns: names and types of the integers of each object, after its place ``position BIGINT, size BIGINT``.
-        kind: type of the objects.
-    """
+    """Open an empty :class:`_Spool` of objects with integers, whose names and types are in ``columns``."""
     duckdb = require("duckdb", extra="data")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
         limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from webdataset.utils import pytorch_worker_info
 
-from vl_plugins.data.collection import Collection
 from vl_plugins.data.dataset import Draw, ShardDataset
+from vl_plugins.data.index import Collection
 from vl_plugins.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -116,7 +116,6 @@ def write_shards(
     if samples_per_shard < 1:
         raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
     out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
-    images = _usable(images) if on_error == "raise" else images
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
     writer = _ShardWriter(files, inputs, on_error, overwrite, dict(source or {}))
@@ -125,7 +124,9 @@ def write_shards(
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
     with (
         ExitStack() as locks,
-        closing(run_jobs(writer.write, _jobs(images, out, samples_per_shard, locks), workers, executor)) as written,
+        closing(
+            run_jobs(writer.write, writer.jobs(images, out, samples_per_shard, locks), workers, executor)
+        ) as written,
         tqdm(unit="image", disable=None) as progress,
     ):
         for shard, head in written:
@@ -146,33 +147,6 @@ class _Shard(NamedTuple):
     start: int
     images: list[CaptionedImage]
     rejected: list[RejectedImage]
-
-
-def _jobs(images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
-    """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
-    last: dict[str, _Shard] = {}
-    rejected: list[RejectedImage] = []
-    for image in images:
-        if isinstance(image, RejectedImage):
-            rejected.append(image)
-            continue
-        name = f"{image.dataset}-{image.split}"
-        if name not in last:
-            locks.enter_context(lock(join(out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {out}"))
-            last[name] = _Shard(join(out, f"{name}-000000.tar"), name, 0, [], [])
-        # Not as soon as it is full, because images that are rejected may follow.
-        elif len(last[name].images) == samples_per_shard:
-            yield last[name]._replace(rejected=rejected)
-            rejected = []
-            start = last[name].start + samples_per_shard
-            last[name] = _Shard(join(out, f"{name}-{start // samples_per_shard:06d}.tar"), name, start, [], [])
-        last[name].images.append(image)
-    if not last:
-        reason = f", such as {rejected[0].image}: {rejected[0].reason}" if rejected else ""
-        raise UserError(f"there are no images to write{reason}")
-    for shard in last.values():
-        yield shard._replace(rejected=rejected)
-        rejected = []
 
 
 def _remove_others(out: str, shards: Iterable[str], overwrite: bool) -> None:
@@ -199,6 +173,34 @@ class _ShardWriter:
     on_error: str
     overwrite: bool
     source: dict[str, Any]
+
+    def jobs(self, images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
+        """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
+        last: dict[str, _Shard] = {}
+        rejected: list[RejectedImage] = []
+        for image in images:
+            if isinstance(image, RejectedImage):
+                if self.on_error == "raise":
+                    raise UserError(f"{image.image}: {image.reason}")
+                rejected.append(image)
+                continue
+            name = f"{image.dataset}-{image.split}"
+            if name not in last:
+                locks.enter_context(lock(join(out, f"{INDEX_FOLDER}/.{name}.lock"), f"{name} to {out}"))
+                last[name] = _Shard(join(out, f"{name}-000000.tar"), name, 0, [], [])
+            # Not as soon as it is full, because images that are rejected may follow.
+            elif len(last[name].images) == samples_per_shard:
+                yield last[name]._replace(rejected=rejected)
+                rejected = []
+                start = last[name].start + samples_per_shard
+                last[name] = _Shard(join(out, f"{name}-{start // samples_per_shard:06d}.tar"), name, start, [], [])
+            last[name].images.append(image)
+        if not last:
+            reason = f", such as {rejected[0].image}: {rejected[0].reason}" if rejected else ""
+            raise UserError(f"there are no images to write{reason}")
+        for shard in last.values():
+            yield shard._replace(rejected=rejected)
+            rejected = []
 
     def write(self, shard: _Shard) -> tuple[str, IndexHead]:
         """Write a shard, unless its index shows that it is complete."""
@@ -285,19 +287,8 @@ def _write_sizes(out: str) -> None:
             write_file(file, content)
 
 
-def _usable(images: Images) -> Iterator[CaptionedImage]:
-    for image in images:
-        if isinstance(image, RejectedImage):
-            raise UserError(f"{image.image}: {image.reason}")
-        yield image
-
-
 def _with_array_files(images: Images, files: FileFolder) -> Images:
-    """Yield the images with the array file of each as their ``file``: all by id if the first has one, or all by name.
-
-    Raises:
-        UserError: two images have one file.
-    """
+    """Yield the images with the array file of each: all named by id if the first has one, or all by image file."""
     by_id, used = None, set()
     for image in images:
         if isinstance(image, CaptionedImage):
