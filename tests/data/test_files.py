@@ -26,7 +26,7 @@ def test_files(folder):
     write_file(b, b"two")
     write_file(a, b"one")
     write_file(join(folder, "in/c.tar"), b"three")
-    assert (names(folder), names(folder, "*.tar")) == (["a.tar", "b.txt"], ["a.tar"])
+    assert (names(folder), names(folder, "*.tar")) == (["a.tar", "b.txt", "in"], ["a.tar"])
     assert [exists(url) for url in (a, join(folder, "c.tar"))] == [True, False]
     assert read_bytes(b) == b"two"
     assert sha256(a) == "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
@@ -34,7 +34,7 @@ def test_files(folder):
     assert read_bytes(a) == b"other"
     for _ in range(2):
         remove(a)
-    assert names(folder) == ["b.txt"]
+    assert names(folder) == ["b.txt", "in"]
 
 
 def test_a_file_appears_when_it_is_complete(folder):

@@ -1,7 +1,7 @@
 """Files on a disk or behind a URL of fsspec, written so that they appear complete or not at all."""
 
 import contextlib
-import fnmatch
+import glob
 import hashlib
 import os
 import posixpath
@@ -47,15 +47,10 @@ def exists(url: Url) -> bool:
 
 
 def names(folder: Url, pattern: str = "*") -> list[str]:
-    """Return the sorted names of the files in a folder that match a pattern, such as ``*.tar``; [] without a folder."""
+    """Return the sorted names in a folder that match a pattern, such as ``*.tar``; [] without a folder."""
     files, root = locate(folder)
     files.invalidate_cache(root)
-    try:
-        entries = files.ls(root, detail=True)
-    except FileNotFoundError:
-        return []
-    paths = (entry["name"] for entry in entries if entry["type"] == "file")
-    return sorted(name for name in map(posixpath.basename, paths) if fnmatch.fnmatchcase(name, pattern))
+    return sorted(map(posixpath.basename, files.glob(posixpath.join(glob.escape(root), pattern))))
 
 
 def sha256(url: Url) -> str:

@@ -32,9 +32,9 @@ class HubFiles(FileFolder):
     def read(self, file: str) -> bytes:
         split, row, _ = file.split("/", 2)
         (image,) = self.splits[split][int(row)].values()
-        if image is None or (image["bytes"] is None and image["path"] is None):
+        if image is None or not (image["bytes"] or image["path"]):
             raise UserError("the row has no image")
-        if image["bytes"] is not None:
+        if image["bytes"]:
             return image["bytes"]
         path = Path(image["path"]).resolve()
         if not any(path.is_relative_to(folder) for folder in self.folders):

@@ -227,8 +227,9 @@ class Collection:
     """
 
     def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead]):
-        self.shards = tuple(shards)
-        self.only_txt = 0
+        self.shards, self.only_txt = tuple(shards), 0
+        # Never freed in a forked worker, which would take the connections of its parent along.
+        self._files_of_parent, _ = locate(self.shards[0])
         images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
         for head in heads:
             images.append(images[-1] + len(head.starts))

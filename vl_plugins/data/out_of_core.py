@@ -23,7 +23,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
     Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
-    A row with a ``problem`` cannot be used.
+    A row with a ``problem`` cannot be used. ``dataset`` is set later.
     """
 
     place: int | str
@@ -35,6 +35,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
+    dataset: str = ""
 
 
 KeyedRows = Iterator[tuple[str, Row]]

@@ -36,28 +36,21 @@ def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
     total = 0  # captions
     for index, (group, may_repeat) in enumerate(group_rows(rows, source)):
         first = row = group[0]
+        has_ids = first.caption_ids is not None
         captions = [caption for row in group for caption in row.captions]
-        caption_ids: Sequence[Any] = range(total, total + len(captions))
+        numbers = range(total, total + len(captions))
         total += len(captions)
-        if first.caption_ids is not None:
-            caption_ids = [caption_id for row in group for caption_id in row.caption_ids or ()]
         try:
             for row in group:
                 _check_row(row, first)
             row = first
-            fields = {
-                "image_id": index if first.image_id is None else first.image_id,
-                "file": first.file,
-                "captions": captions,
-                "caption_ids": tuple(caption_ids),
-                "split": first.split,
-                "dataset": dataset,
-                "filename": first.file if first.filename is None else first.filename,
-                "group": first.group,
-            }
-            image = msgspec.convert(fields, CaptionedImage)
+            first.caption_ids = [each for row in group for each in row.caption_ids or ()] if has_ids else [*numbers]
+            first.captions, first.dataset = captions, dataset
+            first.image_id = index if first.image_id is None else first.image_id
+            first.filename = first.file if first.filename is None else first.filename
+            image = msgspec.convert(first, CaptionedImage, from_attributes=True)
             ids = [f"image id {image.image_id}"] if may_repeat else []
-            ids += [f"caption id {each}" for each in image.caption_ids] if first.caption_ids is not None else []
+            ids += [f"caption id {each}" for each in image.caption_ids] if has_ids else []
             if repeated := [each for each in ids if each in used or ids.count(each) > 1]:
                 raise UserError(f"{repeated[0]} occurs more than once; ids must be unique")
             used.update(ids)  # a rejected image takes no ids
