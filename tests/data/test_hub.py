@@ -3,8 +3,6 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -146,13 +144,3 @@ def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tm
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
         files.read(of_another_folder.file)
     assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
-
-
-def test_the_hub_without_a_network(tmp_path):
-    command = [sys.executable, "-m", "vl_plugins.cli", "shards", "hugging-face", "someone/birds", "--out", "out"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 2
-    (line,) = finished.stderr.splitlines()
-    assert line.startswith("vl-plugins shards: error: ")
-    assert "someone/birds" in line

@@ -25,16 +25,6 @@ def test_the_seed_alone_decides_every_byte(tmp_path):
     assert not set(one.values()) & set(other.values())
 
 
-def test_the_converter_reads_it_as_coco(toy_scenes):
-    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
-    assert Counter(image.split for image in images) == {"train": 64, "val": 24, "test": 24}
-    assert {len(image.captions) for image in images} == {5}
-    assert {image.dataset for image in images} == {"toy"}
-    for image in images:
-        with Image.open(toy_scenes / image.file) as picture:
-            assert (picture.format, picture.size) == ("PNG", (64, 64))
-
-
 def test_pictures_show_what_the_exact_caption_says(toy_scenes):
     images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
     checked = Counter()

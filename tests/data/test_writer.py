@@ -433,27 +433,23 @@ class TestSeveralRuns:
 
 
 # Writes 9 shards of 6 pictures with an engine, and reads no further picture while there is the file ``gate`` and so
-# many shards are complete. The process that reads picture 30 first may be killed.
+# many shards are complete.
 SCRIPT = """
-import os, signal, sys, time
-from concurrent.futures import ProcessPoolExecutor
+import os, sys, time
 from pathlib import Path
 from vl_plugins.data.captions import CaptionedImage
 from vl_plugins.data.writer import FileFolder, write_shards
 
-root, out, engine, gate, complete, kills = sys.argv[1:]
+root, out, engine, gate, complete = sys.argv[1:]
 
 class Files(FileFolder):
     def __init__(self, *arguments):
         super().__init__(root)
-        self.out, self.gate, self.complete, self.kills = arguments
+        self.out, self.gate, self.complete = arguments
 
     def read(self, file):
         while os.path.exists(self.gate) and len(list(Path(self.out).glob("*.tar"))) >= int(self.complete):
             time.sleep(0.01)
-        if file == "30.jpg" and os.path.exists(self.kills):
-            os.remove(self.kills)
-            os.kill(os.getpid(), signal.SIGKILL)
         return super().read(file)
 
 def images():
@@ -461,7 +457,7 @@ def images():
         yield CaptionedImage(number, f"{number}.jpg", ("a", "b"), (number, -number), "train", "large", f"{number}.jpg")
 
 if __name__ == "__main__":
-    write_shards(images(), Files(out, gate, complete, kills), out, samples_per_shard=6, workers=2, executor=engine)
+    write_shards(images(), Files(out, gate, complete), out, samples_per_shard=6, workers=2, executor=engine)
 """
 
 
@@ -474,7 +470,7 @@ def run(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def command(engine, gate="no-gate", complete=0):
-        arguments = [root, tmp_path / "out", engine, tmp_path / gate, complete, tmp_path / "kills"]
+        arguments = [root, tmp_path / "out", engine, tmp_path / gate, complete]
         return [sys.executable, *map(str, [tmp_path / "script.py", *arguments])]
 
     names = {name: f"{name}.jpg" for name in range(54)}
@@ -505,16 +501,6 @@ def test_a_killed_run_continues_and_ends_as_if_it_had_not_been_stopped(tmp_path,
     subprocess.run(command(engine), check=True)
     assert read_tree(out) == whole
     assert {name: shard_states(out)[name] for name in kept} == kept, "complete shards are not written again"
-
-
-@pytest.mark.parametrize("engine", ENGINES[1:])
-def test_a_cluster_repeats_the_job_of_a_worker_that_is_killed(tmp_path, run, engine):
-    skip_without(engine)
-    command, whole = run
-    (tmp_path / "kills").touch()
-    subprocess.run(command(engine), check=True)
-    assert read_tree(tmp_path / "out") == whole
-    assert not (tmp_path / "kills").exists()
 
 
 def write_and_kill(images, root, out, step):
