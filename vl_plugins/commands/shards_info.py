@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.errors import UserError
 
 __all__ = ["add_engine", "register"]
 
@@ -12,11 +12,10 @@ __all__ = ["add_engine", "register"]
 def register(actions: argparse._SubParsersAction) -> None:
     """Add the subcommands ``verify``, ``info`` and ``index``."""
     for name, (run, what, description) in ACTIONS.items():
-        examples = [f"vl-plugins shards {name} shards --split coco-val"]
+        examples = [f"vl-plugins shards {name} shards/coco-val-*.tar"]
         parser = actions.add_parser(name, help=what, examples=examples, description=description)
         shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
-        parser.add_argument("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
         if run is not _info:
             add_engine(parser, "read")
         parser.set_defaults(run=run)
@@ -33,7 +32,6 @@ def _find_shards(arguments: argparse.Namespace) -> list[str]:
     """Return the shards asked for: of a folder all that are there or have an index."""
     from vl_plugins.data.files import join, names
     from vl_plugins.data.index import INDEX_FOLDER, expand_shards
-    from vl_plugins.data.inspection import split_of
 
     shards: list[str] = []
     for place in arguments.shards:
@@ -45,14 +43,7 @@ def _find_shards(arguments: argparse.Namespace) -> list[str]:
         if not found:
             raise UserError(f"{place} holds no shards; expected .tar files")
         shards += [join(place, name) for name in sorted(found)]
-    shards = list(dict.fromkeys(shards))
-    if arguments.split is None:
-        return shards
-    splits = {split_of(shard) for shard in shards}
-    wanted = [{name for name in splits if name == split or name.endswith(f"-{split}")} for split in arguments.split]
-    if not all(wanted):
-        raise unknown_name("split", arguments.split[wanted.index(set())], splits)
-    return [shard for shard in shards if split_of(shard) in set.union(*wanted)]
+    return list(dict.fromkeys(shards))
 
 
 def _index(arguments: argparse.Namespace) -> int:

@@ -113,12 +113,11 @@ def lock(file: Url, what: str, *, wait: bool = False) -> Iterator[None]:
     if not isinstance(files, LocalFileSystem):
         yield
         return
-    with file_errors("lock", file):
-        files.makedirs(posixpath.dirname(path), exist_ok=True)
-        try:
-            held = filelock.FileLock(path).acquire(timeout=-1 if wait else 0)
-        except filelock.Timeout:
-            raise UserError(f"another process is writing {what}: wait for it, or choose another folder") from None
+    files.makedirs(posixpath.dirname(path), exist_ok=True)
+    try:
+        held = filelock.FileLock(path).acquire(timeout=-1 if wait else 0)
+    except filelock.Timeout:
+        raise UserError(f"another process is writing {what}: wait for it, or choose another folder") from None
     with held:
         yield
 

@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -215,8 +216,7 @@ class _ShardWriter:
 
     def _write(self, shard: _Shard, fingerprint: str) -> IndexHead:
         records: list[Record] = []
-        starts, sizes, rejected = [], [], list(shard.rejected)
-        digest, end = hashlib.sha256(), 0
+        sizes, rejected, digest = [], list(shard.rejected), hashlib.sha256()
         with write_complete(shard.file) as stream:
             for position, image in enumerate(shard.images, shard.start):
                 key = f"{shard.name}-{position:08d}"
@@ -229,14 +229,13 @@ class _ShardWriter:
                     continue
                 stream.write(data)
                 digest.update(data)
-                starts.append(end)
                 sizes.append(len(data))
-                end += len(data)
                 named = (image.image_id, image.caption_ids, image.dataset, image.split, image.group)
                 records.append(Record(key, image.captions, *named))
             if not records:
                 last = rejected[-1]
                 raise UserError(f"no image of {shard.file} can be used, such as {last.image}: {last.reason}")
+            *starts, end = accumulate(sizes, initial=0)
             # The end of an archive: two empty blocks, filled up to a record.
             zeros = 2 * tarfile.BLOCKSIZE
             zeros += -(end + zeros) % tarfile.RECORDSIZE
