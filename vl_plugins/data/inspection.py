@@ -11,11 +11,13 @@ import numpy as np
 from tqdm import tqdm
 
 from vl_plugins.data.engines import run_jobs
-from vl_plugins.data.files import exists, sha256
-from vl_plugins.data.index import index_file, read_collection, read_head, read_records, scan_shard
-from vl_plugins.data.samples import check_sample, read_samples
+from vl_plugins.data.files import sha256
+from vl_plugins.data.index import Collection, read_collection, read_head, read_records, scan_shard
+from vl_plugins.data.samples import check_input
 from vl_plugins.errors import UserError
 from vl_plugins.tables import printable
+
+READ_TOGETHER = 100  # images
 
 
 def split_of(shard: str) -> str:
@@ -88,23 +90,27 @@ def verify_shards(
 
 def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
     """Return the numbers of samples and usable captions of a shard, and its problems."""
-    problems, samples, captions = [], 0, 0
+    problems, captions = [], 0
     try:
-        for sample in read_samples(shard):
-            samples += 1
-            try:
-                captions += len(check_sample(sample).captions)
-            except UserError as error:
-                problems.append(f"{sample.key}: {error}")
-        if not samples:
+        head = read_head(shard)
+        scanned, records = scan_shard(shard)
+        if head.sha256 not in ("", sha256(shard)):
+            problems.append("it is not what was written: its index has another SHA-256")
+        places = msgspec.structs.replace(head, sha256="", fingerprint="", source={}, rejected=[])
+        if not records:
             problems.append("it has no samples")
-        if exists(index_file(shard)):
-            head = read_head(shard)
-            places = msgspec.structs.replace(head, sha256="", fingerprint="", source={}, rejected=[])
-            if head.sha256 not in ("", sha256(shard)):
-                problems.append("it is not what was written: its index has another SHA-256")
-            elif not problems and (places, read_records(shard)) != scan_shard(shard):
-                problems.append("its index is that of other images")
+        if not problems and (places, read_records(shard)) != (scanned, records):
+            problems.append("its index is that of other images")
     except (UserError, OSError) as error:
-        problems.append(str(error))
-    return samples, captions, problems
+        return 0, 0, [str(error)]
+    collection = Collection([shard], [scanned])
+    for start in range(0, len(records), READ_TOGETHER):
+        images = range(len(records))[start : start + READ_TOGETHER]
+        for image, data in zip(images, collection.read(images), strict=True):
+            try:
+                record, members = collection.parse(image, data)
+                check_input(members)
+                captions += len(record.captions)
+            except (UserError, OSError) as error:
+                problems.append(f"{records[image].key}: {error}")
+    return len(records), captions, problems

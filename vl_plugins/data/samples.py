@@ -8,13 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import fsspec
 import msgspec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from webdataset.tariterators import base_plus_ext
 
-from vl_plugins.data.files import file_errors
 from vl_plugins.errors import UserError, one_of, user_errors
 
 # Far above any image, array of features or text; more would fill the memory of a process that reads it.
@@ -26,8 +24,6 @@ FEATURES = "npy"
 INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
 # Files of webdataset itself.
 META_NAME = re.compile(r"__[^/]*__($|/)")
-MEMBERS = {*TEXTS, *sum(INPUTS.values(), ())}
-
 # PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -66,18 +62,8 @@ class Sample:
     members: dict[str, bytes]
 
 
-def read_samples(shard: str, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
-    """Yield the samples of a shard as :func:`scan` does; any error is a :class:`UserError` about the shard."""
-    with (
-        file_errors("read", shard),
-        user_errors(f"cannot read {shard}, it is damaged or compressed"),
-        fsspec.open(shard, "rb") as stream,
-    ):
-        yield from scan(stream, extensions)
-
-
-def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
-    """Yield the samples of an archive; of files with other extensions only the headers are read.
+def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]:
+    """Yield the samples of an archive; with ``extensions``, only the headers of files with others are read.
 
     Files that belong to no sample are passed over. Names are split as webdataset splits them.
 
@@ -102,7 +88,7 @@ def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sa
                 sample = Sample(key, member.offset, 0, {})
             if extension in sample.members:
                 raise ValueError(f"{member.name} is in it twice")
-            wanted = extension in extensions
+            wanted = not extensions or extension in extensions
             sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
             sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
@@ -148,18 +134,12 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     return record
 
 
-def check_sample(sample: Sample) -> Record:
-    """Decode the picture or the array of a sample; return its names and captions.
-
-    Raises:
-        UserError: readers cannot use the sample.
-    """
-    record, members = parse_record(sample.key, sample.members), sample.members
+def check_input(members: Mapping[str, bytes]) -> None:
+    """Decode the picture or else the array of a sample; raise :class:`UserError` if readers cannot use it."""
     if FEATURES in members and members.keys().isdisjoint(INPUTS["images"]):
         decode_features(members[FEATURES])
     else:
         inspect_image(input_of(members))
-    return record
 
 
 def decode(members: Mapping[str, bytes], inputs: str = "images") -> Any:
