@@ -118,7 +118,7 @@ def test_tables_without_splits(toy_scenes, tmp_path):
     table = tmp_path / "t.csv"
     files = sorted(file.relative_to(toy_scenes) for file in toy_scenes.glob("t*/*.png"))
     table.write_text("filepath\ttitle\n" + "".join(f"{file}\t{file}, as a caption\n" for file in files))
-    flags = ("--delimiter", r"\t", "--split-name", "mine", "--dataset-name", "set")
+    flags = ("--split-name", "mine", "--dataset-name", "set")
     flags += ("--val-fraction", 0.3, "--test-fraction", 0.3)
     assert run_shards(table, toy_scenes, f"file://{tmp_path}/out", *flags, source="table") == 0  # a URL of fsspec
     sizes = read_sizes(tmp_path / "out")

@@ -162,7 +162,6 @@ CSV = "image,caption\na.jpg,one\n"
         ("a.csv", "file,caption\na,b\n", {}, "name --image-column and --caption-column; columns: 'file', 'caption'"),
         ("a.csv", "image,words\na,b\n", {}, "name --image-column and --caption-column; columns: 'image', 'words'"),
         ("a.csv", "image,caption,image\na.jpg,one,b.jpg\n", {}, "two columns have the same name: 'image', 'caption', "),
-        ("a.csv", CSV, {"delimiter": "ab"}, "delimiter"),
         ("a.csv", f'{CSV}\n"b.jpg,"two"\n', {}, "line 4: .*; is a quote missing, or one too many"),
         ("a.csv", 'image,caption\n"a\n.jpg",x\nb.jpg,"one" two\n', {}, "line 4: ',' expected after '\"'"),
         ("a.csv", b'image,caption\n"a\n.jpg",x\n\xe9.jpg,b\n', {"val_fraction": 0.1}, "line 4: it is not UTF-8"),

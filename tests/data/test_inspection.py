@@ -168,7 +168,8 @@ def test_unusable_sample_of_another_program_is_named(tmp_path, members, expected
 
 def test_a_shard_that_is_gone(folder):
     (problem,) = verify_shards([str(folder / "gone.tar")])[2]
-    assert problem.startswith(f"{folder}/gone.tar: cannot read {folder}/gone.tar: No such file")
+    assert problem.startswith(f"{folder}/gone.tar: ")
+    assert "No such file" in problem
 
 
 def test_sound_folder_and_its_copy_behind_a_url(sound):

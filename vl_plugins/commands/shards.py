@@ -36,7 +36,7 @@ SOURCES = {
 }
 # Options that are arguments of the reader.
 OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name",))
-OPTIONS["table"] = ("dataset_name", "delimiter", "split_name", "val_fraction", "test_fraction")
+OPTIONS["table"] = ("dataset_name", "split_name", "val_fraction", "test_fraction")
 OPTIONS[HUB] = ("dataset_name", "config", "revision")
 
 
@@ -91,8 +91,6 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--split-column", metavar="COLUMN", help="splits (default: split, if present)")
         add("--group-column", metavar="COLUMN", help="groups of images, such as videos (default: none)")
     if source == "table":
-        delimiter = r"such as \t for a tab (default: the first of tab, comma, '| ' and semicolon in the first line)"
-        add("--delimiter", type=lambda text: text.replace(r"\t", "\t"), metavar="TEXT", help=delimiter)
         name = "split if there is no split column (default: %(default)s)"
         add("--split-name", default="train", metavar="NAME", help=name)
         share = "share of the images for val, if there is no split column; new rows move no image"

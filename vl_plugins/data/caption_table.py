@@ -89,7 +89,6 @@ def read_table(
     columns: Columns | None = None,
     *,
     image_root: str | Path | None = None,
-    delimiter: str | None = None,
     dataset_name: str | None = None,
     split_name: str = "train",
     val_fraction: float = 0.0,
@@ -98,16 +97,15 @@ def read_table(
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
     Text tables start with a row of column names and quote fields as spreadsheets do; JSON Lines have an object in each
-    line. Rows with the same path are one image, where the first row is. With several caption columns an empty one means
-    that the row has fewer captions. Caption ids are running numbers, image ids too if there is no id column. Tables of
-    any size are grouped on disk, in the folder for temporary files.
+    line. The delimiter is the first of tab, comma, ``"| "`` and semicolon that the first line has; with ``"| "``, as in
+    Kaggle's ``results.csv``, quotes have no meaning. Rows with the same path are one image, where the first row is.
+    With several caption columns an empty one means that the row has fewer captions. Caption ids are running numbers,
+    image ids too if there is no id column. Tables of any size are grouped on disk, in the folder for temporary files.
 
     Args:
         file: UTF-8 text; JSON Lines if the name ends in ``.jsonl``.
         columns: which column holds what; by default they are found by their names.
         image_root: folder that absolute paths of the table are in.
-        delimiter: one character, or one and a space, as in Kaggle's ``results.csv``, where quotes have no meaning. By
-            default the first of tab, comma, ``"| "`` and semicolon that the first line has.
         dataset_name: by default the name of the file.
         split_name: split of all rows when there is no split column.
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
@@ -120,7 +118,7 @@ def read_table(
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise UserError("val_fraction and test_fraction must be at least 0, and below 1 together")
     with user_errors(str(file)):
-        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file, delimiter)
+        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file)
         _, names = next(table)
         found = (columns or Columns()).find([*names])
         if (val_fraction or test_fraction) and found.split is not None:
@@ -165,7 +163,7 @@ def _read_objects(file: Path) -> Table:
     yield from objects()
 
 
-def _read_csv(file: Path, delimiter: str | None) -> Table:
+def _read_csv(file: Path) -> Table:
     """Yield a mapping with the column names, and then each row that is not empty, with the number of its first line.
 
     A row of another length has the problem under None.
@@ -173,8 +171,7 @@ def _read_csv(file: Path, delimiter: str | None) -> Table:
     # "sig": spreadsheets put a byte order mark first. "surrogateescape": to find the line that is not UTF-8.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         header = stream.readline()
-        if delimiter is None:
-            delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
+        delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
         options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
         if delimiter[1:] == " ":
             options |= {"delimiter": delimiter[0], "skipinitialspace": True, "quoting": csv.QUOTE_NONE}

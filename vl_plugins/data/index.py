@@ -138,11 +138,7 @@ def _open_index(shard: str) -> Iterator[BinaryIO]:
 def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
     """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    with (
-        file_errors("read", shard),
-        user_errors(f"cannot read {shard}, it is damaged or compressed"),
-        fsspec.open(shard, "rb") as stream,
-    ):
+    with user_errors(f"cannot read {shard}, it is damaged or compressed"), fsspec.open(shard, "rb") as stream:
         for sample in scan(stream, TEXTS):
             try:
                 records.append(parse_record(sample.key, sample.members))
