@@ -40,16 +40,6 @@ def test_info(toy_shards, capsys):
     assert found["toy-val"]["captions_per_image"] == {"5": 24}
 
 
-def test_any_number_of_workers_finds_the_same(toy_shards, tmp_path, capsys):
-    for file in (*toy_shards.glob("toy-val-*.tar"), *toy_shards.glob("toy-test-*.tar")):
-        (tmp_path / file.name).write_bytes(file.read_bytes() + b"\0\1")
-    assert run("verify", tmp_path, "--workers", 1) == 1
-    alone = capsys.readouterr().out
-    assert alone.endswith("6 problems\n")
-    assert run("verify", tmp_path, "--workers", 3) == 1
-    assert capsys.readouterr().out == alone
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -148,9 +148,6 @@ def test_index_that_differs(folder, change, expected):
 
 SAMPLES = {
     "cut picture": ({"png": PICTURE[: len(PICTURE) * 3 // 4]}, "the image is damaged: "),
-    # Without the tables that its pixels need; its header and end are whole.
-    "JPEG": ({"png": encode_picture((99, 99), "JPEG").replace(b"\xff\xdb", b"\xff\xfe")}, "the image is damaged: "),
-    "no picture": ({}, "it has no images"),
     "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
 }
 

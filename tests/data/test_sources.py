@@ -138,15 +138,6 @@ def test_a_wrong_image_is_rejected(write, problem):
     assert reason in rejected.reason
 
 
-def test_the_ids_of_a_rejected_image_stay_free(write):
-    document = karpathy()
-    document["images"][1]["filename"] = "../\n.jpg"
-    document["images"][2]["cocoid"] = 1001
-    first, rejected, *rest = read_karpathy(write(document), "coco")
-    assert [image.image_id for image in (first, *rest)] == [1000, 1001, 1003]
-    assert rejected.image.endswith(r"image 1 (../\n.jpg)")
-
-
 def test_official_files_in_their_order(write):
     file = write(with_field(official(), "images", group="frog"))
     images = list(read_coco_captions([file]))
