@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from webdataset.tariterators import base_plus_ext
 
 from vl_plugins.errors import UserError, one_of, user_errors
 
@@ -22,7 +21,8 @@ TEXTS = ("json", "txt")
 FEATURES = "npy"
 # What a model takes of an image -> extensions of its file. Where a sample has several, the first counts.
 INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
-# Files of webdataset itself.
+# As webdataset splits names, which would import torch; and files of its own.
+NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 META_NAME = re.compile(r"__[^/]*__($|/)")
 # PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -78,10 +78,10 @@ def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]
             archive.members.clear()  # type: ignore[attr-defined]  # or the list of a large archive fills the memory
             if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
                 raise ValueError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
-            key, extension = base_plus_ext(member.name)
-            if not member.isreg() or not extension or META_NAME.match(member.name):
+            name = NAME.fullmatch(member.name)
+            if not member.isreg() or not name or META_NAME.match(member.name):
                 continue
-            extension = extension.lower()
+            key, extension = name[1], name[2].lower()
             if sample is None or key != sample.key:
                 if sample is not None:
                     yield sample

@@ -82,10 +82,10 @@ def write_toy_scenes(
             captions = _describe(scene, rng)
             numbered = enumerate(captions, len(items) * len(captions))
             sentences = [{"raw": caption, "sentid": number} for number, caption in numbered]
-            item = {"filepath": split, "filename": f"toy_{split}_{len(items) + 1:06d}.png", "split": split}
-            item |= {"imgid": len(items), "cocoid": len(items) + 1, "sentences": sentences}
-            _paint(scene, image_size, rng).save(Path(out, split, item["filename"]), format="PNG")
-            items.append(item)
+            name = f"toy_{split}_{len(items) + 1:06d}.png"
+            item = {"filepath": split, "filename": name, "split": split, "imgid": len(items), "cocoid": len(items) + 1}
+            items.append({**item, "sentences": sentences})
+            _paint(scene, image_size, rng).save(Path(out, split, name), format="PNG")
     annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
     return annotation_file
 
