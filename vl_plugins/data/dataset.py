@@ -104,17 +104,13 @@ class ShardDataset(Dataset):
         images = range(len(self))  # negative indices count from the end, and others end an iteration
         draws = [index if isinstance(index, Draw) else Draw(images[index]) for index in indices]
         read = self.collection.read([draw.image for draw in draws])
-        items: list[Any] = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]  # or errors
-        good = [draw for draw, item in zip(draws, items, strict=True) if isinstance(item, Item)]
-        for number, item in enumerate(items):
-            if isinstance(item, Item):
-                continue
-            if self.on_error == "raise" or not good:
-                raise item
-            # Another image of the batch has its own captions and label, so it makes no wrong pairs.
-            stand_in = good[number % len(good)]._replace(seed=draws[number].seed)
-            items[number] = self._read_item(stand_in, *self.collection.read([stand_in.image]))
-        return items
+        items = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]
+        good = [item for item in items if isinstance(item, Item)]
+        for error in items:
+            if isinstance(error, UserError) and (self.on_error == "raise" or not good):
+                raise error
+        # Another image of the batch has its own captions and label, so it makes no wrong pairs.
+        return [item if isinstance(item, Item) else good[number % len(good)] for number, item in enumerate(items)]
 
     def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
         try:

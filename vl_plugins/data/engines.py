@@ -45,13 +45,8 @@ def run_jobs(
 ) -> Generator[Result, None, None]:
     """Yield ``function(job)`` in the order of the jobs, of which two per worker are submitted at a time.
 
-    After an error of ``function`` or ``jobs`` no other job begins.
-
-    Args:
-        function, jobs: what to run.
-        workers: by default one per core.
-        executor: ``"ray"`` or ``"dask"``, see :func:`open_executor`, or anything with the ``submit`` of
-            ``concurrent.futures``; by default threads.
+    ``executor`` is ``"ray"`` or ``"dask"``, see :func:`open_executor`, or anything with the ``submit`` of
+    ``concurrent.futures``; by default threads, one per core. After an error no other job begins.
     """
     pending, at_a_time = deque[Any](), 2 * _workers(workers)
     with contextlib.nullcontext(executor) if hasattr(executor, "submit") else open_executor(executor, workers) as pool:

@@ -53,9 +53,7 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
         fingerprint: of the images that the shard was made of; empty if another program wrote it.
         source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
         rejected: images that were left out.
-        starts, sizes: (I,) first byte of each image's files in the archive, and their number of bytes, with headers.
-        counts: (I,) number of captions.
-        captions: (C,) int64, :func:`~vl_plugins.data.captions.caption_hash` of each caption, image by image.
+        starts, sizes, captions: as the arrays of a :class:`Collection`; ``counts`` of captions by image.
         groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
         only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
     """

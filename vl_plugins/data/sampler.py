@@ -1,7 +1,7 @@
 """The order of a training epoch: batches of images whose captions tell them apart."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, cycle, islice, repeat
 
 import numpy as np
@@ -176,22 +176,19 @@ class CaptionSampler(Sampler[Draw]):
                 yield image, label, captions[begin:end]
 
 
-def training_loader(
-    dataset: ShardDataset, sampler: CaptionSampler, *, workers: int = 0, collate_fn: Callable | None = None
-) -> DataLoader:
+def training_loader(dataset: ShardDataset, sampler: CaptionSampler, *, workers: int = 0) -> DataLoader:
     """Return a loader of the batches of a process, whose ``workers`` processes serve all epochs.
 
     Args:
         dataset, sampler: of one collection.
         workers: processes of the loader; 0 reads in this one.
-        collate_fn: by default ``dataset.collate``.
     """
     return DataLoader(
         dataset,
         sampler.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=collate_fn or dataset.collate,
+        collate_fn=dataset.collate,
         num_workers=workers,
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # which leaves torch's random numbers alone

@@ -22,15 +22,11 @@ Images = Iterable[CaptionedImage | RejectedImage]
 
 
 def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
-    """Yield the images of a source, each with the captions of all its rows.
+    """Yield the images of a source, each with the captions of all its rows, which have one key.
 
-    Images with wrong values, with an id that is not unique, or whose rows disagree are rejected.
-
-    Args:
-        rows: see :func:`~vl_plugins.data.out_of_core.group_rows`. The split ``validation`` becomes ``val``, and COCO's
-            ``restval`` becomes ``train``.
-        dataset: name of the data set.
-        source: precedes the place of a row in messages.
+    Images with wrong values, with an id that is not unique, or whose rows disagree are rejected. The split
+    ``validation`` becomes ``val``, and COCO's ``restval`` becomes ``train``. ``source`` precedes the place of a row in
+    messages.
     """
     used: set[str] = set()
     total = 0  # captions
