@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands import shards_info
-from vl_plugins.errors import one_of
+from vl_plugins.errors import one_of, require
 from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
@@ -117,6 +117,7 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shards, and print which they are and what was left out."""
+    require(*("datasets", "hub") if arguments.action == HUB else ("msgspec", "data"))
     from vl_plugins.data import write_shards
 
     images, files, source = _read_source(arguments)

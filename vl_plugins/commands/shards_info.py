@@ -58,7 +58,7 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.inspection import verify_shards
+    from vl_plugins.data import verify_shards
 
     shards = _find_shards(arguments)
     samples, captions, problems = verify_shards(shards, workers=arguments.workers, executor=arguments.engine)
@@ -70,7 +70,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.inspection import inspect_shards
+    from vl_plugins.data import inspect_shards
 
     print(json.dumps(inspect_shards(_find_shards(arguments)), indent=2))
     return 0
