@@ -25,6 +25,9 @@ from vl_plugins.data.sources import Images
 from vl_plugins.errors import UserError, one_of
 
 SIZES_FILE = "sizes.json"
+# Of a member with time 0, no owner and mode 644. Others differ in name, size and checksum; `TarInfo.tobuf` is slower.
+HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+HEADER_END = HEADER[156:]
 
 
 class FileFolder:
@@ -253,7 +256,7 @@ class _ShardWriter:
         return head
 
     def _encode(self, key: str, image: CaptionedImage) -> bytes:
-        """Return the files of an image as a part of a tar archive, with time 0, no owner and mode 644."""
+        """Return the files of an image as a part of a tar archive."""
         data = self.files.read(image.file)
         metadata = {name: value for name, value in vars(image).items() if name != "file" and value is not None}
         if self.inputs == "features":
@@ -265,9 +268,10 @@ class _ShardWriter:
         members = {extension: data, "json": _to_json(metadata), "txt": image.captions[0].encode()}
         blocks = []
         for extension, content in sorted(members.items()):
-            header = tarfile.TarInfo(f"{key}.{extension}")
-            header.size = len(content)
-            blocks += [header.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % tarfile.BLOCKSIZE)]
+            name = f"{key}.{extension}".encode().ljust(100, b"\0")
+            header = name + HEADER[100:124] + b"%011o" % len(content) + HEADER[135:148]
+            checksum = b"%06o\0 " % (sum(header) + sum(b" " * 8) + sum(HEADER_END))
+            blocks += [header, checksum, HEADER_END, content, bytes(-len(content) % tarfile.BLOCKSIZE)]
         return b"".join(blocks)
 
 
