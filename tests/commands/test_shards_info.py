@@ -66,7 +66,7 @@ def test_index_is_that_of_the_writer_without_facts(toy_shards, tmp_path, capsys)
         head, *images = file.read_text().splitlines()
         expected, *records = written.pop(file.name)
         assert images == records
-        facts = {"fingerprint", "rejected", "source"}
+        facts = {"fingerprint", "rejected"}
         assert json.loads(head) == {name: value for name, value in json.loads(expected).items() if name not in facts}
     assert not written
     capsys.readouterr()

@@ -146,7 +146,7 @@ class TestContent:
         images = [*make_images(3, captions=2), *make_images(2, first=3, captions=4)]
         groups = [7, None, "frog", "frog", None]
         images = [replace(image, group=group) for image, group in zip(images, groups, strict=True)]
-        written, _ = write(images, samples_per_shard=4, source={"annotations": "a.json"})
+        written, _ = write(images, samples_per_shard=4)
         assert written[1:] == (5, 14, [])
         assert written.shards == [f"{tmp_path}/out/tiny-train-00000{number}.tar" for number in range(2)]
         write(make_images(3, "val", 5))
@@ -156,7 +156,6 @@ class TestContent:
                 assert getattr(head, name) == getattr(scanned, name)
             assert read_records(shard) == records
             assert head.sha256 == hashlib.sha256(Path(shard).read_bytes()).hexdigest()
-            assert head.source == {"annotations": "a.json"}
         assert [sample.get("group") for sample in read_samples(tmp_path / "out")] == groups
         sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
         assert sizes == {f"tiny-{name}.tar": size for name, size in zip(SHARDS, (4, 1, 2, 1), strict=True)}

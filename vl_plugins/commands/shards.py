@@ -120,12 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
     require(*("datasets", "hub") if arguments.action == HUB else ("msgspec", "data"))
     from vl_plugins.data import write_shards
 
-    images, files, source = _read_source(arguments)
+    images, files = _read_source(arguments)
     names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
     options |= {
         "inputs": "images" if arguments.features is None else "features",
-        "source": source,
         "executor": arguments.engine,
     }
     written = write_shards(images, files, arguments.out, **options)
@@ -146,10 +145,9 @@ def brace_pattern(shards: Sequence[str]) -> str:
     return shards[0] if first == last else f"{prefix}-{{{first}..{last}}}.tar"
 
 
-def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dict[str, Any]]:
-    """Return the images of the splits asked for, what they or their features are read from, and facts for the index."""
+def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any]:
+    """Return the images of the splits asked for, and what they or their features are read from."""
     from vl_plugins.data import Columns, read_coco_captions, read_karpathy, read_table, with_annotation_ids
-    from vl_plugins.data.files import sha256
 
     options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
     common: dict[str, Any] = {name: options[name] for name in OPTIONS[action]}
@@ -169,12 +167,9 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dic
         images = read_karpathy(*arguments.annotations, action, **common)
     images = _of_splits(images, arguments.split)
     # Only now: the official files need not cover splits that are not written.
-    official = options.get("coco_annotations") or []
-    if official:
+    if official := options.get("coco_annotations"):
         images = with_annotation_ids(images, official)
-    read = [{"file": file.name, "sha256": sha256(file)} for file in [*options.get("annotations", ()), *official]]
-    facts = {name: options[name] for name in ("name", "config", "revision") if options.get(name)}
-    return images, files, {"format": action, "files": read, **facts}
+    return images, files
 
 
 def _of_splits(images: Iterable[Any], splits: Sequence[str] | None) -> Iterator[Any]:

@@ -51,7 +51,6 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     Args:
         size, sha256: of the archive, in bytes and as hexadecimal digits.
         fingerprint: of the images that the shard was made of; empty if another program wrote it.
-        source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
         rejected: images that were left out.
         starts, sizes, captions: as the arrays of a :class:`Collection`; ``counts`` of captions by image.
         groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
@@ -61,7 +60,6 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     size: int
     sha256: str = ""
     fingerprint: str = ""
-    source: dict[str, Any] = {}
     rejected: list[RejectedImage] = []
     starts: list[int]
     sizes: list[int]

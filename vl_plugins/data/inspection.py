@@ -96,7 +96,7 @@ def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
         scanned, records = scan_shard(shard)
         if head.sha256 not in ("", sha256(shard)):
             problems.append("it is not what was written: its index has another SHA-256")
-        places = msgspec.structs.replace(head, sha256="", fingerprint="", source={}, rejected=[])
+        places = msgspec.structs.replace(head, sha256="", fingerprint="", rejected=[])
         if not records:
             problems.append("it has no samples")
         if not problems and (places, read_records(shard)) != (scanned, records):

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -76,7 +76,6 @@ def write_shards(
     executor: Any = None,
     on_error: str = "raise",
     overwrite: bool = False,
-    source: Mapping[str, Any] | None = None,
 ) -> Written:
     """Write captioned images as shards ``<dataset>-<split>-000000.tar``, ..., with an index of each and ``sizes.json``.
 
@@ -108,7 +107,6 @@ def write_shards(
             the same files.
         on_error: ``"raise"`` stops at an image that cannot be used; ``"skip"`` lists it in the index.
         overwrite: whether shards of the same data set and split with other contents are replaced.
-        source: where the images come from, for the index; values must be JSON.
 
     Raises:
         UserError: an argument is wrong; an image or array file cannot be used (with ``on_error="raise"``, or if a shard
@@ -122,7 +120,7 @@ def write_shards(
     out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
-    writer = _ShardWriter(files, inputs, on_error, overwrite, dict(source or {}))
+    writer = _ShardWriter(files, inputs, on_error, overwrite)
     shards: list[str] = []
     images_written, captions, rejected = 0, 0, []
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
@@ -176,7 +174,6 @@ class _ShardWriter:
     inputs: str
     on_error: str
     overwrite: bool
-    source: dict[str, Any]
 
     def jobs(self, images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
         """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
@@ -251,7 +248,7 @@ class _ShardWriter:
                 remove(join(os.path.dirname(shard.file), SIZES_FILE))
                 remove(shard.file)
             facts = {"size": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint}
-            head = make_head(records, starts, sizes, rejected=rejected, source=self.source, **facts)
+            head = make_head(records, starts, sizes, rejected=rejected, **facts)
             write_index(shard.file, head, records)
         return head
 
