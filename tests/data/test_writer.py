@@ -11,7 +11,7 @@ import sys
 import tarfile
 import time
 import uuid
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -379,28 +379,6 @@ class TestSameBytes:
         assert read_tree(tmp_path / "file") == local
         with ProcessPoolExecutor(1) as pool, pytest.raises(UserError, match="its worker wrote it to a disk"):
             write_shards(images, root, f"{url}2", **options, executor=pool)
-
-
-class Lazy:
-    """An executor that runs a job when its result is asked for."""
-
-    def submit(self, function, job):
-        future = Future()
-        future.result = lambda: function(job)
-        return future
-
-
-def test_images_are_read_as_they_are_needed(tmp_path, root, make_images):
-    most, (image,) = 0, make_images(1)
-
-    def images():
-        nonlocal most
-        for number in range(60):
-            most = max(most, number - 2 * len(list((tmp_path / "out").glob("*.tar"))))
-            yield replace(image, image_id=number)
-
-    write_shards(images(), root, tmp_path / "out", samples_per_shard=2, workers=3, executor=Lazy())
-    assert most == 2 * (2 * 3 + 1)
 
 
 class TestSeveralRuns:

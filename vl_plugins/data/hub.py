@@ -83,7 +83,6 @@ def read_hugging_face(
         # Parquet files of other tools have no more than the type `binary`.
         types = datasets.Image().dtype, "binary"
         images = [column for column, feature in features.items() if getattr(feature, "dtype", None) in types]
-        images = ["image"] if "image" in images else images
         if columns.image is None and len(images) == 1:
             columns = replace(columns, image=images[0])
         columns = columns.find(list(features), ID_COLUMNS)
