@@ -102,7 +102,7 @@ def read_head(shard: str) -> IndexHead:
     """Return the first line of a shard's index; without an index it is made from the archive.
 
     Raises:
-        UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
+        UserError, OSError: the shard or the index cannot be read; or the shard is not that which the index was made of.
     """
     try:
         with _open_index(shard) as stream:
