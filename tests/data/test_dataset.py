@@ -252,12 +252,13 @@ class TestFeatures:
 COUNTS = [1 + index % 4 for index in range(10)]
 
 
-class TestEvaluation:
-    @pytest.fixture(scope="class")
-    def counted(self, tmp_path_factory):
-        """Ten images with one to four captions in three shards."""
-        return ShardDataset(write_numbered(tmp_path_factory.mktemp("shards"), COUNTS), transform, tokenizer)
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """Ten images with one to four captions in three shards."""
+    return ShardDataset(write_numbered(tmp_path_factory.mktemp("counted"), COUNTS), transform, tokenizer)
 
+
+class TestEvaluation:
     def test_captions_of_an_image_in_any_number(self, counted):
         loader = evaluation_loader(counted, 4)
         assert len(loader) == 3

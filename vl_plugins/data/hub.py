@@ -9,7 +9,6 @@ from vl_plugins.data.caption_table import Columns, label_of
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.out_of_core import KeyedRows
 from vl_plugins.data.sources import Images, join_rows
-from vl_plugins.data.writer import FileFolder
 from vl_plugins.errors import UserError, require, user_errors
 
 # Those of the image before `id`, which may be that of a caption where each row has one.
@@ -18,14 +17,13 @@ FILE_NAME_COLUMNS = ("filename", "file_name")
 ROWS_TOGETHER = 1000
 
 
-class HubFiles(FileFolder):
+class HubFiles:
     """Images named ``<split>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    A row may have the path of a file in place of its bytes, if the file is in one of the folders.
+    It has the methods of :class:`~vl_plugins.data.writer.FileFolder`. A row may have the path of a file in place of its bytes, if the file is in one of the folders.
     """
 
-    def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[str | Path]):
-        super().__init__(name)
+    def __init__(self, splits: dict[str, Any], folders: Sequence[str | Path]):
         self.splits = splits
         self.folders = [Path(folder).resolve() for folder in folders]
 
@@ -89,7 +87,7 @@ def read_hugging_face(
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
     dataset_name = dataset_name or label_of(Path(name).resolve().name)
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
-    files = HubFiles(name, splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
+    files = HubFiles(splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
     return join_rows(_rows(splits, columns), dataset_name, f"{name}: "), files
 
 
