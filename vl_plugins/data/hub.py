@@ -20,7 +20,8 @@ ROWS_TOGETHER = 1000
 class HubFiles:
     """Images named ``<split>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    It has the methods of :class:`~vl_plugins.data.writer.FileFolder`. A row may have the path of a file in place of its bytes, if the file is in one of the folders.
+    It has the methods of :class:`~vl_plugins.data.writer.FileFolder`. A row may have the path of a file in place of its
+    bytes, if the file is in one of the folders.
     """
 
     def __init__(self, splits: dict[str, Any], folders: Sequence[str | Path]):
