@@ -15,12 +15,11 @@ from open_clip_train.data import DataInfo
 from open_clip_train.distributed import is_master
 from torch import Tensor
 
-from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
-from vl_plugins.data.collection import Collection
+from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.index import make_index
+from vl_plugins.data.index import Collection, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.samples import Record, decode
+from vl_plugins.data.samples import Record
 from vl_plugins.errors import UserError, user_errors
 from vl_plugins.integrations.open_clip.flags import flag, parse_args
 
@@ -29,7 +28,7 @@ __all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
 NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
 
 
 class Steps:
@@ -104,20 +103,14 @@ class Table(Collection):
             captions.setdefault(path, []).append(caption)
         records = [Record(path, tuple(texts), path, tuple(range(len(texts)))) for path, texts in captions.items()]
         nowhere = [0] * len(records)
-        super().__init__([file], [make_index(records, nowhere, nowhere, size=0).head])
+        super().__init__([file], [make_head(records, nowhere, nowhere, size=0)])
         self.records = records
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        return [b"" for _ in images]  # a TableDataset opens the picture files
+        return [b"" for _ in images]
 
-
-class TableDataset(ShardDataset):
-    """The images of a :class:`Table` with their captions."""
-
-    def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
-        record = self.collection.records[draw.image]
-        picture = decode({"jpg": read_bytes(record.key)}, max_pixels=self.max_pixels)
-        return picture, [record.captions[number] for number in draw.captions], record.key
+    def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
+        return self.records[image], {"jpg": read_bytes(self.records[image].key)}
 
 
 def read_splits(args: Namespace) -> dict[str, Collection]:
@@ -205,9 +198,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
-    max_pixels = getattr(args, "max_image_pixels", 0) or None  # a flag of 4.x
-    kind = TableDataset if isinstance(collection, Table) else ShardDataset
-    dataset = kind(collection, transform, tokenizer, on_error="skip", max_pixels=max_pixels)
+    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip")
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

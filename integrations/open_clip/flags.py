@@ -86,8 +86,11 @@ class _Parser(CommandParser):
         found = super().parse_args([*words, *argv])
         if not (found.loss or found.captions_per_image):
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
+            from vl_plugins.data.index import expand_braces
+
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
+                expand_braces(shards)  # raises an error for too many
                 # ``::`` separates shards, and braces make no colon.
                 if ":" in shards.replace("::", "") and shards == getattr(found, option):
                     raise UserError(f"{file}: {shards!r} is no local path; without --loss, give it on the command line")

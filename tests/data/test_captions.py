@@ -32,8 +32,9 @@ VALID |= {"split": "train_2017", "dataset": "my-set", "filename": "b.jpg"}
     ("field", "value", "message"),
     [
         ("caption_ids", (1,), "it has 1 caption ids for 2 captions"),
-        ("split", "val/2017", "'val/2017' cannot name a split or data set; use letters, digits, '_' and '-'"),
+        ("split", "val/2017", "'val/2017' cannot name a split or data set; use up to 40 letters"),
         ("dataset", "val\n", r"'val\\n' cannot name a split or data set"),
+        ("dataset", "x" * 41, "'x+' cannot name a split or data set"),
     ],
 )
 def test_an_image_that_shards_cannot_hold_cannot_be_made(field, value, message):

@@ -3,13 +3,9 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
-import webdataset
-from torchvision.transforms import PILToTensor
 
 from vl_plugins.cli import main
 from vl_plugins.data import Columns, read_karpathy
@@ -102,11 +98,10 @@ def test_columns_and_configurations_that_are_named(items, tmp_path):
     (tmp_path / "mirror" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     read = partial(read_hugging_face, str(tmp_path / "mirror"), config="some")
     named = Columns("image", ["words", "more"], "part", "cocoid", "scene")
-    for join_restval, split in ((True, "train"), (False, "restval")):
-        images, _ = read(named, join_restval=join_restval)
-        assert [(image.image_id, list(image.captions), image.split, image.group) for image in images] == [
-            (item["cocoid"], item["caption"][:2], split, number % 2) for number, item in enumerate(items[:4])
-        ]
+    images, _ = read(named)
+    assert [(image.image_id, list(image.captions), image.split, image.group) for image in images] == [
+        (item["cocoid"], item["caption"][:2], "train", number % 2) for number, item in enumerate(items[:4])
+    ]
     for wrong, message in (
         (Columns("cocoid", ["words"]), "cannot load .*mirror: "),
         (Columns("image", id="text"), "name --image-column and --caption-column; columns: "),
@@ -149,31 +144,3 @@ def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tm
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
         files.read(of_another_folder.file)
     assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
-
-
-def test_tars_of_clip_benchmark(items, tmp_path):
-    """Its own reader says which captions there are."""
-    builder = pytest.importorskip("clip_benchmark.datasets.builder")
-    (tmp_path / "test").mkdir()
-    for number, item in enumerate(items[:3]):
-        with webdataset.TarWriter(str(tmp_path / f"test/{number}.tar")) as writer:
-            text = "\n".join(item["caption"][: 1 + number])
-            writer.write({"__key__": f"s{number:07d}", "png": item["image"]["bytes"], "txt": text})
-    (tmp_path / "test/nshards.txt").write_text("3")
-    (tmp_path / "dataset_type.txt").write_text("retrieval")
-    dataset = builder.build_wds_dataset("toy", transform=PILToTensor(), data_dir=str(tmp_path))
-    images, files = read_hugging_face(str(tmp_path), caption_lines=True)
-    found = [(image.image_id, image.split, list(image.captions), files.read(image.file)) for image in images]
-    pictures = [item["image"]["bytes"] for item in items[:3]]
-    theirs = [captions for _, captions in dataset]
-    assert found == [(f"s{number:07d}", "test", theirs[number], pictures[number]) for number in range(3)]
-
-
-def test_the_hub_without_a_network(tmp_path):
-    command = [sys.executable, "-m", "vl_plugins.cli", "shards", "hugging-face", "someone/birds", "--out", "out"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 2
-    (line,) = finished.stderr.splitlines()
-    assert line.startswith("vl-plugins shards: error: ")
-    assert "someone/birds" in line

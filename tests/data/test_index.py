@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
 from tests.helpers.numbered_shards import write_captioned, write_numbered
-from vl_plugins.data import expand_shards, first_captions, read_collection
+from vl_plugins.data import expand_shards, read_collection
 from vl_plugins.data.index import index_file, read_head, scan_shard, write_index
 from vl_plugins.errors import UserError
 
@@ -46,7 +46,7 @@ class TestIndex:
 
     def test_only_the_archive_of_its_size(self, shards, tmp_path):
         shard = write_tar(tmp_path / "x.tar", [("a.txt", "a")])
-        write_index(shard, scan_shard(shard))
+        write_index(shard, *scan_shard(shard))
         content = Path(shard).read_bytes()
         for changed in (content + bytes(512), content[:-512]):
             Path(shard).write_bytes(changed)
@@ -54,34 +54,21 @@ class TestIndex:
                 read_collection(shard)
 
     @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda data: b"",
-            lambda data: data[:50],
-            lambda data: data.replace(b'"starts":[0', b'"starts":["0"'),
-        ],
-    )
-    def test_damaged_facts(self, tmp_path, damage):
-        (shard,) = write_numbered(tmp_path, [1, 2], groups=["a", "b"])
-        file = Path(index_file(shard))
-        file.write_bytes(damage(file.read_bytes()))
-        with pytest.raises(UserError, match=r"\.tar\.jsonl is damaged: .*vl-plugins shards index"):
-            read_collection(shard)
-
-    @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (lambda lines: [*lines[:2], lines[2][:20]], "damaged"),
-            (lambda lines: lines[:2], "the shards have changed since they were opened"),
+            (lambda head, *records: [], r"\.tar\.jsonl is damaged: .*vl-plugins shards index"),
+            (lambda head, *records: [head[:50]], "is damaged"),
+            (lambda head, *records: [head.replace(b'"starts":[0', b'"starts":["0"'), *records], "is damaged"),
+            (lambda head, first, second: [head, first, second[:20]], "is damaged"),
+            (lambda head, first, second: [head, first], "the shards have changed since they were opened"),
         ],
     )
-    def test_damaged_records(self, tmp_path, damage, message):
-        (shard,) = write_numbered(tmp_path, [1, 2])
+    def test_damage(self, tmp_path, damage, message):
+        (shard,) = write_numbered(tmp_path, [1, 2], groups=["a", "b"])
         file = Path(index_file(shard))
-        file.write_bytes(b"\n".join(damage(file.read_bytes().splitlines())))
-        collection = read_collection(shard)  # which reads no names
+        file.write_bytes(b"\n".join(damage(*file.read_bytes().splitlines())))
         with pytest.raises(UserError, match=message):
-            collection.captions  # noqa: B018
+            read_collection(shard).captions  # noqa: B018
 
 
 class TestCollection:
@@ -98,15 +85,12 @@ class TestCollection:
         assert collection.splits == ["toy-test"]
         assert collection.pictures(range(24)) == {index: sample["png"] for index, sample in enumerate(samples)}
 
-    def test_images_of_a_group_have_the_label_of_its_first(self, shards):
-        collection = read_collection(shards)
-        assert collection.labels.tolist() == [0, 1, 2, 3, 1, 0, 6, 7, 8, 9]
-
-    def test_groups_are_those_of_one_data_set(self, tmp_path):
-        shards = []
+    def test_images_of_a_group_have_the_label_of_its_first(self, shards, tmp_path):
+        assert read_collection(shards).labels.tolist() == [0, 1, 2, 3, 1, 0, 6, 7, 8, 9]
+        of_two = []
         for dataset in ("one", "other"):
-            shards += write_captioned(tmp_path, [["a"], ["b"], ["c"]], dataset=dataset, groups=["1", "1", 1])
-        assert read_collection(shards).labels.tolist() == [0, 0, 2, 3, 3, 5]
+            of_two += write_captioned(tmp_path, [["a"], ["b"], ["c"]], dataset=dataset, groups=["1", "1", 1])
+        assert read_collection(of_two).labels.tolist() == [0, 0, 2, 3, 3, 5]
 
     def test_some_captions(self, shards):
         some = read_collection(shards).with_captions(torch.tensor([5, 1]))
@@ -116,24 +100,15 @@ class TestCollection:
     def test_pictures_of_shards_that_have_changed(self, tmp_path):
         (shard,) = write_numbered(tmp_path, [1, 1, 1])
         collection = read_collection(shard)
-        collection.keys  # noqa: B018
         # Of the same size, with the first two images exchanged.
         content = Path(shard).read_bytes()
         second, third = (int(start) for start in collection.starts[1:])
         Path(shard).write_bytes(content[second:third] + content[:second] + content[third:])
-        with pytest.raises(UserError, match="has changed: numbered-001 was where numbered-000 is now"):
+        with pytest.raises(UserError, match="its captions are not those of the index"):
             collection.pictures([1])
         Path(shard).unlink()
         with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
             collection.pictures([2])
-
-    def test_first_captions(self):
-        image_of_caption = torch.tensor([2, 0, 2, 0, 2, 1, 0, 0])
-        assert first_captions(image_of_caption, 1).tolist() == [0, 1, 5]
-        assert first_captions(image_of_caption, 2).tolist() == [0, 1, 2, 3, 5]
-        assert first_captions(image_of_caption, 9).tolist() == list(range(8))
-        with pytest.raises(ValueError, match="number must be at least 1, got 0"):
-            first_captions(image_of_caption, 0)
 
 
 class TestOtherShards:
@@ -194,12 +169,12 @@ class TestOtherShards:
             ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: its json or txt is not valid"),
             ([("b.jpg", b"")], "b: it has no captions"),
             ([("b.txt", b"\xff\xfe")], "b: its json or txt is not valid"),
-            ([("b.txt", b"x"), ("b.txt", b"y")], r"b\.txt is in it twice"),
+            ([("b.txt", b"x"), ("b.txt", b"y")], r".*b\.txt is in it twice"),
         ],
     )
     def test_bad_samples_are_named(self, tmp_path, members, message):
         shard = write_tar(tmp_path / "x.tar", [("a.txt", "a"), *members])
-        with pytest.raises(UserError, match=rf"cannot read {shard}: {message}"):
+        with pytest.raises(UserError, match=rf"cannot read {shard}[:,] {message}"):
             read_collection(shard)
 
     def test_no_images(self, tmp_path):
@@ -222,32 +197,28 @@ class TestArchives:
     def test_a_cut_anywhere_is_found(self, tmp_path, length):
         """Each of two images has two files, with a block for the header and one for the content."""
         members = [(f"{key}.{extension}", "text") for key in "ab" for extension in ("txt", "png")]
-        shard = Path(write_tar(tmp_path / "x.tar", members))
-        shard.write_bytes(shard.read_bytes()[:length])
-        with pytest.raises(UserError, match=rf"cannot read {shard}: it is "):
-            read_collection(str(shard))
+        (shard := tmp_path / "x.tar").write_bytes(encode_archive(members)[:length])
+        with pytest.raises(UserError, match=rf"cannot read {shard}, it is damaged"):
+            read_collection(shard)
 
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            (b"rubbish" * 200, "cut off or damaged"),
+            (b"rubbish" * 200, "an archive ends with zeros"),
             (header(-2048) + bytes(4096), "says -2048 bytes"),
             (header(1 << 50) + bytes(4096), f"says {1 << 50} bytes"),
-            (header(1 << 60, type=tarfile.XHDTYPE) + bytes(4096), "damaged"),
-            (header(0, type=tarfile.GNUTYPE_LONGNAME) * 2000 + bytes(4096), "damaged"),
+            (header(1 << 60, type=tarfile.XHDTYPE) + bytes(4096), ""),
+            (header(0, type=tarfile.GNUTYPE_LONGNAME) * 2000 + bytes(4096), ""),
+            (None, ""),
         ],
+        ids="rubbish negative large extended-header recursion compressed".split(),
     )
     def test_what_follows_an_image(self, tmp_path, data, message):
-        shard = tmp_path / "x.tar"
-        shard.write_bytes(encode_archive([("a.txt", "a")])[:1024] + data)
-        with pytest.raises(UserError, match=rf"cannot read {shard}: .*{message}"):
-            read_collection(str(shard))
-
-    def test_a_compressed_one(self, tmp_path):
-        shard = tmp_path / "x.tar"
-        shard.write_bytes(gzip.compress(encode_archive([("a.txt", "a")])))
-        with pytest.raises(UserError, match=r"cannot read .*it is damaged or compressed"):
-            read_collection(str(shard))
+        content = encode_archive([("a.txt", "a")])
+        content = gzip.compress(content) if data is None else content[:1024] + data
+        (shard := tmp_path / "x.tar").write_bytes(content)
+        with pytest.raises(UserError, match=rf"cannot read {shard}, it is damaged or compressed: .*{message}"):
+            read_collection(shard)
 
     def test_pictures_are_not_read(self, monkeypatch):
         members = [("a.jpg", bytes(1_000_000)), ("a.txt", "a"), ("b.jpg", bytes(1_000_000)), ("b.txt", "b")]
@@ -279,9 +250,9 @@ class TestExpandShards:
         monkeypatch.chdir(folder)
         for pattern, message in (
             ("x-{3..4}.tar::y.tar", r"2 of 3 shards do not exist: x-3\.tar"),
-            (["./y.tar", f"{folder}/y.tar"], r"y\.tar is listed more than once"),
-            ("::", "names no shards"),
-            ([], "names no shards"),
+            (["./y.tar", f"{folder}/y.tar"], "or one more than once"),
+            ("::", "names no shard"),
+            ([], "names no shard"),
             (str(folder), "1 of 1 shards do not exist"),
         ):
             with pytest.raises(UserError, match=message):

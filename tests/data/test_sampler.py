@@ -228,18 +228,6 @@ def test_any_captions(captions, groups, batch_size, processes, mode, window):
     assert all(len(draw.captions) == width for batch in batches for draw in batch)
 
 
-class TestGroups:
-    def test_they_meet_with_equal_captions(self):
-        """As several pictures of one object do."""
-        captions = [[f"{index // 3}/{number}" for number in range(3)] for index in range(12)]
-        collection = make_collection(captions, groups=[index // 3 for index in range(12)])
-        (batch,) = epoch(collection, 12, captions_per_image="all")
-        assert sorted(draw.image for draw in batch) == list(range(12))
-        assert all(draw.captions == [0, 1, 2] for draw in batch)
-        with pytest.raises(UserError, match="no 12 images have different captions"):
-            epoch(make_collection(captions), 12, captions_per_image="all")
-
-
 def made_up(images, captions=5, per_shard=10_000):
     """Yield the facts of shards of made-up images."""
     for first in range(0, images, per_shard):

@@ -52,24 +52,15 @@ def write(tmp_path):
     return write_document
 
 
-def test_karpathy_coco(write):
+def test_karpathy(write):
     document = karpathy()
-    document["images"][2]["object"] = 7
-    images = list(read_karpathy(write(document), "coco", group_key="object"))
+    document["images"][2]["group"] = 7
+    images = list(read_karpathy(write(document)))
     ids_and_splits = [(image.image_id, image.split) for image in images]
     assert ids_and_splits == [(1000, "train"), (1001, "train"), (1002, "val"), (1003, "test")]
     captions = ("caption 2-0", "caption 2-1")
     assert images[2] == CaptionedImage(1002, "val2014/2.jpg", captions, (20, 21), "val", "coco", "2.jpg", 7)
-    _, image, *_ = read_karpathy(write(document), "coco", join_restval=False, dataset_name="mine")
-    assert (image.split, image.group, image.dataset) == ("restval", None, "mine")
-
-
-def test_karpathy_flickr30k(write):
-    """With the folders and ids of COCO, which are not for it."""
-    *_, image = read_karpathy(write(karpathy("stamps")), "flickr30k")
-    assert (image.image_id, image.file, image.split, image.dataset) == (3, "3.jpg", "test", "stamps")
-    with pytest.raises(UserError, match=r"unknown dataset 'coca' \(did you mean 'coco'\?\); known: coco, flickr30k"):
-        list(read_karpathy(write(karpathy()), "coca"))
+    assert next(iter(read_karpathy(write(document), dataset_name="mine"))).dataset == "mine"
 
 
 @pytest.mark.parametrize("dataset", ["coco", "flickr30k"])
@@ -119,22 +110,18 @@ def test_a_file_of_another_format_always_raises(write, read, content, message):
 # Of four images, what is wrong with the one with the number 2.
 WRONG_IMAGES = {
     "repeated id": ({"cocoid": 1000}, "image id 1000 occurs more than once"),
-    "repeated caption id": ({"sentences": [{"raw": "a", "sentid": 0}]}, "caption id 0 occurs more than once"),
     "caption ids of the next image and of an earlier one": (
         {"sentences": [{"raw": "a", "sentid": 30}, {"raw": "b", "sentid": 0}]},
         "caption id 0 occurs more than once",
     ),
     "caption id twice": ({"sentences": [{"raw": "a", "sentid": 9}] * 2}, "caption id 9 occurs more than once"),
-    "no captions": ({"sentences": []}, "it has no captions, or a blank one"),
     "blank caption": (
         {"sentences": [{"raw": " \n", "sentid": 9}]},
         "it has no captions, or a blank one",
     ),
-    "absolute name": ({"filename": "/etc/passwd"}, "'/etc/passwd' leads out of the image root"),
     "parent path": ({"filepath": "a/../.."}, "'a/../../2.jpg' leads out of the image root"),
-    "drive": ({"filepath": "C:/"}, "leads out of the image root"),
     "Windows parent": ({"filepath": "..\\b"}, "leads out of the image root"),
-    "group": ({"object": [1]}, "Expected `int | str | null`, got `array` - at `$.group`"),
+    "group": ({"group": [1]}, "Expected `int | str | null`, got `array` - at `$.group`"),
 }
 
 
@@ -144,25 +131,16 @@ def test_a_wrong_image_is_rejected(write, problem):
     document = karpathy()
     document["images"][2] |= changes
     file = write(document)
-    first, second, rejected, last = read_karpathy(file, "coco", group_key="object")
+    first, second, rejected, last = read_karpathy(file, "coco")
     assert [image.file for image in (first, second, last)] == [f"val2014/{number}.jpg" for number in (0, 1, 3)]
     assert rejected.image == f"{file}: image 2 ({document['images'][2]['filename']})"
     assert rejected.split == "val"
     assert reason in rejected.reason
 
 
-def test_the_ids_of_a_rejected_image_stay_free(write):
-    document = karpathy()
-    document["images"][1]["filename"] = "../\n.jpg"
-    document["images"][2]["cocoid"] = 1001
-    first, rejected, *rest = read_karpathy(write(document), "coco")
-    assert [image.image_id for image in (first, *rest)] == [1000, 1001, 1003]
-    assert rejected.image.endswith(r"image 1 (../\n.jpg)")
-
-
 def test_official_files_in_their_order(write):
-    file = write(with_field(official(), "images", object="frog"))
-    images = list(read_coco_captions([file], group_key="object"))
+    file = write(with_field(official(), "images", group="frog"))
+    images = list(read_coco_captions([file]))
     assert [(image.image_id, image.group) for image in images] == [(100, None), (101, "frog"), (102, None)]
     captions = ("caption 1-1", "caption 1-0")
     assert images[1] == CaptionedImage(101, "1.jpg", captions, (3, 2), "val2017", "coco", "1.jpg", "frog")

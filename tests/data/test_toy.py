@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 from itertools import pairwise
 
@@ -24,19 +23,6 @@ def test_the_seed_alone_decides_every_byte(tmp_path):
     assert one == again
     assert one.keys() == other.keys()
     assert not set(one.values()) & set(other.values())
-
-
-def test_the_converter_reads_it_as_coco(toy_scenes):
-    item = json.loads((toy_scenes / "dataset_toy.json").read_text())["images"][70]
-    assert set(item) == {"filepath", "filename", "split", "imgid", "cocoid", "sentids", "sentences"}
-    assert item["sentids"] == [sentence["sentid"] for sentence in item["sentences"]]
-    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
-    assert Counter(image.split for image in images) == {"train": 64, "val": 24, "test": 24}
-    assert {len(image.captions) for image in images} == {5}
-    assert {image.dataset for image in images} == {"toy"}
-    for image in images:
-        with Image.open(toy_scenes / image.file) as picture:
-            assert (picture.format, picture.size) == ("PNG", (64, 64))
 
 
 def test_pictures_show_what_the_exact_caption_says(toy_scenes):

@@ -13,8 +13,8 @@ from tests.fuzz.conftest import ENCODE, PICTURES, TOWERS
 from tests.fuzz.forked import LAUNCH, OURS, TRAIN_TOWERS
 
 ALIASES = "a: &a [1, 1, 1, 1]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghijk"))
-SETS = "--config open_clip.yaml --name refused"
 MANY = "it names more than 500,000 shards"
+SETS = "--config open_clip.yaml --name refused"
 COMMANDS = [
     (OURS, "evaluate --features zeros.npz", "zeros.npz: 67,", "compressed more than 100 times"),
     (OURS, "evaluate --features NaN.npz", "NaN.npz: ", "without NaN and infinity"),
@@ -26,12 +26,13 @@ COMMANDS = [
     (TRAIN_TOWERS, "--config wide.yaml --device cpu", "1,000,000,000 is more than 500,000"),
     (OURS, "shards info toy-{0..9999999999}.tar", MANY),
     (OURS, f"encode logs/new {'{a,b}' * 40}.tar {ENCODE}", MANY),
+    (LAUNCH, "--config braces.yaml", MANY),
     (LAUNCH, "--config deep.yaml", "deep.yaml: not valid YAML: maximum recursion depth"),
     (TRAIN_TOWERS, "--config deep.yaml", "deep.yaml: not valid YAML: maximum recursion depth"),
     (LAUNCH, "--config aliases.yaml", "aliases.yaml: a configuration of more than 10,000 values"),
     (TRAIN_TOWERS, "--config aliases.yaml", "aliases.yaml: a configuration of more than 10,000 values"),
-    (OURS, f"encode logs/new {PICTURES}::soft.tar {ENCODE}", "is listed more than once"),
-    (OURS, f"encode logs/new {PICTURES}::hard.tar {ENCODE}", "is listed more than once"),
+    (OURS, f"encode logs/new {PICTURES}::soft.tar {ENCODE}", "or one more than once"),
+    (OURS, f"encode logs/new {PICTURES}::hard.tar {ENCODE}", "or one more than once"),
     (OURS, f"encode logs/new/checkpoints/flipped.pt {PICTURES} {ENCODE}", "flipped.pt: it is damaged"),
     (OURS, f"encode logs/new {PICTURES} {ENCODE.replace('workers 0', 'workers 1')}", "DataLoader worker"),
     (LAUNCH, f"{SETS}_later --workers 1", "DataLoader worker"),
@@ -62,7 +63,7 @@ def folder(whole):
     os.symlink(whole / PICTURES.split("::")[0], whole / "soft.tar")
     os.link(whole / PICTURES.split("::")[1], whole / "hard.tar")
     texts = {"wide": yaml.safe_dump(TOWERS | {"dim": 10**9}), "deep": "loss: " + "[" * 3000 + "]" * 3000}
-    for name, text in (texts | {"aliases": ALIASES}).items():
+    for name, text in (texts | {"aliases": ALIASES, "braces": "train-data: toy-{0..9999999999}.tar"}).items():
         (whole / f"{name}.yaml").write_text(text)
     return whole
 

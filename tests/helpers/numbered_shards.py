@@ -11,7 +11,7 @@ from torchvision.transforms import PILToTensor
 
 from tests.helpers.archives import encode_archive, encode_picture
 from vl_plugins.data import Collection
-from vl_plugins.data.index import make_index, scan_shard, write_index
+from vl_plugins.data.index import make_head, scan_shard, write_index
 from vl_plugins.data.samples import Record
 
 transform = PILToTensor()
@@ -42,7 +42,7 @@ def write_captioned(folder, captions_of_images, images_per_shard=4, dataset="num
         members = chain(*samples[start : start + images_per_shard])
         Path(shards[-1]).write_bytes(encode_archive(members))
         if index:
-            write_index(shards[-1], scan_shard(shards[-1]))
+            write_index(shards[-1], *scan_shard(shards[-1]))
     return shards
 
 
@@ -59,7 +59,7 @@ def make_collection(captions_of_images, images_per_shard=4, dataset="numbered", 
         for number, (captions, group) in enumerate(zip(captions_of_images, groups, strict=True))
     ]
     shards = [records[start : start + images_per_shard] for start in range(0, len(records), images_per_shard)]
-    heads = (make_index(shard, [0] * len(shard), [0] * len(shard), size=0).head for shard in shards)
+    heads = (make_head(shard, [0] * len(shard), [0] * len(shard), size=0) for shard in shards)
     return Collection([f"{number}.tar" for number in range(len(shards))], heads)
 
 
@@ -70,7 +70,7 @@ def replace_member(shard, name, content):
     assert name in dict(members)
     members = [(member, content if member == name else data) for member, data in members]
     Path(shard).write_bytes(encode_archive((member, data) for member, data in members if data is not None))
-    write_index(shard, scan_shard(shard))
+    write_index(shard, *scan_shard(shard))
 
 
 def png_of_noise():

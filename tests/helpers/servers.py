@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,8 @@ class _Handler(SimpleHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"  # keeps connections open
 
-    def __init__(self, *arguments, requests: list[str], delay: float, **options):
-        self.requests, self.delay = requests, delay
+    def __init__(self, *arguments, requests: list[str], **options):
+        self.requests = requests
         super().__init__(*arguments, **options)
 
     def do_HEAD(self) -> None:
@@ -33,7 +32,6 @@ class _Handler(SimpleHTTPRequestHandler):
     def _answer(self) -> None:
         bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         self.requests.append(f"{self.command} {self.path} {bounds[0] if bounds else ''}".rstrip())
-        time.sleep(self.delay)
         file = self.translate_path(self.path)
         if not os.path.isfile(file):
             self.send_error(404)
@@ -67,15 +65,10 @@ def serve(handler: Callable) -> Iterator[str]:
 
 
 @contextmanager
-def http_server(folder: str | os.PathLike, delay: float = 0.0) -> Iterator[tuple[str, list[str]]]:
-    """Serve the files of a folder; yield the URL and a growing list of requests, ``GET /a.tar bytes=0-511``.
-
-    Args:
-        folder: to serve.
-        delay: seconds before each answer.
-    """
+def http_server(folder: str | os.PathLike) -> Iterator[tuple[str, list[str]]]:
+    """Serve the files of a folder; yield the URL and a growing list of requests, ``GET /a.tar bytes=0-511``."""
     requests: list[str] = []
-    with serve(partial(_Handler, directory=os.fspath(folder), requests=requests, delay=delay)) as url:
+    with serve(partial(_Handler, directory=os.fspath(folder), requests=requests)) as url:
         yield url, requests
 
 

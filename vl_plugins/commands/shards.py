@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands import shards_info
-from vl_plugins.errors import UserError, one_of, require
+from vl_plugins.errors import one_of, require
 from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
@@ -35,12 +35,9 @@ SOURCES = {
     ),
 }
 # Options that are arguments of the reader.
-OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name", "group_key"))
-OPTIONS["table"] = ("dataset_name", "delimiter", "split_name", "val_fraction", "test_fraction")
-OPTIONS[HUB] = ("dataset_name", "config", "revision", "caption_lines")
-# Options of reading that an index records.
-RECORDED = ("name", "config", "revision", "annotations", "coco_annotations", "leave_restval", "group_key")
-RECORDED += ("val_fraction", "test_fraction")
+OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name",))
+OPTIONS["table"] = ("dataset_name", "split_name", "val_fraction", "test_fraction")
+OPTIONS[HUB] = ("dataset_name", "config", "revision")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -75,7 +72,6 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
         files = "download only these files, such as test='data/test-*'"
         add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
-        add("--caption-lines", action="store_true", help="each line of a text is a caption, as in CLIP_benchmark")
     else:
         number: Any = "+" if source == "coco-captions" else 1
         what = "the table: text with a row of column names, or .jsonl" if source == "table" else "annotation file"
@@ -93,9 +89,8 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--caption-column", nargs="+", default=(), metavar="COLUMN", help=captions)
         add("--id-column", metavar="COLUMN", help="image ids (default: image_id, ...)")
         add("--split-column", metavar="COLUMN", help="splits (default: split, if present)")
+        add("--group-column", metavar="COLUMN", help="groups of images, such as videos (default: none)")
     if source == "table":
-        delimiter = r"such as \t for a tab (default: the first of tab, comma, '| ' and semicolon in the first line)"
-        add("--delimiter", type=lambda text: text.replace(r"\t", "\t"), metavar="TEXT", help=delimiter)
         name = "split if there is no split column (default: %(default)s)"
         add("--split-name", default="train", metavar="NAME", help=name)
         share = "share of the images for val, if there is no split column; new rows move no image"
@@ -104,10 +99,7 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
     if source in ("coco", HUB):
         official = "official caption files, for the caption ids that ECCV Caption and CxC need"
         add("--coco-annotations", type=Path, nargs="+", metavar="FILE", help=official)
-    if source in ("coco", "flickr30k", HUB):
-        add("--leave-restval", action="store_true", help="keep restval separate from train")
     add("--split", nargs="+", metavar="SPLIT", help="write only these splits")
-    add("--group-key", metavar="KEY", help="field or column that names an image's group, such as its video")
 
 
 def _add_writing_options(parser: argparse.ArgumentParser) -> None:
@@ -115,11 +107,6 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="DIR", help="output folder, or an fsspec URL such as s3://...")
     add("--dataset-name", metavar="NAME", help="prefix of shard names (default: from the source)")
     add("--samples-per-shard", type=int, default=1000, metavar="N", help="images per shard (default: %(default)s)")
-    txt = "captions in .txt: the first, for open_clip, or all, one per line, for CLIP_benchmark (default: %(default)s)"
-    add("--txt", choices=("first", "all"), default="first", help=txt)
-    add("--resize", type=int, metavar="PIXELS", help="shrink larger images to this shorter side")
-    quality = "JPEG and WebP quality of resized images, 1 to 100 (default: %(default)s)"
-    add("--quality", type=int, default=95, metavar="Q", help=quality)
     add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
     group = parser.add_argument_group("how to run")
     shards_info.add_engine(group, "written")
@@ -131,14 +118,13 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the shards, and print which they are and what was left out."""
     require(*("datasets", "hub") if arguments.action == HUB else ("msgspec", "data"))
-    from vl_plugins.data.writer import write_shards
+    from vl_plugins.data import write_shards
 
-    images, files, source = _read_source(arguments)
-    names = ("samples_per_shard", "txt", "resize", "quality", "seed", "workers", "on_error", "overwrite")
+    images, files = _read_source(arguments)
+    names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
     options |= {
         "inputs": "images" if arguments.features is None else "features",
-        "source": source,
         "executor": arguments.engine,
     }
     written = write_shards(images, files, arguments.out, **options)
@@ -146,8 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(brace_pattern(list(shards)))
     print(f"{len(written.shards):,} shards, {written.images:,} images, {written.captions:,} captions")
     if written.rejected:
-        print(f"left out: {written.rejected:,}; the indexes list all, and these are the first:")
-    for item in written.examples:
+        print(f"left out: {len(written.rejected):,}; the indexes list all, and these are the first:")
+    for item in written.rejected[:20]:
         print(f"  {printable(item.image)}: {printable(item.reason)}")
     return 0
 
@@ -159,19 +145,15 @@ def brace_pattern(shards: Sequence[str]) -> str:
     return shards[0] if first == last else f"{prefix}-{{{first}..{last}}}.tar"
 
 
-def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dict[str, Any]]:
-    """Return the images of the splits asked for, what they or their features are read from, and facts for the index."""
+def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any]:
+    """Return the images of the splits asked for, and what they or their features are read from."""
     from vl_plugins.data import Columns, read_coco_captions, read_karpathy, read_table, with_annotation_ids
-    from vl_plugins.data.files import sha256
 
     options, action, files = vars(arguments), arguments.action, arguments.images or arguments.features
     common: dict[str, Any] = {name: options[name] for name in OPTIONS[action]}
-    if "group_key" not in common:
-        columns = {"image": "image", "captions": "caption", "split": "split", "id": "id"}
-        columns = {name: options[f"{column}_column"] for name, column in columns.items()}
-        common["columns"] = Columns(**columns, group=arguments.group_key)
-    if "leave_restval" in options:
-        common["join_restval"] = not arguments.leave_restval
+    if "group_column" in options:
+        names = arguments.image_column, arguments.caption_column, arguments.split_column, arguments.id_column
+        common["columns"] = Columns(*names, arguments.group_column)
     if action == HUB:
         from vl_plugins.data import read_hugging_face
 
@@ -183,30 +165,22 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any, dic
         images = read_coco_captions(arguments.annotations, image_root=files, **common)
     else:
         images = read_karpathy(*arguments.annotations, action, **common)
-    images = _of_splits(images, arguments.split, arguments.group_key)
+    images = _of_splits(images, arguments.split)
     # Only now: the official files need not cover splits that are not written.
     if official := options.get("coco_annotations"):
         images = with_annotation_ids(images, official)
-    facts = {name: options[name] for name in RECORDED if options.get(name)}
-    for name in facts.keys() & {"annotations", "coco_annotations"}:
-        facts[name] = [{"file": file.name, "sha256": sha256(file)} for file in facts[name]]
-    if "name" in facts and Path(facts["name"]).is_dir():
-        facts["name"] = Path(facts["name"]).name
-    return images, files, {"format": action, **facts}
+    return images, files
 
 
-def _of_splits(images: Iterable[Any], splits: Sequence[str] | None, group_key: str | None) -> Iterator[Any]:
-    """Yield the images of some splits; raise an error at the end for a split without any, or if none has a group."""
-    seen, has_groups = set(), False
+def _of_splits(images: Iterable[Any], splits: Sequence[str] | None) -> Iterator[Any]:
+    """Yield the images of some splits; raise an error at the end for a split without any."""
+    seen = set()
     for image in images:
         seen.add(image.split)
         if splits is None or image.split in splits:
-            has_groups = has_groups or getattr(image, "group", None) is not None
             yield image
     for split in splits or ():
         one_of("split", split, seen)
-    if group_key is not None and not has_groups:
-        raise UserError(f"--group-key {group_key}: no image has a group there")
 
 
 def _split_pattern(text: str) -> list[str]:

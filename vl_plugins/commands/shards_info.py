@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from vl_plugins.errors import UserError, unknown_name
+from vl_plugins.errors import UserError
 
 __all__ = ["add_engine", "register"]
 
@@ -12,12 +12,12 @@ __all__ = ["add_engine", "register"]
 def register(actions: argparse._SubParsersAction) -> None:
     """Add the subcommands ``verify``, ``info`` and ``index``."""
     for name, (run, what, description) in ACTIONS.items():
-        examples = [f"vl-plugins shards {name} shards --split coco-val"]
+        examples = [f"vl-plugins shards {name} shards/coco-val-*.tar"]
         parser = actions.add_parser(name, help=what, examples=examples, description=description)
         shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
-        parser.add_argument("--split", nargs="+", metavar="NAME", help="read only these splits, such as coco-train")
-        add_engine(parser, "read")
+        if run is not _info:
+            add_engine(parser, "read")
         parser.set_defaults(run=run)
 
 
@@ -28,29 +28,22 @@ def add_engine(parser: Any, what: str) -> None:
     parser.add_argument("--engine", choices=("threads", "ray", "dask"), default="threads", help=engine)
 
 
-def _find_shards(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the shards, and the folders that are read as a whole."""
-    from vl_plugins.data.collection import expand_shards
+def _find_shards(arguments: argparse.Namespace) -> list[str]:
+    """Return the shards asked for: of a folder all that are there or have an index."""
     from vl_plugins.data.files import join, names
-    from vl_plugins.data.inspection import split_of
+    from vl_plugins.data.index import INDEX_FOLDER, expand_shards
 
     shards: list[str] = []
-    folders = [place.rstrip("/") for place in arguments.shards if not place.endswith(".tar")]
-    for folder in folders:
-        found = [join(folder, name) for name in names(folder, "[!.]*.tar")]
+    for place in arguments.shards:
+        if place.endswith(".tar"):
+            shards += expand_shards(place)
+            continue
+        indexes = names(join(place, INDEX_FOLDER), "*.tar.jsonl")
+        found = {*names(place, "[!.]*.tar"), *(index.removesuffix(".jsonl") for index in indexes)}
         if not found:
-            raise UserError(f"{folder} holds no shards; expected .tar files")
-        shards += found
-    for pattern in arguments.shards:
-        shards += expand_shards(pattern) if pattern.endswith(".tar") else []
-    shards = list(dict.fromkeys(shards))
-    if arguments.split is None:
-        return shards, folders
-    splits = {split_of(shard) for shard in shards}
-    wanted = [{name for name in splits if name == split or name.endswith(f"-{split}")} for split in arguments.split]
-    if not all(wanted):
-        raise unknown_name("split", arguments.split[wanted.index(set())], splits)
-    return [shard for shard in shards if split_of(shard) in set.union(*wanted)], []
+            raise UserError(f"{place} holds no shards; expected .tar files")
+        shards += [join(place, name) for name in sorted(found)]
+    return list(dict.fromkeys(shards))
 
 
 def _index(arguments: argparse.Namespace) -> int:
@@ -58,30 +51,28 @@ def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.files import exists
     from vl_plugins.data.index import index_file, index_shard
 
-    shards = [shard for shard in _find_shards(arguments)[0] if not exists(index_file(shard))]
+    shards = [shard for shard in _find_shards(arguments) if not exists(index_file(shard))]
     images = sum(run_jobs(index_shard, shards, arguments.workers, arguments.engine))
     print(f"indexed {len(shards):,} shards, {images:,} images")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.inspection import verify_shards
+    from vl_plugins.data import verify_shards
 
-    shards, folders = _find_shards(arguments)
-    result = verify_shards(shards, folders=folders, workers=arguments.workers, executor=arguments.engine)
-    for problem in result.problems:
+    shards = _find_shards(arguments)
+    samples, captions, problems = verify_shards(shards, workers=arguments.workers, executor=arguments.engine)
+    for problem in problems:
         print(problem)
-    counts = f"{result.shards:,} shards, {result.samples:,} samples, {result.captions:,} captions"
-    print(f"{counts}: {f'{len(result.problems):,}' if result.problems else 'no'} problems")
-    return 1 if result.problems else 0
+    counts = f"{len(shards):,} shards, {samples:,} samples, {captions:,} captions"
+    print(f"{counts}: {f'{len(problems):,}' if problems else 'no'} problems")
+    return 1 if problems else 0
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from vl_plugins.data.inspection import inspect_shards
+    from vl_plugins.data import inspect_shards
 
-    shards, _ = _find_shards(arguments)
-    statistics = inspect_shards(shards, workers=arguments.workers, executor=arguments.engine)
-    print(json.dumps(statistics, indent=2))
+    print(json.dumps(inspect_shards(_find_shards(arguments)), indent=2))
     return 0
 
 
@@ -95,9 +86,8 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     "info": (
         _info,
         "print statistics of shards as JSON",
-        "Print counts, and repeated images and captions, which are false negatives of each other "
-        "in a batch. The sampler of vl-plugins keeps equal captions of different images apart, but not equal pictures: "
-        "give them a common group (--group-key). Shards of img2dataset and other programs work too.",
+        "Print counts, and repeated captions, which are false negatives of each other in a batch. The sampler of "
+        "vl-plugins keeps equal captions of different images apart. Shards of img2dataset and other programs work too.",
     ),
     "index": (
         _index,

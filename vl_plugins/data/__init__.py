@@ -10,8 +10,8 @@ from vl_plugins.errors import missing_extra
 
 _MODULES = {
     "caption_table": ("Columns", "read_table"),
-    "captions": ("CaptionedImage", "RejectedImage", "first_captions", "normalize_caption"),
-    "collection": ("Collection", "expand_shards", "read_collection"),
+    "captions": ("CaptionedImage", "RejectedImage", "normalize_caption"),
+    "index": ("Collection", "expand_shards", "read_collection"),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
     "hub": ("read_hugging_face",),
     "inspection": ("inspect_shards", "verify_shards"),

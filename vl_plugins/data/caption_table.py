@@ -67,16 +67,11 @@ class Columns:
             raise UserError(f"name --image-column and --caption-column; columns: {', '.join(map(repr, names))}")
         return Columns(image, captions, self.split or first(["split"]), self.id or first(id_columns), self.group)
 
-    def row(self, place: int | str, values: Mapping[Any, Any], split: str, caption_lines: bool = False) -> Row:
-        """Return a row by its values.
-
-        ``split`` is for tables without a split column; with ``caption_lines`` each line of a text is a caption.
-        """
-        texts = [values.get(name) for name in self.captions]
-        if len(texts) > 1:
+    def row(self, place: int | str, values: Mapping[Any, Any], split: str) -> Row:
+        """Return a row by its values; ``split`` is for tables without a split column."""
+        texts = [text for name in self.captions for text in _texts(values.get(name))]
+        if len(self.captions) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        if caption_lines or [text for text in texts if type(text) is not str]:
-            texts = [text for value in texts for text in _texts(value, caption_lines)]
         image_id = None if self.id is None else values.get(self.id)
         return Row(
             place,
@@ -85,6 +80,7 @@ class Columns:
             split if self.split is None else values.get(self.split),
             "" if image_id is None and self.id is not None else image_id,
             None if self.group is None else values.get(self.group),
+            problem=values.get(None),
         )
 
 
@@ -93,7 +89,6 @@ def read_table(
     columns: Columns | None = None,
     *,
     image_root: str | Path | None = None,
-    delimiter: str | None = None,
     dataset_name: str | None = None,
     split_name: str = "train",
     val_fraction: float = 0.0,
@@ -102,16 +97,15 @@ def read_table(
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
     Text tables start with a row of column names and quote fields as spreadsheets do; JSON Lines have an object in each
-    line. Rows with the same path are one image, where the first row is. With several caption columns an empty one means
-    that the row has fewer captions. Caption ids are running numbers, image ids too if there is no id column. Tables of
-    any size are grouped on disk, in the folder for temporary files.
+    line. The delimiter is the first of tab, comma, ``"| "`` and semicolon that the first line has; with ``"| "``, as in
+    Kaggle's ``results.csv``, quotes have no meaning. Rows with the same path are one image, where the first row is.
+    With several caption columns an empty one means that the row has fewer captions. Caption ids are running numbers,
+    image ids too if there is no id column. Tables of any size are grouped on disk, in the folder for temporary files.
 
     Args:
         file: UTF-8 text; JSON Lines if the name ends in ``.jsonl``.
         columns: which column holds what; by default they are found by their names.
         image_root: folder that absolute paths of the table are in.
-        delimiter: one character, or one and a space, as in Kaggle's ``results.csv``, where quotes have no meaning. By
-            default the first of tab, comma, ``"| "`` and semicolon that the first line has.
         dataset_name: by default the name of the file.
         split_name: split of all rows when there is no split column.
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
@@ -124,7 +118,7 @@ def read_table(
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise UserError("val_fraction and test_fraction must be at least 0, and below 1 together")
     with user_errors(str(file)):
-        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file, delimiter)
+        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file)
         _, names = next(table)
         found = (columns or Columns()).find([*names])
         if (val_fraction or test_fraction) and found.split is not None:
@@ -134,14 +128,15 @@ def read_table(
         def rows() -> KeyedRows:
             for line, values in table:
                 row = found.row(line, values, split_name)
-                row.problem = values.get(None)
                 if isinstance(row.file, str):
                     path = row.file.removeprefix(root)
                     row.file = key = str(PurePosixPath(path)) if "./" in path or "//" in path else path
                 else:
                     key = f"{line}/"  # no path ends so
                 if val_fraction or test_fraction:
-                    drawn = _draw(key if row.group in (None, "") else str(row.group))
+                    drawn_by = key if row.group in (None, "") else str(row.group)
+                    digest = hashlib.sha256(drawn_by.encode(errors="surrogateescape")).digest()
+                    drawn = int.from_bytes(digest[:8], "big") / 2**64
                     row.split = "test" if drawn < test_fraction else "val" if drawn >= 1 - val_fraction else split_name
                 yield key, row
 
@@ -168,7 +163,7 @@ def _read_objects(file: Path) -> Table:
     yield from objects()
 
 
-def _read_csv(file: Path, delimiter: str | None) -> Table:
+def _read_csv(file: Path) -> Table:
     """Yield a mapping with the column names, and then each row that is not empty, with the number of its first line.
 
     A row of another length has the problem under None.
@@ -176,8 +171,7 @@ def _read_csv(file: Path, delimiter: str | None) -> Table:
     # "sig": spreadsheets put a byte order mark first. "surrogateescape": to find the line that is not UTF-8.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         header = stream.readline()
-        if delimiter is None:
-            delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
+        delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
         options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
         if delimiter[1:] == " ":
             options |= {"delimiter": delimiter[0], "skipinitialspace": True, "quoting": csv.QUOTE_NONE}
@@ -204,17 +198,10 @@ def label_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _draw(key: str) -> float:
-    """Hash a text to a number, [0, 1)."""
-    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
-
-
-def _texts(value: Any, lines: bool) -> list[Any]:
+def _texts(value: Any) -> list[Any]:
     """Return the texts of a caption; anything else remains for the error."""
-    texts: list[Any] = []
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        if isinstance(item, dict):
-            item = next((item[key] for key in TEXT_KEYS if key in item), item)
-        for text in item if isinstance(item, list) else [item]:
-            texts += filter(str.strip, text.splitlines()) if lines and isinstance(text, str) else [text]
-    return texts
+    if isinstance(value, dict):
+        value = next((value[key] for key in TEXT_KEYS if key in value), value)
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item)]
+    return [] if value is None else [value]

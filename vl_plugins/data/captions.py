@@ -1,16 +1,11 @@
 """Images with their captions, as every source yields them, and the comparison of captions."""
 
-import functools
 import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import TYPE_CHECKING
 
 from vl_plugins.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,7 +17,7 @@ class CaptionedImage:
         file: POSIX path relative to the image root; never absolute and without ``..``.
         captions: at least one, none blank, in source order.
         caption_ids: one id per caption, unique in the source.
-        split, dataset: names such as ``"train"``; letters, digits, ``_`` and ``-`` only.
+        split, dataset: names such as ``"train"``; up to 40 letters, digits, ``_`` and ``-``.
         filename: name of the image file in the source.
         group: id shared by images that belong together, such as frames of a video. Blank text means no group.
 
@@ -41,25 +36,18 @@ class CaptionedImage:
 
     def __post_init__(self) -> None:
         for name in (self.split, self.dataset):  # parts of keys and shard names, where dots and slashes separate
-            if not is_label(name):
-                raise UserError(f"{name!r} cannot name a split or data set; use letters, digits, '_' and '-'")
+            if not re.fullmatch("[A-Za-z0-9_-]{1,40}", name):
+                raise UserError(f"{name!r} cannot name a split or data set; use up to 40 letters, digits, '_' and '-'")
         # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
-        if ".." in self.file or ":" in self.file or "\\" in self.file or self.file.startswith("/"):
-            path = PureWindowsPath(self.file)
-            if path.anchor or ".." in path.parts:
-                raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
+        path = PureWindowsPath(self.file)
+        if path.anchor or ".." in path.parts or "\0" in self.file:
+            raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
         if isinstance(self.group, str) and not self.group.strip():
             object.__setattr__(self, "group", None)
         if not self.captions or not all(map(str.strip, self.captions)):
             raise UserError("it has no captions, or a blank one; every image needs at least one")
         if len(self.caption_ids) != len(self.captions):
             raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
-
-
-@functools.lru_cache
-def is_label(name: str) -> bool:
-    """True if a name may be a split or a data set."""
-    return re.fullmatch("[A-Za-z0-9_-]+", name) is not None
 
 
 @dataclass(frozen=True)
@@ -83,34 +71,10 @@ def normalize_caption(text: str) -> str:
 
 
 def caption_hash(text: str) -> int:
-    """Hash the normalized caption.
-
-    >>> caption_hash(" A dog") == caption_hash("a DOG")
-    True
-    """
+    """Hash the normalized caption to a signed 64-bit integer."""
     return hash64(normalize_caption(text).encode())
 
 
 def hash64(data: bytes) -> int:
     """Hash bytes to a signed 64-bit integer, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def first_captions(image_of_caption: "Tensor", number: int) -> "Tensor":
-    """Return the ascending indices of the first ``number`` captions of each image.
-
-    Args:
-        image_of_caption: (C,) int64, index of each caption's image.
-        number: at least 1.
-
-    >>> import torch
-    >>> first_captions(torch.tensor([0, 0, 0, 1, 0]), 2)
-    tensor([0, 1, 3])
-    """
-    if number < 1:
-        raise ValueError(f"number must be at least 1, got {number}")
-    order = image_of_caption.argsort(stable=True)
-    counts = image_of_caption.bincount()
-    first = counts.cumsum(0) - counts
-    place = order.new_ones(len(order)).cumsum(0) - 1 - first[image_of_caption[order]]
-    return order[place < number].sort().values

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from vl_plugins.data.captions import caption_hash
-from vl_plugins.data.collection import Collection, read_collection
+from vl_plugins.data.index import Collection, read_collection
 from vl_plugins.data.randomness import seeded
-from vl_plugins.data.samples import INPUTS, decode, parse_record, parse_sample
+from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, one_of
 
 logger = logging.getLogger(__name__)
@@ -28,12 +26,12 @@ class Draw(NamedTuple):
 
     Args:
         image: index of the image.
-        captions: numbers of its captions, from 0, in the order in which they are wanted.
+        captions: numbers of its captions, from 0, in the order in which they are wanted; None for all.
         seed: of the random numbers that the transform draws; empty for those of the process.
     """
 
     image: int
-    captions: Sequence[int]
+    captions: Sequence[int] | None = None
     seed: tuple[int, ...] = ()
 
 
@@ -45,14 +43,12 @@ class Item(NamedTuple):
         captions: texts.
         label: equal for images of one group; see :class:`ShardDataset`.
         index: of the image.
-        key: name of the image in its shard.
     """
 
     image: Tensor
     captions: list[str]
     label: int
     index: int  # type: ignore[assignment]  # hides the method of tuples
-    key: str
 
 
 class ShardDataset(Dataset):
@@ -65,7 +61,7 @@ class ShardDataset(Dataset):
     first image of its group; the labels of the texts are ``labels.repeat_interleave(k)``.
 
     Args:
-        shards: as for :func:`~vl_plugins.data.collection.expand_shards`; or what ``read_collection`` returned.
+        shards: as for :func:`~vl_plugins.data.index.expand_shards`; or what ``read_collection`` returned.
         transform: from an RGB ``PIL.Image``, or a float32 array (N, W) of features, to a tensor.
         tokenizer: from n captions to a tensor (n, L); L may change from batch to batch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` of each sample. Batches are then (B, N, W), with rows of
@@ -74,7 +70,6 @@ class ShardDataset(Dataset):
             every tensor along its first dimension need.
         on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
             of its batch in its place.
-        max_pixels: a picture with more counts as one that cannot be read.
 
     Raises:
         UserError: a shard does not exist or cannot be read, or an option is unknown. While reading: with ``"raise"``,
@@ -90,13 +85,12 @@ class ShardDataset(Dataset):
         inputs: str = "images",
         captions: str = "flat",
         on_error: str = "raise",
-        max_pixels: int | None = None,
     ):
         self.inputs = one_of("inputs", inputs, INPUTS)
         self.captions = one_of("captions", captions, ("flat", "nested"))
         self.on_error = one_of("on_error", on_error, ("raise", "skip"))
         self.collection = shards if isinstance(shards, Collection) else read_collection(shards)
-        self.transform, self.tokenizer, self.max_pixels = transform, tokenizer, max_pixels
+        self.transform, self.tokenizer = transform, tokenizer
         self._skipped: set[int] = set()
 
     def __len__(self) -> int:
@@ -107,55 +101,33 @@ class ShardDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int | Draw]) -> list[Item]:
         """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
-        draws = [index if isinstance(index, Draw) else self._all_captions(index) for index in indices]
-        items: list[Any] = []  # or errors
-        for draw, data in zip(draws, self.collection.read([draw.image for draw in draws]), strict=True):
-            try:
-                decoded = self._decode(draw, data)
-            except Exception as error:  # decoders of damaged files raise nearly anything
-                items.append(self._problem(draw.image, error))
-            else:
-                items.append(self._item(draw, *decoded))
-        good = [number for number, item in enumerate(items) if isinstance(item, Item)]
-        for number, item in enumerate(items):
-            if isinstance(item, Item):
-                continue
-            if self.on_error == "raise" or not good:
-                raise item
-            # Another image of the batch has its own captions and label, so it makes no wrong pairs.
-            stand_in = draws[good[number % len(good)]]._replace(seed=draws[number].seed)
-            items[number] = self._item(stand_in, *self._decode(stand_in, *self.collection.read([stand_in.image])))
-        return items
+        images = range(len(self))  # negative indices count from the end, and others end an iteration
+        draws = [index if isinstance(index, Draw) else Draw(images[index]) for index in indices]
+        read = self.collection.read([draw.image for draw in draws])
+        items = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]
+        good = [item for item in items if isinstance(item, Item)]
+        for error in items:
+            if isinstance(error, UserError) and (self.on_error == "raise" or not good):
+                raise error
+        # Another image of the batch has its own captions and label, so it makes no wrong pairs.
+        return [item if isinstance(item, Item) else good[number % len(good)] for number, item in enumerate(items)]
 
-    def _all_captions(self, image: int) -> Draw:
-        image = range(len(self))[image]  # negative indices count from the end, and others end an iteration
-        first = self.collection.first_caption
-        return Draw(image, range(int(first[image + 1] - first[image])))
-
-    def _decode(self, draw: Draw, data: bytes | Exception) -> tuple[Any, list[str], str]:
-        """Return the picture or features, the captions that were asked for, and the key."""
-        if isinstance(data, Exception):
-            raise data
-        sample = parse_sample(data)
-        captions = parse_record(sample.key, sample.members).captions
-        hashes = self.collection.caption_hashes[self.collection.first_caption[draw.image] + np.array(draw.captions)]
-        texts = [captions[number] for number in draw.captions]
-        if [caption_hash(text) for text in texts] != hashes.tolist():
-            raise UserError("its captions are not those of the index; write the index or the shards again")
-        return decode(sample.members, self.inputs, self.max_pixels), texts, sample.key
-
-    def _item(self, draw: Draw, image: Any, captions: list[str], key: str) -> Item:
+    def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
+        try:
+            record, members = self.collection.parse(draw.image, data)
+            image = decode(members, self.inputs)
+        except Exception as error:  # decoders of damaged files raise nearly anything
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            problem = f"cannot read image {draw.image}, in {self.collection.shard_of([draw.image])[0]}: {reason}"
+            if self.on_error == "skip" and draw.image not in self._skipped:
+                self._skipped.add(draw.image)
+                logger.warning(problem)
+            return UserError(problem)
         with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
             image = self.transform(image)
-        return Item(image, captions, int(self.collection.labels[draw.image]), draw.image, key)
-
-    def _problem(self, index: int, error: Exception) -> UserError:
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
-        problem = f"cannot read image {index}, in {self.collection.shard_of([index])[0]}: {reason}"
-        if self.on_error == "skip" and index not in self._skipped:
-            self._skipped.add(index)
-            logger.warning(problem)
-        return UserError(problem)
+        numbers = range(len(record.captions)) if draw.captions is None else draw.captions
+        captions = [record.captions[number] for number in numbers]
+        return Item(image, captions, int(self.collection.labels[draw.image]), draw.image)
 
     def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
         """Return images, texts and labels of a batch.

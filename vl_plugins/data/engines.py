@@ -10,27 +10,19 @@ from typing import Any, TypeVar
 
 from vl_plugins.errors import UserError, one_of, require
 
-ENGINES = ("threads", "ray", "dask")
-
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
 def open_executor(engine: str | None = None, workers: int | None = None) -> Iterator[Any]:
-    """Yield an executor with the ``submit`` of ``concurrent.futures``.
+    """Yield an executor with the ``submit`` of ``concurrent.futures``, and so many threads or processes started here.
 
-    Args:
-        engine: ``"threads"``, the default; or ``"ray"`` or ``"dask"``: the cluster of the environment variable
-            ``RAY_ADDRESS`` or ``DASK_SCHEDULER_ADDRESS``, or one that is started here. Clusters repeat the job of a
-            killed worker.
-        workers: number of threads, or of processes of a cluster that is started here; by default one per core.
-
-    Raises:
-        UserError: the engine is unknown or not installed.
+    ``"ray"`` and ``"dask"`` use the cluster of the environment variable ``RAY_ADDRESS`` or ``DASK_SCHEDULER_ADDRESS``,
+    or start one here. Clusters repeat the job of a killed worker.
     """
     workers = _workers(workers)
-    if one_of("engine", engine or "threads", ENGINES) == "threads":
+    if one_of("engine", engine or "threads", ("threads", "ray", "dask")) == "threads":
         with ThreadPoolExecutor(workers) as pool:
             yield pool
     elif engine == "dask":
@@ -53,15 +45,8 @@ def run_jobs(
 ) -> Generator[Result, None, None]:
     """Yield ``function(job)`` in the order of the jobs, of which two per worker are submitted at a time.
 
-    Args:
-        function, jobs: what to run.
-        workers: by default one per core.
-        executor: ``"ray"`` or ``"dask"``, see :func:`open_executor`, or anything with the ``submit`` of
-            ``concurrent.futures``; by default threads.
-
-    Raises:
-        UserError: the executor is unknown or not installed. Also whatever ``function`` or ``jobs`` raise; no other job
-            begins then.
+    ``executor`` is ``"ray"`` or ``"dask"``, see :func:`open_executor`, or anything with the ``submit`` of
+    ``concurrent.futures``; by default threads, one per core. After an error no other job begins.
     """
     pending, at_a_time = deque[Any](), 2 * _workers(workers)
     with contextlib.nullcontext(executor) if hasattr(executor, "submit") else open_executor(executor, workers) as pool:

@@ -1,7 +1,7 @@
 """Files on a disk or behind a URL of fsspec, written so that they appear complete or not at all."""
 
 import contextlib
-import fnmatch
+import glob
 import hashlib
 import os
 import posixpath
@@ -53,15 +53,10 @@ def exists(url: Url) -> bool:
 
 
 def names(folder: Url, pattern: str = "*") -> list[str]:
-    """Return the sorted names of the files in a folder that match a pattern, such as ``*.tar``; [] without a folder."""
+    """Return the sorted names in a folder that match a pattern, such as ``*.tar``; [] without a folder."""
     files, root = locate(folder)
     files.invalidate_cache(root)
-    try:
-        entries = files.ls(root, detail=True)
-    except FileNotFoundError:
-        return []
-    paths = (entry["name"] for entry in entries if entry["type"] == "file")
-    return sorted(name for name in map(posixpath.basename, paths) if fnmatch.fnmatchcase(name, pattern))
+    return sorted(map(posixpath.basename, files.glob(posixpath.join(glob.escape(root), pattern))))
 
 
 def sha256(url: Url) -> str:
@@ -124,12 +119,11 @@ def lock(file: Url, what: str, *, wait: bool = False) -> Iterator[None]:
     if not isinstance(files, LocalFileSystem):
         yield
         return
-    with file_errors("lock", file):
-        files.makedirs(posixpath.dirname(path), exist_ok=True)
-        try:
-            held = filelock.FileLock(path).acquire(timeout=-1 if wait else 0)
-        except filelock.Timeout:
-            raise UserError(f"another process is writing {what}: wait for it, or choose another folder") from None
+    files.makedirs(posixpath.dirname(path), exist_ok=True)
+    try:
+        held = filelock.FileLock(path).acquire(timeout=-1 if wait else 0)
+    except filelock.Timeout:
+        raise UserError(f"another process is writing {what}: wait for it, or choose another folder") from None
     with held:
         yield
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from vl_plugins.data.caption_table import Columns, label_of
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.images import FileFolder
 from vl_plugins.data.out_of_core import KeyedRows
 from vl_plugins.data.sources import Images, join_rows
 from vl_plugins.errors import UserError, require, user_errors
@@ -18,23 +17,23 @@ FILE_NAME_COLUMNS = ("filename", "file_name")
 ROWS_TOGETHER = 1000
 
 
-class HubFiles(FileFolder):
+class HubFiles:
     """Images named ``<split>/<row>/<file name>``, in columns of type ``datasets.Image(decode=False)``.
 
-    A row may have the path of a file in place of its bytes, if the file is in one of the folders.
+    It has the methods of :class:`~vl_plugins.data.writer.FileFolder`. A row may have the path of a file in place of its
+    bytes, if the file is in one of the folders.
     """
 
-    def __init__(self, name: str, splits: dict[str, Any], folders: Sequence[str | Path]):
-        super().__init__(name)
+    def __init__(self, splits: dict[str, Any], folders: Sequence[str | Path]):
         self.splits = splits
         self.folders = [Path(folder).resolve() for folder in folders]
 
     def read(self, file: str) -> bytes:
         split, row, _ = file.split("/", 2)
         (image,) = self.splits[split][int(row)].values()
-        if image is None or (image["bytes"] is None and image["path"] is None):
+        if image is None or not (image["bytes"] or image["path"]):
             raise UserError("the row has no image")
-        if image["bytes"] is not None:
+        if image["bytes"]:
             return image["bytes"]
         path = Path(image["path"]).resolve()
         if not any(path.is_relative_to(folder) for folder in self.folders):
@@ -52,8 +51,6 @@ def read_hugging_face(
     config: str | None = None,
     revision: str | None = None,
     data_files: Mapping[str, str] | None = None,
-    caption_lines: bool = False,
-    join_restval: bool = True,
     dataset_name: str | None = None,
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
@@ -69,8 +66,6 @@ def read_hugging_face(
             are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
         data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
-        caption_lines: whether each line of a text is a caption, as in CLIP_benchmark's ``.txt``.
-        join_restval: whether ``restval`` counts as ``train``.
         dataset_name: by default the last part of ``name``.
 
     Raises:
@@ -87,19 +82,17 @@ def read_hugging_face(
         # Parquet files of other tools have no more than the type `binary`.
         types = datasets.Image().dtype, "binary"
         images = [column for column, feature in features.items() if getattr(feature, "dtype", None) in types]
-        images = ["image"] if "image" in images else images
         if columns.image is None and len(images) == 1:
             columns = replace(columns, image=images[0])
         columns = columns.find(list(features), ID_COLUMNS)
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
-    rows = _rows(splits, columns, caption_lines, join_restval)
     dataset_name = dataset_name or label_of(Path(name).resolve().name)
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
-    files = HubFiles(name, splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
-    return join_rows(rows, dataset_name, f"{name}: "), files
+    files = HubFiles(splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
+    return join_rows(_rows(splits, columns), dataset_name, f"{name}: "), files
 
 
-def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join_restval: bool) -> KeyedRows:
+def _rows(splits: Mapping[str, Any], columns: Columns) -> KeyedRows:
     """Yield all rows with keys; those of one image have the same key."""
     compute = require("pyarrow.compute", extra="hub")
     for split, dataset in splits.items():
@@ -113,11 +106,9 @@ def _rows(splits: Mapping[str, Any], columns: Columns, caption_lines: bool, join
             paths = compute.struct_field(image, "path").to_pylist()
             sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
             for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
-                row = columns.row(f"{split} row {number}", values, split, caption_lines)
+                row = columns.row(f"{split} row {number}", values, split)
                 path = next(filter(None, (values[column] for column in file_names)), path)
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"
-                if row.split == "restval" and join_restval:
-                    row.split = "train"
                 yield row.file if columns.id is None else f"{split}/{row.image_id}/{size}", row
                 number += 1

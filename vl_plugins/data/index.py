@@ -1,4 +1,4 @@
-"""The index of a shard: where each image is, hashes of its captions, its names, and what the shard was made of.
+"""The index of a shard: where each image is, hashes of its captions, its names; and the images of several shards.
 
 Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has a line of facts and arrays
 (:class:`IndexHead`), which is all that training reads, and then a line for each image (:class:`Record`). A shard of
@@ -6,17 +6,31 @@ Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has 
 have none, unless ``vl-plugins shards index`` wrote one: they are scanned, headers first.
 """
 
+import contextlib
+import copy
+import itertools
+import math
+import os
 import posixpath
-from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import fsspec
 import msgspec
 import numpy as np
+from braceexpand import braceexpand
+from fsspec.asyn import reset_lock
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
-from vl_plugins.data.files import file_errors, join, locate, sha256, write_complete
-from vl_plugins.data.samples import TEXTS, Record, parse_record, read_samples
+from vl_plugins.data.files import exists, file_errors, join, locate, sha256, write_complete
+from vl_plugins.data.samples import TEXTS, Record, input_of, parse_record, parse_sample, scan
 from vl_plugins.errors import UserError, user_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
 RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
@@ -25,6 +39,17 @@ HASHES = np.dtype("<i8")
 BLOCK_BYTES = 1 << 18
 # S3 calls a missing file forbidden where listing is.
 NO_INDEX = (FileNotFoundError, PermissionError)
+# Files that are looked for or read at a time, which behind URLs takes as long as one.
+AT_A_TIME = 16
+
+MOST_SHARDS = 500_000  # in a pattern
+GROUP = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
+
+# Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
+# the parent, forever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=reset_lock)
 
 
 class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -32,13 +57,9 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Args:
         size, sha256: of the archive, in bytes and as hexadecimal digits.
-        fingerprint: of the images and options that the shard was made of; empty if another program wrote it.
-        source: where the images come from, as :func:`~vl_plugins.data.writer.write_shards` was told.
-        options: of the conversion.
+        fingerprint: of the images that the shard was made of; empty if another program wrote it.
         rejected: images that were left out.
-        starts, sizes: (I,) first byte of each image's files in the archive, and their number of bytes, with headers.
-        counts: (I,) number of captions.
-        captions: (C,) int64, :func:`~vl_plugins.data.captions.caption_hash` of each caption, image by image.
+        starts, sizes, captions: as the arrays of a :class:`Collection`; ``counts`` of captions by image.
         groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
         only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
     """
@@ -46,8 +67,6 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     size: int
     sha256: str = ""
     fingerprint: str = ""
-    source: dict[str, Any] = {}
-    options: dict[str, Any] = {}
     rejected: list[RejectedImage] = []
     starts: list[int]
     sizes: list[int]
@@ -57,30 +76,19 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     only_txt: int = 0
 
 
-class ShardIndex(NamedTuple):
-    """All of an index."""
-
-    head: IndexHead
-    records: list[Record]
-
-
 def index_file(shard: str) -> str:
-    """Return the location of a shard's index.
-
-    >>> index_file("s3://bucket/coco-train-000000.tar")
-    's3://bucket/__index__/coco-train-000000.tar.jsonl'
-    """
+    """Return the location of a shard's index, such as ``s3://bucket/__index__/coco-train-000000.tar.jsonl``."""
     folder, name = posixpath.split(shard)
     return join(folder, f"{INDEX_FOLDER}/{name}.jsonl")
 
 
-def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> ShardIndex:
-    """Return the index of images at these places; ``facts`` are other fields of :class:`IndexHead`."""
+def make_head(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> IndexHead:
+    """Return the first line of the index of images at these places; ``facts`` are its other fields."""
     captions = (caption_hash(caption) for record in records for caption in record.captions)
     encode = msgspec.json.encode
     hashes = (0 if each.group is None else hash64(encode([each.dataset, each.group])) or 1 for each in records)
     groups = np.fromiter(hashes, HASHES)
-    head = IndexHead(
+    return IndexHead(
         starts=starts,
         sizes=sizes,
         counts=[len(record.captions) for record in records],
@@ -88,25 +96,26 @@ def make_index(records: Sequence[Record], starts: list[int], sizes: list[int], *
         groups=groups.tobytes() if groups.any() else b"",
         **facts,
     )
-    return ShardIndex(head, list(records))
 
 
-def write_index(shard: str, index: ShardIndex) -> None:
+def write_index(shard: str, head: IndexHead, records: Sequence[Record]) -> None:
     """Write the index of a shard beside it."""
     with write_complete(index_file(shard)) as stream:
-        stream.write(msgspec.json.encode(index.head) + b"\n")
-        stream.write(msgspec.json.Encoder().encode_lines(index.records))
+        stream.write(msgspec.json.encode(head) + b"\n")
+        stream.write(msgspec.json.Encoder().encode_lines(records))
 
 
 def read_head(shard: str) -> IndexHead:
     """Return the first line of a shard's index; without an index it is made from the archive.
 
     Raises:
-        UserError: the shard or the index cannot be read; or the shard is not the one that the index was made of.
+        UserError, OSError: the shard or the index cannot be read; or the shard is not that which the index was made of.
     """
-    head = _read_index(shard, lambda stream: msgspec.json.decode(stream.readline(), type=IndexHead))
-    if head is None:
-        return scan_shard(shard).head
+    try:
+        with _open_index(shard) as stream:
+            head = msgspec.json.decode(stream.readline(), type=IndexHead)
+    except NO_INDEX:
+        return scan_shard(shard)[0]
     if (size := _size(shard)) != head.size:
         raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
     return head
@@ -114,50 +123,246 @@ def read_head(shard: str) -> IndexHead:
 
 def read_records(shard: str) -> list[Record]:
     """Return the names and captions in a shard; errors are those of :func:`read_head`."""
-
-    def read(stream: BinaryIO) -> list[Record]:
-        stream.readline()
-        return msgspec.json.Decoder(Record).decode_lines(stream.read())
-
-    records = _read_index(shard, read)
-    return scan_shard(shard).records if records is None else records
-
-
-def _read_index(shard: str, read: Callable[[BinaryIO], Any]) -> Any:
-    """Return what ``read`` returns for the index of a shard, or None if it has no index."""
-    file = index_file(shard)
-    with file_errors("read", file):
-        try:
-            files, path = locate(file)
-            with user_errors(f"{file} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
-                return read(stream)
-        except NO_INDEX:
-            return None
+    try:
+        with _open_index(shard) as stream:
+            stream.readline()
+            return msgspec.json.Decoder(Record).decode_lines(stream.read())
+    except NO_INDEX:
+        return scan_shard(shard)[1]
 
 
-def scan_shard(shard: str) -> ShardIndex:
-    """Return the index of a shard by reading its headers and texts, without ``sha256``; errors as :func:`read_head`."""
+@contextlib.contextmanager
+def _open_index(shard: str) -> Iterator[BinaryIO]:
+    files, path = locate(index_file(shard))
+    with user_errors(f"{path} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
+        yield stream
+
+
+def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
+    """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    for sample in read_samples(shard, TEXTS):
-        try:
-            records.append(parse_record(sample.key, sample.members))
-        except UserError as error:
-            raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
-        only_txt += b'"captions"' not in sample.members.get("json", b"")
-        starts.append(sample.start)
-        sizes.append(sample.end - sample.start)
-    return make_index(records, starts, sizes, size=_size(shard), only_txt=only_txt)
+    with user_errors(f"cannot read {shard}, it is damaged or compressed"), fsspec.open(shard, "rb") as stream:
+        for sample in scan(stream, TEXTS):
+            try:
+                records.append(parse_record(sample.key, sample.members))
+            except UserError as error:
+                raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
+            only_txt += b'"captions"' not in sample.members.get("json", b"")
+            starts.append(sample.start)
+            sizes.append(sample.end - sample.start)
+    return make_head(records, starts, sizes, size=_size(shard), only_txt=only_txt), records
 
 
 def index_shard(shard: str) -> int:
     """Write the index of a shard that another program wrote, in place of one; return the number of images in it."""
-    index = scan_shard(shard)
-    index.head.sha256 = sha256(shard)
-    write_index(shard, index)
-    return len(index.records)
+    head, records = scan_shard(shard)
+    head.sha256 = sha256(shard)
+    write_index(shard, head, records)
+    return len(records)
 
 
 def _size(url: str) -> int:
     with file_errors("read", url):
         files, path = locate(url)
         return files.size(path)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return what a pattern with braces stands for; raise ``ValueError`` if that is more than any data set has."""
+    groups = ((group.count(","), RANGE.match(group)) for group in GROUP.findall(pattern))
+    sizes = (abs(int(found[2]) - int(found[1])) if found else commas for commas, found in groups)
+    if math.prod(size + 1 for size in sizes) <= MOST_SHARDS:  # each range is made as a whole
+        shards = list(itertools.islice(braceexpand(pattern), MOST_SHARDS + 1))
+        if len(shards) <= MOST_SHARDS:
+            return shards
+    raise ValueError(f"it names more than {MOST_SHARDS:,} shards")
+
+
+def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """Return the shards that a pattern stands for.
+
+    Args:
+        pattern: a path or URL of fsspec (``s3://``, ``https://``), with ranges such as
+            ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
+
+    Raises:
+        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
+            different file systems.
+    """
+    with user_errors(f"the shard pattern {pattern!r}"):
+        if isinstance(pattern, (str, os.PathLike)):
+            shards = [shard for part in os.fspath(pattern).split("::") for shard in expand_braces(part) if shard]
+        else:
+            shards = [os.fspath(shard) for shard in pattern]
+    # Links to a local shard have one device and inode.
+    if not shards or len({os.stat(each)[1:3] if os.path.isfile(each) else each for each in shards}) < len(shards):
+        raise UserError(f"the shard pattern {pattern!r} names no shard, or one more than once")
+    if len({fsspec.utils.get_protocol(shard) for shard in shards}) > 1:
+        raise UserError(f"shards must be in one file system, such as all local or all s3://; got {pattern!r}")
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        missing = [shard for shard, is_there in zip(shards, pool.map(exists, shards), strict=True) if not is_there]
+    if missing:
+        raise UserError(f"{len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
+    return shards
+
+
+def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
+    """Read where the images of shards are, from the indexes beside the shards or else from the shards.
+
+    Args:
+        shards: as for :func:`expand_shards`.
+
+    Raises:
+        UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
+    """
+    shards = expand_shards(shards)
+    with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
+        collection = Collection(shards, pool.map(read_head, shards))
+    if not len(collection):
+        raise UserError(f"the shards hold no images: {shards[0]}, ...")
+    return collection
+
+
+class Collection:
+    """The I images of shards and their C captions, in the order of the shards.
+
+    It holds about 70 bytes for an image with five captions. Names and captions are read when first asked for.
+
+    Args:
+        shards: paths or URLs.
+        heads: first lines of their indexes; consumed one at a time.
+
+    Attributes:
+        shards: paths or URLs.
+        first_image: (S + 1,) index of each shard's first image, and I.
+        starts, sizes: (I,) first byte of each image's files in its shard, and their number of bytes, with headers.
+        first_caption: (I + 1,) index of each image's first caption, and C.
+        caption_hashes: (C,) int64, see :func:`~vl_plugins.data.captions.caption_hash`.
+        labels: (I,) int64: the index of each image, or that of the first image of its group.
+        only_txt: number of images without a list of captions, whose only caption is ``txt``.
+    """
+
+    def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead]):
+        self.shards, self.only_txt = tuple(shards), 0
+        images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
+        for head in heads:
+            images.append(images[-1] + len(head.starts))
+            starts.append(np.array(head.starts, dtype=np.int64))
+            sizes.append(np.array(head.sizes, dtype=np.int32))
+            counts.append(np.array(head.counts, dtype=np.int32))
+            captions.append(np.frombuffer(head.captions, dtype=HASHES))
+            groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
+            self.only_txt += head.only_txt
+        self.first_image = np.array(images)
+        self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
+        self.caption_hashes = np.concatenate(captions)
+        self.first_caption = np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
+        self.labels = np.arange(images[-1])
+        all_groups = np.concatenate(groups)
+        grouped = np.flatnonzero(all_groups)
+        _, first, group = np.unique(all_groups[grouped], return_index=True, return_inverse=True)
+        self.labels[grouped] = grouped[first][group]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def captions_per_image(self) -> np.ndarray:
+        """(I,) number of captions."""
+        return np.diff(self.first_caption)
+
+    def shard_of(self, images: Sequence[int]) -> list[str]:
+        """Return the shard of each image."""
+        return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
+
+    def read(self, images: Sequence[int]) -> list[bytes | Exception]:
+        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
+        if not len(images):
+            return []
+        files, _ = locate(self.shards[0])  # that of this process
+        paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
+        starts = self.starts[images]
+        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
+
+    def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
+        """Return the names, captions and files of an image that :meth:`read` has read.
+
+        Raises:
+            Exception: it could not be read, or is not the image that the index was made of.
+        """
+        if isinstance(data, Exception):
+            raise data
+        sample = parse_sample(data)
+        record = parse_record(sample.key, sample.members)
+        first, end = self.first_caption[image : image + 2]
+        if [*map(caption_hash, record.captions)] != self.caption_hashes[first:end].tolist():
+            raise UserError("its captions are not those of the index; write the index or the shards again")
+        return record, sample.members
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """The names and captions of the I images.
+
+        Raises:
+            UserError: a shard or its index cannot be read or has changed.
+        """
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            records = [record for part in pool.map(read_records, self.shards) for record in part]
+        if [len(record.captions) for record in records] != self.captions_per_image.tolist():
+            raise UserError(f"the shards have changed since they were opened: {self.shards[0]}, ...")
+        return records
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The names of the I images in the shards."""
+        return [record.key for record in self.records]
+
+    @cached_property
+    def image_ids(self) -> list[int | str]:
+        """The ids of the I images."""
+        return [record.image_id for record in self.records]
+
+    @cached_property
+    def captions(self) -> list[str]:
+        """The C captions, those of an image adjacent and in source order."""
+        return [caption for record in self.records for caption in record.captions]
+
+    @cached_property
+    def caption_ids(self) -> list[int | str]:
+        """The ids of the C captions."""
+        return [caption_id for record in self.records for caption_id in record.caption_ids]
+
+    @cached_property
+    def image_of_caption(self) -> "Tensor":
+        """(C,) int64, index of each caption's image."""
+        import torch  # what writes and checks shards does without it
+
+        return torch.arange(len(self)).repeat_interleave(torch.from_numpy(self.captions_per_image))
+
+    @cached_property
+    def splits(self) -> list[str]:
+        """The different ``<dataset>-<split>`` of the images, in the order of their first appearance."""
+        splits = (f"{record.dataset}-{record.split}" for record in self.records if record.dataset and record.split)
+        return list(dict.fromkeys(splits))
+
+    def with_captions(self, kept: "Tensor") -> "Collection":
+        """Return the names of the same images with some of the captions, given by their indices."""
+        found = copy.copy(self)
+        indices = kept.tolist()
+        found.captions = [self.captions[index] for index in indices]
+        found.caption_ids = [self.caption_ids[index] for index in indices]
+        found.image_of_caption = self.image_of_caption[kept]
+        return found
+
+    def pictures(self, images: Iterable[int]) -> dict[int, bytes]:
+        """Return the picture files of some images.
+
+        Raises:
+            UserError: a shard cannot be read, has changed, or has features in place of pictures.
+        """
+        images = sorted(set(images))
+        found = {}
+        for index, data, shard in zip(images, self.read(images), self.shard_of(images), strict=True):
+            with file_errors("read", shard), user_errors(shard):
+                found[index] = input_of(self.parse(index, data)[1])
+        return found

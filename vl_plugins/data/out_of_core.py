@@ -23,7 +23,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """A row of a source: its place, for messages, and the fields of an image, not checked yet.
 
     Where ``image_id`` or ``caption_ids`` is None, ids are running numbers. Where ``filename`` is None, it is ``file``.
-    A row with a ``problem`` cannot be used.
+    A row with a ``problem`` cannot be used. ``dataset`` is set later.
     """
 
     place: int | str
@@ -35,23 +35,17 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     filename: str | None = None
     caption_ids: list[Any] | None = None
     problem: str | None = None
+    dataset: str = ""
 
 
 KeyedRows = Iterator[tuple[str, Row]]
 
 
 def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]:
-    """Group rows by image. Image ids become ints if all are ints or canonical decimal strings of up to 18 digits.
+    """Yield the rows of each image, which have one key, and whether another image may have its id.
 
-    Args:
-        rows: pairs of a key, equal for rows of one image, and a row.
-        source: precedes the place of a row in messages.
-
-    Yields:
-        The rows of each image in their order, images by their first rows; and whether another image may have its id.
-
-    Raises:
-        UserError: a text is not valid Unicode, or an integer has more than 64 bits.
+    Images are in the order of their first rows. Image ids become ints if all are ints or canonical decimal strings of
+    up to 18 digits. ``source`` precedes the place of a row in messages.
     """
     integers = True
     # Most tables have the rows of an image together.
@@ -83,13 +77,13 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
-    """Yield the images of splits named ``train...`` or ``restval...`` in the order of a hash of seed, split and id.
+    """Yield the images of splits named ``train...`` in the order of a hash of seed, split and id.
 
     All others come first and keep their order.
     """
     with _spool("rank BIGINT", CaptionedImage) as spool:
         for image in images:
-            if isinstance(image, RejectedImage) or not image.split.startswith(("train", "restval")):
+            if isinstance(image, RejectedImage) or not image.split.startswith("train"):
                 yield image
             else:
                 spool.add(image, hash64(f"{seed}/{image.split}/{image.image_id}".encode()))
@@ -99,12 +93,7 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
 
 @contextlib.contextmanager
 def _spool(columns: str, kind: type) -> Iterator["_Spool"]:
-    """Open an empty :class:`_Spool`, in the folder for temporary files.
-
-    Args:
-        columns: names and types of the integers of each object, after its place ``position BIGINT, size BIGINT``.
-        kind: type of the objects.
-    """
+    """Open an empty :class:`_Spool` of objects with integers, whose names and types are in ``columns``."""
     duckdb = require("duckdb", extra="data")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
         limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}

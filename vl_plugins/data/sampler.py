@@ -1,23 +1,22 @@
 """The order of a training epoch: batches of images whose captions tell them apart."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, cycle, islice, repeat
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 from webdataset.utils import pytorch_worker_info
 
-from vl_plugins.data.collection import Collection
 from vl_plugins.data.dataset import Draw, ShardDataset
+from vl_plugins.data.index import Collection
 from vl_plugins.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 # Images whose captions are drawn at a time.
-AT_A_TIME = 4096
+AT_A_TIME = 1024
 # Orders that are tried to fill a batch with different captions.
 ATTEMPTS = 10
 
@@ -31,13 +30,8 @@ def parse_captions_per_image(value: str | int) -> str | int:
     return number or text
 
 
-class _Candidate(NamedTuple):
-    """An image with the numbers of its captions in the order in which it prefers them, and their hashes."""
-
-    image: int
-    label: int
-    numbers: list[int]
-    hashes: list[int]
+# An image, its label, and the number and hash of each of its captions, preferred ones first.
+_Candidate = tuple[int, int, list[tuple[int, int]]]
 
 
 class CaptionSampler(Sampler[Draw]):
@@ -112,7 +106,9 @@ class CaptionSampler(Sampler[Draw]):
 
     def _batches(self, epoch: int) -> Iterator[list[tuple[int, list[int]]]]:
         """Yield the batches of all processes together: images and the numbers of their captions."""
-        size, number = self.batch_size * self.world_size, self._captions_of_an_image()
+        size, number = self.batch_size * self.world_size, self.captions_per_image
+        if isinstance(number, str):
+            number = int(self.collection.captions_per_image.max()) if number == "all" else 1
         fresh = self._candidates(np.random.default_rng([self.seed, epoch]))
         waiting: list[_Candidate] = []
         for step in range(self._steps):
@@ -123,12 +119,12 @@ class CaptionSampler(Sampler[Draw]):
                 # Images of the epoch come again only when nothing else is left.
                 again = self._candidates(np.random.default_rng([self.seed, epoch, step, attempt]))
                 for is_new, candidate in chain(zip(repeat(True), chain(earlier, fresh)), zip(repeat(False), again)):
-                    label, free = candidate.label, list(zip(candidate.numbers, candidate.hashes, strict=True))
+                    image, label, free = candidate
                     if self.distinct_captions:
                         free = [pair for pair in free if owners.get(pair[1], label) == label]
-                    if free and candidate.image not in batch:
+                    if free and image not in batch:
                         owners.update((caption, label) for _, caption in free[:number])
-                        batch[candidate.image] = list(islice(cycle(caption for caption, _ in free), number))
+                        batch[image] = list(islice(cycle(caption for caption, _ in free), number))
                         taken += [candidate] * is_new
                         if len(batch) == size:
                             break
@@ -149,11 +145,6 @@ class CaptionSampler(Sampler[Draw]):
                 f"epoch {epoch}: {len(waiting)} of {len(self.collection)} images are left out, because all their "
                 "captions are those of other images in each batch"
             )
-
-    def _captions_of_an_image(self) -> int:
-        if self.captions_per_image == "all":
-            return int(self.collection.captions_per_image.max())
-        return 1 if isinstance(self.captions_per_image, str) else self.captions_per_image
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Return the images in the order of an epoch, (I,)."""
@@ -179,29 +170,25 @@ class CaptionSampler(Sampler[Draw]):
                 places = np.repeat(np.arange(len(images)), counts)
                 numbers = numbers[np.lexsort((rng.random(len(numbers)), places))]
             hashes = collection.caption_hashes[np.repeat(first, counts) + numbers]
-            parts = (ends - counts).tolist(), ends.tolist()
-            for image, label, begin, end in zip(
-                images.tolist(), collection.labels[images].tolist(), *parts, strict=True
-            ):
-                yield _Candidate(image, label, numbers[begin:end].tolist(), hashes[begin:end].tolist())
+            captions = list(zip(numbers.tolist(), hashes.tolist(), strict=True))
+            labels, begins = collection.labels[images].tolist(), (ends - counts).tolist()
+            for image, label, begin, end in zip(images.tolist(), labels, begins, ends.tolist(), strict=True):
+                yield image, label, captions[begin:end]
 
 
-def training_loader(
-    dataset: ShardDataset, sampler: CaptionSampler, *, workers: int = 0, collate_fn: Callable | None = None
-) -> DataLoader:
+def training_loader(dataset: ShardDataset, sampler: CaptionSampler, *, workers: int = 0) -> DataLoader:
     """Return a loader of the batches of a process, whose ``workers`` processes serve all epochs.
 
     Args:
         dataset, sampler: of one collection.
         workers: processes of the loader; 0 reads in this one.
-        collate_fn: by default ``dataset.collate``.
     """
     return DataLoader(
         dataset,
         sampler.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=collate_fn or dataset.collate,
+        collate_fn=dataset.collate,
         num_workers=workers,
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # which leaves torch's random numbers alone

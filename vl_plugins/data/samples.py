@@ -1,4 +1,4 @@
-"""The files of one sample: found in an archive, taken out of its bytes, and decoded."""
+"""The files of one image: found in an archive, taken out of its bytes, checked and decoded."""
 
 import io
 import json
@@ -8,13 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import fsspec
 import msgspec
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
-from vl_plugins.data.files import file_errors
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.errors import UserError, one_of, user_errors
 
 # Far above any image, array of features or text; more would fill the memory of a process that reads it.
 MAX_FILE_BYTES = 1 << 30
@@ -23,12 +21,15 @@ TEXTS = ("json", "txt")
 FEATURES = "npy"
 # What a model takes of an image -> extensions of its file. Where a sample has several, the first counts.
 INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
-MEMBERS = {*TEXTS, *sum(INPUTS.values(), ())}
-
-# As webdataset splits names: folders and name up to the first dot, and what follows it.
+# As webdataset splits names, which would import torch; and files of its own.
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
-# Files of webdataset itself.
 META_NAME = re.compile(r"__[^/]*__($|/)")
+# PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
+IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+
+# PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
+# values up to 255 and makes all others white.
+READABLE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
 
 class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; tracking millions takes long
@@ -61,55 +62,40 @@ class Sample:
     members: dict[str, bytes]
 
 
-def read_samples(shard: str, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
-    """Yield the samples of a shard as :func:`scan` does; errors begin with the shard."""
-    with file_errors("read", shard), fsspec.open(shard, "rb") as stream:
-        try:
-            yield from scan(stream, extensions)
-        except UserError as error:
-            raise UserError(f"cannot read {shard}: {error}") from error
+def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]:
+    """Yield the samples of an archive; with ``extensions``, only the headers of files with others are read.
 
-
-def scan(stream: BinaryIO, extensions: Collection[str] = MEMBERS) -> Iterator[Sample]:
-    """Yield the samples of an archive; of files with other extensions only the headers are read.
-
-    Files that belong to no sample are passed over.
+    Files that belong to no sample are passed over. Names are split as webdataset splits them.
 
     Raises:
-        UserError: there is no archive, or it is compressed, cut off or damaged; or a sample has a file twice. Complete
+        Exception: there is no archive, or it is compressed, cut off or damaged; or a sample has a file twice. Complete
             samples before that place have been yielded.
     """
     sample = None
-    try:
-        # Never `r:*`: a compressed archive of kilobytes may go on without end.
-        with tarfile.open(fileobj=stream, mode="r:") as archive:
-            for member in archive:
-                archive.members.clear()  # type: ignore[attr-defined]  # or the list of a large archive fills the memory
-                if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
-                    raise UserError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
-                name = NAME.fullmatch(member.name)
-                if not member.isreg() or not name or META_NAME.match(member.name):
-                    continue
-                key, extension = name[1], name[2].lower()
-                if sample is None or key != sample.key:
-                    if sample is not None:
-                        yield sample
-                    sample = Sample(key, member.offset, 0, {})
-                if extension in sample.members:
-                    raise UserError(f"{member.name} is in it twice")
-                wanted = extension in extensions
-                sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
-                sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-            # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
-            stream.seek(archive.offset)
-            rest = stream.read(tarfile.RECORDSIZE)
-            if len(rest) < tarfile.BLOCKSIZE or any(rest):
-                raise UserError("it is cut off or damaged: an archive ends with zeros")
-    except UserError:
-        raise
-    # What tarfile raises for headers that lie about sizes and names.
-    except (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:
-        raise UserError(f"it is damaged or compressed: {error or type(error).__name__}") from error
+    # Never `r:*`: a compressed archive of kilobytes may go on without end.
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
+        for member in archive:
+            archive.members.clear()  # type: ignore[attr-defined]  # or the list of a large archive fills the memory
+            if not 0 <= member.size <= MAX_FILE_BYTES or member.issparse():
+                raise ValueError(f"the header of {member.name} says {member.size} bytes, or a sparse file")
+            name = NAME.fullmatch(member.name)
+            if not member.isreg() or not name or META_NAME.match(member.name):
+                continue
+            key, extension = name[1], name[2].lower()
+            if sample is None or key != sample.key:
+                if sample is not None:
+                    yield sample
+                sample = Sample(key, member.offset, 0, {})
+            if extension in sample.members:
+                raise ValueError(f"{member.name} is in it twice")
+            wanted = not extensions or extension in extensions
+            sample.members[extension] = archive.extractfile(member).read() if wanted else b""  # type: ignore[union-attr]
+            sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
+        stream.seek(archive.offset)
+        rest = stream.read(tarfile.RECORDSIZE)
+        if len(rest) < tarfile.BLOCKSIZE or any(rest):
+            raise ValueError("an archive ends with zeros")
     if sample is not None:
         yield sample
 
@@ -118,7 +104,7 @@ def parse_sample(data: bytes) -> Sample:
     """Return a sample with all its files, given its bytes in an archive.
 
     Raises:
-        UserError: the bytes are not those of one sample.
+        Exception: the bytes are not those of one sample.
     """
     samples = list(scan(io.BytesIO(data + bytes(tarfile.BLOCKSIZE))))
     if len(samples) != 1:
@@ -132,7 +118,7 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     Raises:
         UserError: there are no captions, or something else in place of these or other fields.
     """
-    try:
+    with user_errors("its json or txt is not valid"):
         found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
         if not isinstance(found, dict) or "captions" not in found:  # of another program
             found = {"captions": [members["txt"].decode()]} if "txt" in members else {}
@@ -145,24 +131,21 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         fields |= {name: found.get(name) for name in ("dataset", "split", "group")}
         record = msgspec.convert(fields, Record)
         msgspec.json.encode(record)  # which finds half a character, as JSON can have it
-        return record
-    except UserError:
-        raise
-    # Also for numbers of thousands of digits, and for brackets nested thousands of times.
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"its json or txt is not valid: {error}") from error
+    return record
 
 
-def decode(members: Mapping[str, bytes], inputs: str = "images", max_pixels: int | None = None) -> Any:
+def check_input(members: Mapping[str, bytes]) -> None:
+    """Decode the picture or else the array of a sample; raise :class:`UserError` if readers cannot use it."""
+    if FEATURES in members and members.keys().isdisjoint(INPUTS["images"]):
+        decode_features(members[FEATURES])
+    else:
+        inspect_image(input_of(members))
+
+
+def decode(members: Mapping[str, bytes], inputs: str = "images") -> Any:
     """Return the RGB image of a sample, or with ``"features"`` its array (N, W); damaged data raise any error."""
     data = input_of(members, inputs)
-    if inputs == "features":
-        return decode_features(data)
-    image = Image.open(io.BytesIO(data))
-    if max_pixels is not None and image.width * image.height > max_pixels:
-        raise UserError(f"{image.width} x {image.height} pixels are more than {max_pixels}")
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return decode_features(data) if inputs == "features" else Image.open(io.BytesIO(data)).convert("RGB")
 
 
 def input_of(members: Mapping[str, bytes], inputs: str = "images") -> bytes:
@@ -180,23 +163,44 @@ def decode_features(data: bytes) -> np.ndarray:
     stored as ``grid.reshape(len(grid), -1).T``.
 
     Args:
-        data: content of an array file (``.npy``), of 16, 32 or 64 bit floats.
+        data: content of an array file (``.npy``) of floats.
 
     Raises:
         UserError: the content is damaged, pickled or something else; the array is not two-dimensional or of another
             type, or all zeros; a value is not finite, or too large for 32 bits.
     """
-    try:
+    with user_errors("the array cannot be read"):
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # headers of damaged files raise nearly anything
-        raise UserError(f"the array cannot be read: {error}") from error
-    if array.ndim != 2 or array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        raise UserError(
-            f"the array must be (N, W) of float16, float32 or float64, it is {array.shape} of {array.dtype}; "
-            "store a grid (W, rows, columns) as grid.reshape(len(grid), -1).T"
-        )
-    with np.errstate(over="ignore"):
-        features = np.ascontiguousarray(array, dtype=np.float32)
+        if array.ndim != 2 or array.dtype.kind != "f":
+            raise UserError(f"the array must be (N, W) of floats, it is {array.shape} of {array.dtype}")
+        with np.errstate(over="ignore"):
+            features = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(features).all() or not features.any():
         raise UserError(f"the array {features.shape} has values that are not finite in 32 bits, or only zeros")
     return features
+
+
+def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
+    """Find out whether readers of shards can use an image; return ``"jpg"``, ``"png"`` or ``"webp"``, width, height.
+
+    Args:
+        data: content of an image file.
+        decode: False takes a JPEG with a readable header and its end mark to be whole, which is many times faster and
+            misses damage in between.
+
+    Raises:
+        UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of more
+            than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
+            extension = IMAGE_EXTENSIONS[image.format]
+            if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
+                image.load()
+    except UnidentifiedImageError:  # whose text has an address in memory
+        raise UserError("the file is not an image in JPEG, PNG or WebP format") from None
+    except Exception as error:  # decoders of damaged files raise nearly anything
+        raise UserError(f"the image is damaged: {error}") from error
+    if image.mode not in READABLE_MODES:
+        raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
+    return extension, *image.size

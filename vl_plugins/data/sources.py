@@ -15,76 +15,60 @@ import msgspec
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
-from vl_plugins.errors import UserError, one_of, user_errors
+from vl_plugins.errors import UserError, user_errors
 from vl_plugins.tables import printable
 
 Images = Iterable[CaptionedImage | RejectedImage]
 
 
 def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
-    """Yield the images of a source, each with the captions of all its rows.
+    """Yield the images of a source, each with the captions of all its rows, which have one key.
 
-    Images with wrong values, with an id that is not unique, or whose rows disagree are rejected.
-
-    Args:
-        rows: see :func:`~vl_plugins.data.out_of_core.group_rows`. The split ``validation`` becomes ``val``.
-        dataset: name of the data set.
-        source: precedes the place of a row in messages.
+    Images with wrong values, with an id that is not unique, or whose rows disagree are rejected. The split
+    ``validation`` becomes ``val``, and COCO's ``restval`` becomes ``train``. ``source`` precedes the place of a row in
+    messages.
     """
-    used: set[tuple[str, Any]] = set()
+    used: set[str] = set()
     total = 0  # captions
     for index, (group, may_repeat) in enumerate(group_rows(rows, source)):
-        first = wrong = group[0]
+        first = row = group[0]
+        has_ids = first.caption_ids is not None
         captions = [caption for row in group for caption in row.captions]
-        caption_ids: Sequence[Any] = range(total, total + len(captions))
+        numbers = range(total, total + len(captions))
         total += len(captions)
         try:
-            for wrong in group:
-                _check_row(wrong, first)
-            wrong = first
-            if first.caption_ids is not None:
-                caption_ids = [caption_id for row in group for caption_id in row.caption_ids or ()]
-            fields = {
-                "image_id": index if first.image_id is None else first.image_id,
-                "file": first.file,
-                "captions": captions,
-                "caption_ids": tuple(caption_ids),
-                "split": first.split,
-                "dataset": dataset,
-                "filename": first.file if first.filename is None else first.filename,
-                "group": first.group,
-            }
-            image = msgspec.convert(fields, CaptionedImage)
-            claimed: list[tuple[str, Any]] = [("image", str(image.image_id))] if may_repeat else []
-            claimed += [] if first.caption_ids is None else [("caption", each) for each in image.caption_ids]
-            for number, (kind, each) in enumerate(claimed):
-                if (kind, each) in used or (kind, each) in claimed[:number]:
-                    raise UserError(f"{kind} id {each} occurs more than once; ids must be unique")
-            used.update(claimed)  # a rejected image takes no ids
+            for row in group:
+                _check_row(row, first)
+            row = first
+            first.caption_ids = [each for row in group for each in row.caption_ids or ()] if has_ids else [*numbers]
+            first.captions, first.dataset = captions, dataset
+            first.image_id = index if first.image_id is None else first.image_id
+            first.filename = first.file if first.filename is None else first.filename
+            image = msgspec.convert(first, CaptionedImage, from_attributes=True)
+            ids = [f"image id {image.image_id}"] if may_repeat else []
+            ids += [f"caption id {each}" for each in image.caption_ids] if has_ids else []
+            if repeated := [each for each in ids if each in used or ids.count(each) > 1]:
+                raise UserError(f"{repeated[0]} occurs more than once; ids must be unique")
+            used.update(ids)  # a rejected image takes no ids
         except ValueError as error:
-            wrong = wrong if wrong is not first else next(filter(_lacks_captions, group), first)
-            name = wrong.file if wrong.filename is None else wrong.filename
-            label = f"{source}{wrong.place} ({printable(str(name))})"
+            name = row.file if row.filename is None else row.filename
+            label = f"{source}{row.place} ({printable(str(name))})"
             yield RejectedImage(label, str(first.split), str(error))
         else:
             yield image
 
 
 def _check_row(row: Row, first: Row) -> None:
-    """Raise an error about a row that does not belong to the first one of its image, or has no path or id."""
-    if row.split == "validation":
-        row.split = "val"
+    """Raise an error about a row that cannot be used, or does not belong to the first one of its image."""
+    row.split = "val" if row.split == "validation" else "train" if row.split == "restval" else row.split
     if row.problem is not None:
         raise UserError(row.problem)
     if row.split != first.split or row.image_id != first.image_id or row.group != first.group:
         raise UserError(f"its split, image id or group is not that of {first.place}, but rows of one image must agree")
     if row.file in (None, "") or row.image_id == "" or str(row.file).isspace():
         raise UserError("its path or image id is blank")
-
-
-def _lacks_captions(row: Row) -> bool:
-    """True if a caption of the row is missing, blank or of another type."""
-    return not row.captions or not all(isinstance(caption, str) and caption.strip() for caption in row.captions)
+    if not row.captions or not all(isinstance(caption, str) and caption.strip() for caption in row.captions):
+        raise UserError("it has no captions, or a blank one; every image needs at least one")
 
 
 class _Sentence(msgspec.Struct):
@@ -99,11 +83,18 @@ class _KarpathyImage(msgspec.Struct):
     filepath: str = ""
     cocoid: int | None = None
     imgid: int | None = None
+    group: Any = None
+
+
+class _Karpathy(msgspec.Struct):
+    images: list[_KarpathyImage]
+    dataset: str | None = None
 
 
 class _CocoImage(msgspec.Struct):
     id: int
     file_name: str
+    group: Any = None
 
 
 class _Annotation(msgspec.Struct):
@@ -112,64 +103,40 @@ class _Annotation(msgspec.Struct):
     caption: str
 
 
-def _read_json(file: str | Path, image: type | None = None, group_key: str | None = None) -> Any:
-    """Return a JSON document with ``images`` of a type, ``annotations`` and ``dataset``.
+class _Coco(msgspec.Struct):
+    annotations: list[_Annotation]
+    images: list[_CocoImage] = []
 
-    Images have the value of ``group_key`` as their ``group``.
-    """
-    fields: list[Any] = [("annotations", list[_Annotation], []), ("dataset", str | None, None)]
-    if image is not None:
-        rename = {"group": group_key or "no group"}
-        image = msgspec.defstruct("Image", [("group", Any, None)], bases=(image,), rename=rename)
-        fields.insert(0, ("images", list[image]))  # type: ignore[valid-type]
+
+def _read_json(file: str | Path, kind: Any) -> Any:
     with user_errors(str(file)):
-        data = read_bytes(file).removeprefix(codecs.BOM_UTF8)
-        return msgspec.json.decode(data, type=msgspec.defstruct("Document", fields))
+        return msgspec.json.decode(read_bytes(file).removeprefix(codecs.BOM_UTF8), type=kind)
 
 
-def read_karpathy(
-    annotation_file: str | Path,
-    dataset: str,
-    *,
-    dataset_name: str | None = None,
-    join_restval: bool = True,
-    group_key: str | None = None,
-) -> Images:
+def read_karpathy(annotation_file: str | Path, dataset: str = "coco", *, dataset_name: str | None = None) -> Images:
     """Yield the images of an annotation file in the format of Karpathy's COCO and Flickr30K splits, in its order.
 
     Args:
         annotation_file: ``dataset_coco.json``, ``dataset_flickr30k.json``, or another file in their format. Images need
-            ``filename``, ``split`` and ``sentences`` with ``raw``. Caption ids are ``sentid`` if all have it, or else
-            running numbers.
-        dataset: ``"coco"``, with ``filepath`` as folder, if given, and ``cocoid`` or else ``imgid`` as image id; or
-            ``"flickr30k"``, with ``filename`` only and ``imgid``. Without them image ids are running numbers.
-        dataset_name: by default the name in the file, or else ``dataset``.
-        join_restval: whether ``restval`` images count as ``train`` (113,287 images on COCO).
-        group_key: field of an image with its ``group``.
+            ``filename``, ``split`` and ``sentences`` with ``raw``, and may have ``filepath``, their folder, and a
+            ``group``. Image ids are ``cocoid`` or else ``imgid``, and caption ids ``sentid`` if all have it; otherwise
+            both are running numbers. ``restval`` counts as ``train`` (113,287 images of COCO).
+        dataset: name of the data set if the file has none.
+        dataset_name: name of the data set in any case.
 
     Raises:
         UserError: the file is missing or not in this format.
     """
-    is_coco = one_of("dataset", dataset, ("coco", "flickr30k")) == "coco"
-    document = _read_json(annotation_file, _KarpathyImage, group_key)
+    document = _read_json(annotation_file, _Karpathy)
     has_ids = all(sentence.sentid is not None for item in document.images for sentence in item.sentences)
 
     def rows() -> KeyedRows:
         for position, item in enumerate(document.images):
-            file = str(PurePosixPath(item.filepath if is_coco else "", item.filename))
-            yield (
-                file,
-                Row(
-                    place=position,
-                    file=file,
-                    captions=[sentence.raw for sentence in item.sentences],
-                    split="train" if item.split == "restval" and join_restval else item.split,
-                    image_id=item.cocoid if is_coco and item.cocoid is not None else item.imgid,
-                    group=item.group,
-                    filename=item.filename,
-                    caption_ids=[sentence.sentid for sentence in item.sentences] if has_ids else None,
-                ),
-            )
+            file = str(PurePosixPath(item.filepath, item.filename))
+            captions = [sentence.raw for sentence in item.sentences]
+            image_id = item.imgid if item.cocoid is None else item.cocoid
+            ids = [sentence.sentid for sentence in item.sentences] if has_ids else None
+            yield file, Row(position, file, captions, item.split, image_id, item.group, item.filename, ids)
 
     yield from join_rows(rows(), dataset_name or document.dataset or dataset, f"{annotation_file}: image ")
 
@@ -179,16 +146,15 @@ def read_coco_captions(
     *,
     image_root: str | Path | None = None,
     dataset_name: str | None = None,
-    group_key: str | None = None,
 ) -> Images:
     """Yield the images of COCO's official caption files, or of others in their format, in their order.
 
     Args:
-        annotation_files: files with ``images`` (``id``, ``file_name``) and ``annotations`` (``id``, ``image_id``,
-            ``caption``). Each is a split with the name of the file: ``captions_val2017.json`` is ``val2017``.
+        annotation_files: files with ``images`` (``id``, ``file_name``, perhaps ``group``) and ``annotations`` (``id``,
+            ``image_id``, ``caption``). Each is a split with the name of the file: ``captions_val2017.json`` is
+            ``val2017``.
         image_root: folder of the images. Those of a split are in the folder with its name, if there is one.
         dataset_name: by default ``coco``.
-        group_key: field of an image with its ``group``.
 
     Raises:
         UserError: a file is missing or not in this format.
@@ -196,22 +162,15 @@ def read_coco_captions(
 
     def rows() -> KeyedRows:
         for file in annotation_files:
-            split, document = Path(file).stem.removeprefix("captions_"), _read_json(file, _CocoImage, group_key)
+            split, document = Path(file).stem.removeprefix("captions_"), _read_json(file, _Coco)
             annotations = _by_image(document.annotations)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
             for position, item in enumerate(document.images):
-                found = annotations.get(item.id, ())
-                row = Row(
-                    place=f"{file}: image {position}",
-                    file=str(PurePosixPath(folder, item.file_name)),
-                    captions=[annotation.caption for annotation in found],
-                    split=split,
-                    image_id=item.id,
-                    group=item.group,
-                    filename=item.file_name,
-                    caption_ids=[annotation.id for annotation in found],
-                )
-                yield row.file, row
+                place, file_name = f"{file}: image {position}", str(PurePosixPath(folder, item.file_name))
+                captions = [annotation.caption for annotation in annotations.get(item.id, ())]
+                ids = [annotation.id for annotation in annotations.get(item.id, ())]
+                row = Row(place, file_name, captions, split, item.id, item.group, item.file_name, ids)
+                yield file_name, row
 
     yield from join_rows(rows(), dataset_name or "coco", "")
 
@@ -230,7 +189,7 @@ def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path]) 
     Raises:
         UserError: an official file is missing or not in this format.
     """
-    official = _by_image(annotation for file in annotation_files for annotation in _read_json(file).annotations)
+    official = _by_image(annotation for file in annotation_files for annotation in _read_json(file, _Coco).annotations)
     for image in images:
         if isinstance(image, CaptionedImage):
             unused: dict[str, list[int]] = defaultdict(list)

@@ -79,9 +79,13 @@ def write_toy_scenes(
             while (scene := _draw(rng)) in scenes:
                 pass
             scenes.add(scene)
-            item = _annotate(len(items), split, _describe(scene, rng))
-            _paint(scene, image_size, rng).save(Path(out, split, item["filename"]), format="PNG")
-            items.append(item)
+            captions = _describe(scene, rng)
+            numbered = enumerate(captions, len(items) * len(captions))
+            sentences = [{"raw": caption, "sentid": number} for number, caption in numbered]
+            name = f"toy_{split}_{len(items) + 1:06d}.png"
+            item = {"filepath": split, "filename": name, "split": split, "imgid": len(items), "cocoid": len(items) + 1}
+            items.append({**item, "sentences": sentences})
+            _paint(scene, image_size, rng).save(Path(out, split, name), format="PNG")
     annotation_file.write_text(json.dumps({"dataset": "toy", "images": items}, indent=1), encoding="utf-8")
     return annotation_file
 
@@ -106,23 +110,6 @@ def _describe(scene: Scene, rng: random.Random) -> list[str]:
         f" {relation} ".join(f"a {shape.color} {shape.kind}" for shape in ordered),
         f" {forward} ".join(f"a {' '.join(shape)}" for shape in scene.shapes) + f" on a {scene.background} background",
     ]
-
-
-def _annotate(index: int, split: str, captions: list[str]) -> dict[str, Any]:
-    """Return the entry of an image with the keys that COCO's entries have."""
-    sentences = [
-        {"raw": caption, "tokens": caption.split(), "imgid": index, "sentid": sentence_id}
-        for sentence_id, caption in enumerate(captions, index * len(captions))
-    ]
-    return {
-        "filepath": split,
-        "filename": f"toy_{split}_{index + 1:06d}.png",
-        "split": split,
-        "imgid": index,
-        "cocoid": index + 1,
-        "sentids": [sentence["sentid"] for sentence in sentences],
-        "sentences": sentences,
-    }
 
 
 def _paint(scene: Scene, image_size: int, rng: random.Random) -> Image.Image:

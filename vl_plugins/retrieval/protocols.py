@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vl_plugins.data import first_captions
 from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.features import Features, first_difference
@@ -160,11 +159,18 @@ def _captions(features: Features, protocol: str, name: str) -> Tensor:
     missing = known.difference(caption_ids[index] for index in by_id)
     # Other ids than COCO's; by chance some of them are the same numbers.
     if protocol != "eccv" and len(by_id) < len(known) / 2:
-        return first_captions(owners, CAPTIONS_PER_IMAGE)
+        return _first_captions(owners)
     again = len(by_id) + len(missing) - len(known)
     what = f"{len(missing):,} of {len(known):,} captions are missing or of another image, and {again:,} occur again"
     expect(not missing and not again, f"by COCO's annotation ids, which shards get from COCO's caption files, {what}")
     return torch.tensor(by_id)
+
+
+def _first_captions(owners: Tensor) -> Tensor:
+    """Return the ascending indices of the first captions of each image."""
+    order, counts = owners.argsort(stable=True), owners.bincount()
+    number_in_image = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return order[number_in_image < CAPTIONS_PER_IMAGE].sort().values
 
 
 def _eccv_answers(features: Features) -> dict[str, tuple[Answers, Answers]]:

@@ -12,7 +12,7 @@ import torch
 from vl_plugins import __version__
 from vl_plugins.data import Collection
 from vl_plugins.data.files import write_file
-from vl_plugins.data.images import scaled_picture
+from vl_plugins.data.samples import decode, inspect_image
 from vl_plugins.errors import UserError, require
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves
 from vl_plugins.retrieval.metrics import metrics_table
@@ -161,7 +161,10 @@ def _thumbnails(collection: Collection, images: set[int]) -> dict[int, dict[str,
     for index, data in collection.pictures(images).items():
         stream = io.BytesIO()
         try:
-            scaled_picture(data, LONGEST_SIDE).save(stream, "JPEG", quality=QUALITY, optimize=True)
+            inspect_image(data)
+            picture = decode({"jpg": data})
+            picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            picture.save(stream, "JPEG", quality=QUALITY, optimize=True)
             thumbnails[index] = {"url": _url("image/jpeg", stream)}
         except UserError as error:
             thumbnails[index] = {"problem": str(error)}

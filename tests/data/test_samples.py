@@ -1,0 +1,65 @@
+"""Which image files readers of shards can use."""
+
+import io
+import random
+
+import pytest
+from PIL import Image
+
+from vl_plugins.data.samples import inspect_image
+from vl_plugins.errors import UserError
+
+
+def encode(image_format="PNG", size=(5, 4), mode="RGB", **options):
+    stream = io.BytesIO()
+    noise = random.Random(0).randbytes(size[0] * size[1])
+    Image.frombytes("L", size, noise).convert(mode).save(stream, format=image_format, **options)
+    return stream.getvalue()
+
+
+FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (5, 4), "red")]}
+NO_IMAGE = "the file is not an image in JPEG, PNG or WebP format"
+PNG = encode("PNG", size=(60, 60))
+
+UNUSABLE = {
+    "empty": (b"", NO_IMAGE),
+    "text": (b"a cat on a mat", NO_IMAGE),
+    "GIF": (encode("GIF", mode="L"), NO_IMAGE),
+    "truncated JPEG": (encode("JPEG", size=(80, 80))[:-200], "the image is damaged: .*truncated"),
+    "JPEG cut in the header": (encode("JPEG", size=(80, 80))[:100], f"the image is damaged|{NO_IMAGE}"),
+    "truncated PNG": (PNG[:2000], "the image is damaged"),
+    "damaged PNG that ends as a JPEG": (PNG[:60] + bytes(10) + PNG[70:] + b"\xff\xd9", "the image is damaged"),
+    "16 bits of gray": (encode("PNG", mode="I;16"), r"more than 8 bits per channel \(I(;16)?\); convert them"),
+}
+
+USABLE = {
+    "JPEG": (encode("JPEG"), ("jpg", 5, 4)),
+    "CMYK JPEG": (encode("JPEG", mode="CMYK"), ("jpg", 5, 4)),
+    "JPEG padded with zeros": (encode("JPEG") + bytes(20), ("jpg", 5, 4)),
+    "MPO": (encode("MPO", **FRAMES), ("jpg", 5, 4)),
+    "WebP": (encode("WEBP"), ("webp", 5, 4)),
+}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(("data", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_unusable_images(data, message, decode):
+    with pytest.raises(UserError, match=message):
+        inspect_image(data, decode=decode)
+
+
+@pytest.mark.parametrize(("data", "facts"), USABLE.values(), ids=USABLE)
+def test_usable_images(data, facts):
+    assert inspect_image(data) == inspect_image(data, decode=False) == facts
+
+
+def test_without_decoding_a_whole_jpeg_is_read_up_to_its_pixels_only(monkeypatch):
+    def fail(image):
+        raise AssertionError("decoded")
+
+    data = encode("JPEG", size=(80, 80))
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", fail)
+    assert inspect_image(data, decode=False) == ("jpg", 80, 80)
+    for call in (lambda: inspect_image(data), lambda: inspect_image(data[:-1], decode=False)):
+        with pytest.raises(UserError, match="decoded"):
+            call()
