@@ -40,14 +40,22 @@ EXCLUDED = (
         "test_benchmarks.py",
         "test_real_data.py",
     ),
-    *("test_configs.py", "test_checkpoints.py", "test_compile.py", "open_clip/test_distributed.py", "test_fsdp.py"),
+    *(
+        "test_configs.py",
+        "test_files_v0_2.py",
+        "test_early_errors.py",
+        "test_checkpoints.py",
+        "test_compile.py",
+        "open_clip/test_distributed.py",
+        "test_fsdp.py",
+    ),
     *("test_heads_in_training.py", "test_launcher.py", "test_open_clip_4.py", "test_resuming.py", "test_runs.py"),
     *("test_trainer.py", "test_guide.py", "test_lowest_version.py", "test_loops_on_shards.py"),
     *("test_transformers_trainer.py", "test_third_party_loss.py", "test_without_open_clip.py"),
 )
 SLOW_TO_IMPORT = ("torch", "pytorch_metric_learning", "open_clip", "timm", "duckdb", "hypothesis")  # by each process
 IGNORED = ("__pycache__", ".git", ".venv*", "build", ".*_cache", ".hypothesis")
-SECONDS = 60
+SECONDS = 180  # after which a mutant hangs; the tests of a part take less than 60
 
 PAIRS = [(ast.Add, ast.Sub), (ast.And, ast.Or), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)]
 PAIRS += [(ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.BitAnd, ast.BitOr)]
