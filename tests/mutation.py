@@ -30,29 +30,11 @@ PARTS = {
     "retrieval": (["vl_plugins/retrieval/*.py"], ["tests/retrieval/*.py"]),
     "integrations": (["integrations/**/*.py"], ["tests/integrations/**/*.py"]),
 }
-# Files of tests that train, measure or build, which takes longer than SECONDS.
-EXCLUDED = (
-    *(
-        "test_readme.py",
-        "test_docs.py",
-        "test_packaging.py",
-        "test_study.py",
-        "test_benchmarks.py",
-        "test_real_data.py",
-    ),
-    *(
-        "test_configs.py",
-        "test_files_v0_2.py",
-        "test_early_errors.py",
-        "test_checkpoints.py",
-        "test_compile.py",
-        "open_clip/test_distributed.py",
-        "test_fsdp.py",
-    ),
-    *("test_heads_in_training.py", "test_launcher.py", "test_open_clip_4.py", "test_resuming.py", "test_runs.py"),
-    *("test_trainer.py", "test_guide.py", "test_lowest_version.py", "test_loops_on_shards.py"),
-    *("test_transformers_trainer.py", "test_third_party_loss.py", "test_without_open_clip.py"),
-)
+# Tests that train, measure or build.
+LONG = "readme docs packaging study benchmarks real_data configs files_v0_2 early_errors checkpoints compile fsdp "
+LONG += "launcher heads_in_training open_clip_4 resuming runs trainer guide lowest_version loops_on_shards "
+LONG += "transformers_trainer third_party_loss without_open_clip"
+EXCLUDED = ("open_clip/test_distributed.py", *(f"/test_{name}.py" for name in LONG.split()))
 SLOW_TO_IMPORT = ("torch", "pytorch_metric_learning", "open_clip", "timm", "duckdb", "hypothesis")  # by each process
 IGNORED = ("__pycache__", ".git", ".venv*", "build", ".*_cache", ".hypothesis")
 SECONDS = 180  # after which a mutant hangs; the tests of a part take less than 60
