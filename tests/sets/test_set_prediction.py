@@ -140,3 +140,12 @@ def test_what_would_be_broadcast(name):
     given = {"global_feature": torch.zeros(2, DIM), "padding_mask": PADDING, "positions": local[0]}
     with pytest.raises(ValueError, match=f"^{name} must have the shape"):
         build(torch.float32)(local, **(given | {name: given[name][:1]}))
+
+
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_first_weights(iterations):
+    """Xavier's; of what each iteration adds to the slots, divided by the number of iterations."""
+    module = SetPrediction(64, num_iters=iterations, hidden_dim=64)
+    bound = (6 / 128) ** 0.5
+    for weight, scale in ((module.to_keys.weight, 1), (module.to_slots.weight, iterations)):
+        assert 0.9 * bound < scale * weight.abs().max() <= bound
