@@ -83,10 +83,11 @@ def test_the_tables_of_kaggles_flickr_data_sets(write):
 
 def test_absolute_paths_inside_the_root(write, tmp_path):
     root = tmp_path / "root"
-    file = write(f"image,caption\n{root}/a/1.jpg,one\n./a//1.jpg,two\n{root}/../1.jpg,x\n{root}2/1.jpg,y\n")
+    paths = f"{root}/a/1.jpg,one", "./a/1.jpg,two", "a//1.jpg,three", f"{root}/../1.jpg,x", f"{root}2/1.jpg,y"
+    file = write("\n".join(["image,caption", *paths, ""]))
     for given_root in (root, f"{root}/"):
         image, *rejected = read_table(file, image_root=given_root)
-        assert (image.file, image.filename, image.captions) == ("a/1.jpg", "a/1.jpg", ("one", "two"))
+        assert (image.file, image.filename, image.captions) == ("a/1.jpg", "a/1.jpg", ("one", "two", "three"))
         assert ["leads out of the image root" in item.reason for item in rejected] == [True, True]
 
 
@@ -130,12 +131,14 @@ def test_json_lines(write):
         "",
         {"caption": None, "image": "b.jpg", "caption 1": "four", "id": "4"},
         {"image": "c.jpg", "caption": [{"raw": "five"}], "caption 1": {"text": ["six"]}, "id": 5},
+        {"image": "d.jpg", "caption": " ", "caption 1": "seven", "id": 6},
     ]
     images = list(read_table(write(rows, "käse brot.v2.JSONL")))
     assert facts(images) == [
         (3, "a.jpg", ("one", "two"), (0, 1), "train"),
         (4, "b.jpg", ("four",), (2,), "train"),
         (5, "c.jpg", ("five", "six"), (3, 4), "train"),
+        (6, "d.jpg", ("seven",), (5,), "train"),
     ]
     assert images[0].dataset == "k_se_brot_v2"
 
