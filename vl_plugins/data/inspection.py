@@ -2,8 +2,8 @@
 
 import posixpath
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
-from vl_plugins.data.index import Collection, read_collection, read_head, read_records, scan_shard
+from vl_plugins.data.index import HASHES, Collection, read_head, read_records, scan_shard
+from vl_plugins.data.out_of_core import count_repeats
 from vl_plugins.data.samples import check_input
 from vl_plugins.errors import UserError
 from vl_plugins.tables import printable
@@ -47,23 +48,26 @@ def inspect_shards(shards: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _describe(shards: Sequence[str]) -> dict[str, Any]:
-    collection = read_collection(shards)
-    counts = collection.captions_per_image
-    owners = np.repeat(np.arange(len(counts)), counts)
-    hashes, _ = np.unique([collection.caption_hashes, owners], axis=1)  # each caption of an image once
-    images = np.unique(hashes, return_counts=True)[1]
-    repeated = images[images > 1]
-    numbers, frequencies = np.unique(counts, return_counts=True)
+    images: Counter[int] = Counter()  # by number of captions
+
+    def captions() -> Iterator[np.ndarray]:
+        for head in run_jobs(read_head, shards):
+            images.update(head.counts)
+            owners = np.repeat(np.arange(len(head.counts)), head.counts)
+            hashes = np.stack([owners, np.frombuffer(head.captions, HASHES)])
+            yield np.unique(hashes, axis=1)[1]  # each caption of an image once
+
+    total, number, different, most_frequent = count_repeats(captions())
     return {
         "shards": len(shards),
-        "images": len(collection),
-        "captions": len(collection.caption_hashes),
-        "captions_per_image": dict(zip(numbers.tolist(), frequencies.tolist(), strict=True)),
+        "images": images.total(),
+        "captions": sum(count * frequency for count, frequency in images.items()),
+        "captions_per_image": dict(sorted(images.items())),
         "repeated_captions": {
-            "number": int(repeated.sum()),
-            "share": float(repeated.sum() / len(hashes)),
-            "different": len(repeated),
-            "most_frequent": int(repeated.max(initial=0)),
+            "number": number,
+            "share": number / total if total else 0.0,
+            "different": different,
+            "most_frequent": most_frequent,
         },
     }
 

@@ -91,16 +91,40 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
             yield image
 
 
+def count_repeats(parts: Iterable[np.ndarray]) -> tuple[int, int, int, int]:
+    """Return the number of integers; how many occur several times, as how many different ones, and the most often."""
+    counts = "SELECT count(*) AS number FROM hashes GROUP BY hash"
+    several = "FILTER (WHERE number > 1)"
+    with _database("hashes", "hash BIGINT") as database:
+        for part in parts:
+            database.register("part", {"hash": part})
+            database.execute("INSERT INTO hashes SELECT * FROM part")
+        columns = f"sum(number), sum(number) {several}, count(*) {several}, max(number) {several}"
+        database.execute(f"SELECT {columns} FROM ({counts})")
+        total, number, different, most_frequent = (int(value or 0) for value in database.fetchone())
+    return total, number, different, most_frequent
+
+
 @contextlib.contextmanager
-def _spool(columns: str, kind: type) -> Iterator["_Spool"]:
-    """Open an empty :class:`_Spool` of objects with integers, whose names and types are in ``columns``."""
+def _database(table: str, columns: str) -> Iterator[Any]:
+    """Open a database in the folder for temporary files, with an empty table."""
     duckdb = require("duckdb", extra="data")
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stream:
+    with tempfile.TemporaryDirectory() as folder:
         limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
             database.execute("SET enable_progress_bar = false")  # DuckDB 1.1 prints one
-            database.execute(f"CREATE TEMP TABLE rows (position BIGINT, size BIGINT, {columns})")
-            yield _Spool(database, stream, kind)
+            database.execute(f"CREATE TEMP TABLE {table} ({columns})")
+            yield database
+
+
+@contextlib.contextmanager
+def _spool(columns: str, kind: type) -> Iterator["_Spool"]:
+    """Open an empty :class:`_Spool` of objects with integers, whose names and types are in ``columns``."""
+    with (
+        _database("rows", f"position BIGINT, size BIGINT, {columns}") as database,
+        tempfile.TemporaryFile() as stream,
+    ):
+        yield _Spool(database, stream, kind)
 
 
 class _Spool:
