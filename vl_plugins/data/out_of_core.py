@@ -17,6 +17,7 @@ from vl_plugins.errors import UserError, require
 
 CANONICAL_INT = re.compile(r"0|-?[1-9][0-9]{0,17}")  # fits into 64 bits
 ROWS_INSERTED, ROWS_FETCHED = 10_000, 2_000
+INTEGERS_COUNTED = 200_000  # at a time, in the memory of DuckDB
 
 
 class Row(msgspec.Struct, array_like=True, gc=False):
@@ -93,37 +94,37 @@ def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Ite
 
 def count_repeats(parts: Iterable[np.ndarray]) -> tuple[int, int, int, int]:
     """Return the number of integers; how many occur several times, as how many different ones, and the most often."""
-    counts = "SELECT count(*) AS number FROM hashes GROUP BY hash"
-    several = "FILTER (WHERE number > 1)"
-    with _database("hashes", "hash BIGINT") as database:
+    query = (
+        "SELECT coalesce(sum(number), 0), count(*), coalesce(max(number), 0) FROM (SELECT count(*) AS number FROM rows "
+        "WHERE (hash & 9223372036854775807) % ? = ? GROUP BY hash HAVING number > 1)"
+    )
+    with _database("hash BIGINT", "24MB") as database:
         for part in parts:
             database.register("part", {"hash": part})
-            database.execute("INSERT INTO hashes SELECT * FROM part")
-        columns = f"sum(number), sum(number) {several}, count(*) {several}, max(number) {several}"
-        database.execute(f"SELECT {columns} FROM ({counts})")
-        total, number, different, most_frequent = (int(value or 0) for value in database.fetchone())
-    return total, number, different, most_frequent
+            database.execute("INSERT INTO rows SELECT * FROM part")
+        (total,) = database.execute("SELECT count(*) FROM rows").fetchone()
+        buckets = 1 + total // INTEGERS_COUNTED
+        found = [database.execute(query, [buckets, bucket]).fetchone() for bucket in range(buckets)]
+    numbers, different, most = map(list, zip(*found, strict=True))
+    return total, int(sum(numbers)), sum(different), max(most)
 
 
 @contextlib.contextmanager
-def _database(table: str, columns: str) -> Iterator[Any]:
-    """Open a database in the folder for temporary files, with an empty table."""
+def _database(columns: str, memory_limit: str = "32MB") -> Iterator[Any]:
+    """Open a database in the folder for temporary files, with an empty table ``rows``."""
     duckdb = require("duckdb", extra="data")
     with tempfile.TemporaryDirectory() as folder:
-        limits = {"memory_limit": "32MB", "temp_directory": folder, "threads": 1}
+        limits = {"memory_limit": memory_limit, "temp_directory": folder, "threads": 1}
         with duckdb.connect(config=limits) as database:
             database.execute("SET enable_progress_bar = false")  # DuckDB 1.1 prints one
-            database.execute(f"CREATE TEMP TABLE {table} ({columns})")
+            database.execute(f"CREATE TEMP TABLE rows ({columns})")
             yield database
 
 
 @contextlib.contextmanager
 def _spool(columns: str, kind: type) -> Iterator["_Spool"]:
     """Open an empty :class:`_Spool` of objects with integers, whose names and types are in ``columns``."""
-    with (
-        _database("rows", f"position BIGINT, size BIGINT, {columns}") as database,
-        tempfile.TemporaryFile() as stream,
-    ):
+    with _database(f"position BIGINT, size BIGINT, {columns}") as database, tempfile.TemporaryFile() as stream:
         yield _Spool(database, stream, kind)
 
 
