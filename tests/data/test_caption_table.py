@@ -183,6 +183,7 @@ WRONG_OBJECTS = {
     "no path": ({"image": None}, "its path or image id is blank"),
     "caption is null": ({"caption": None}, "it has no captions, or a blank one"),
     "caption is a number": ({"caption": 3}, "it has no captions, or a blank one"),
+    "one caption is null": ({"caption": ["a dog", None]}, "it has no captions, or a blank one"),
     "id is null": ({"id": None}, "its path or image id is blank"),
     "same id as text": ({"id": "2"}, "image id 2 occurs more than once"),
     "group": ({"film": [1]}, "Expected `int | str | null`, got `array` - at `$.group`"),

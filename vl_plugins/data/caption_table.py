@@ -69,7 +69,8 @@ class Columns:
 
     def row(self, place: int | str, values: Mapping[Any, Any], split: str) -> Row:
         """Return a row by its values; ``split`` is for tables without a split column."""
-        texts = [text for name in self.captions for text in _texts(values.get(name))]
+        found = [values[name] for name in self.captions if values.get(name) is not None]
+        texts = [text for value in found for text in _texts(value)]
         if len(self.captions) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
         image_id = None if self.id is None else values.get(self.id)
@@ -204,4 +205,4 @@ def _texts(value: Any) -> list[Any]:
         value = next((value[key] for key in TEXT_KEYS if key in value), value)
     if isinstance(value, list):
         return [text for item in value for text in _texts(item)]
-    return [] if value is None else [value]
+    return [value]
