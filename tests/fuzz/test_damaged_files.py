@@ -72,7 +72,7 @@ def verified(whole, folder, file, output):
 
 def counted(whole, folder, file, output):
     found = json.loads(output).values()
-    heads = [json.loads(index.read_text().splitlines()[0]) for index in (folder / "shards/new").glob("*/*.jsonl")]
+    heads = [json.loads(index.read_bytes().splitlines()[0]) for index in (folder / "shards/new").glob("*/*.jsonl")]
     assert sum(split["images"] for split in found) == sum(len(head["counts"]) for head in heads)
     assert sum(split["captions"] for split in found) == sum(sum(head["counts"]) for head in heads)
 
