@@ -18,7 +18,7 @@ test: $(INSTALLED) lint
 # torch 2.2 is there for Python 3.10 to 3.12, and compiles with up to 3.11.
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow" --doctest-ignore-import-errors \
-		--ignore tests/test_readme.py --ignore tests/test_docs.py --ignore tests/test_packaging.py --ignore tests/test_real_data.py \
+		--ignore tests/test_readme.py --ignore tests/test_docs.py --ignore tests/test_packaging.py \
 		--ignore tests/commands/test_demo.py
 
 test-slow: $(INSTALLED)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.real_data
+pytestmark = [pytest.mark.real_data, pytest.mark.slow]
 
 
 def run(cwd, *command):
@@ -23,7 +23,7 @@ def run(cwd, *command):
     return finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize(("epochs", "rsum_on_training_images"), [(1, 0), pytest.param(40, 150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("epochs", "rsum_on_training_images"), [(1, 0), (40, 150)])
 def test_shards_training_and_evaluation(stamps, tmp_path, epochs, rsum_on_training_images):
     source = ["--annotations", stamps / "dataset_stamps.json", "--images", stamps]
     output = run(tmp_path, "vl_plugins.cli", "shards", "coco", *source, "--out", "shards", "--samples-per-shard", "200")

@@ -92,7 +92,9 @@ def test_two_killed_processes_go_on_to_the_same_end(folder, shards):
     check_equal(straight, killed)
 
 
-@pytest.mark.parametrize("more", [[], ["--save-most-recent"]], ids=["epoch", "most recent"])
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["--save-most-recent"], marks=pytest.mark.slow)], ids=["epoch", "most recent"]
+)
 def test_killed_while_it_saves(folder, shards, more):
     """The former checkpoint is whole, and the training continues from it."""
     flags = [*TINY, *shards, "--loss", "unified", "--epochs", "2", *more]
