@@ -11,14 +11,19 @@ from typing import Any, BinaryIO
 
 import filelock
 import fsspec
+from fsspec.asyn import reset_lock
 from fsspec.implementations.local import LocalFileSystem
 
 from vl_plugins.errors import UserError, user_errors
 
 Url = str | os.PathLike
 
-# Forked workers of a loader clear fsspec's cache. What is then unused closes its connections, and so removes them from
-# the event loop of the parent, which waits for their answers forever.
+# Workers of a loader are forked. There older versions of fsspec, such as 2025.3, wait for a thread of the parent,
+# forever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=reset_lock)
+# Newer ones clear their cache. What is then unused closes its connections, and so removes them from the event loop of
+# the parent, which waits for their answers forever.
 _OPENED: set[Any] = set()
 
 

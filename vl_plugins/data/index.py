@@ -22,7 +22,6 @@ import fsspec
 import msgspec
 import numpy as np
 from braceexpand import braceexpand
-from fsspec.asyn import reset_lock
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import exists, file_errors, join, locate, sha256, write_complete
@@ -45,11 +44,6 @@ AT_A_TIME = 16
 MOST_SHARDS = 500_000  # in a pattern
 GROUP = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
-
-# Workers of a loader are forked. Older versions of fsspec, such as 2025.3, wait there for a thread of
-# the parent, forever.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=reset_lock)
 
 
 class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):

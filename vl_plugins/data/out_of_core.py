@@ -100,8 +100,7 @@ def count_repeats(parts: Iterable[np.ndarray]) -> tuple[int, int, int, int]:
     )
     with _database("hash BIGINT", "24MB") as database:
         for part in parts:
-            database.register("part", {"hash": part})
-            database.execute("INSERT INTO rows SELECT * FROM part")
+            _insert(database, part)
         (total,) = database.execute("SELECT count(*) FROM rows").fetchone()
         buckets = 1 + total // INTEGERS_COUNTED
         found = [database.execute(query, [buckets, bucket]).fetchone() for bucket in range(buckets)]
@@ -119,6 +118,11 @@ def _database(columns: str, memory_limit: str = "32MB") -> Iterator[Any]:
             database.execute("SET enable_progress_bar = false")  # DuckDB 1.1 prints one
             database.execute(f"CREATE TEMP TABLE rows ({columns})")
             yield database
+
+
+def _insert(database: Any, *columns: np.ndarray) -> None:
+    database.register("part", {f"c{index}": np.ascontiguousarray(column) for index, column in enumerate(columns)})
+    database.execute("INSERT INTO rows SELECT * FROM part")
 
 
 @contextlib.contextmanager
@@ -146,10 +150,7 @@ class _Spool:
 
     def _insert(self) -> None:
         if self.rows:
-            columns = np.array(self.rows, np.int64).T
-            part = {f"c{index}": np.ascontiguousarray(column) for index, column in enumerate(columns)}
-            self.database.register("part", part)
-            self.database.execute("INSERT INTO rows SELECT * FROM part")
+            _insert(self.database, *np.array(self.rows, np.int64).T)
             self.rows.clear()
 
     def select(self, query: str) -> Iterator[tuple[Any, ...]]:
