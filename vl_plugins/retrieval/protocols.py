@@ -201,4 +201,4 @@ def _coco_test_split() -> dict[int, frozenset[int]]:
 def _eccv_caption() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ujson, a faster reader, is not installed
-        return require("eccv_caption", extra="eval").Metrics()
+        return require("eccv_caption", extra="eccv").Metrics()
