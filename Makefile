@@ -4,10 +4,11 @@ LOWEST ?= .venv-lowest
 EXTRAS := dev,docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+DEMO := $(VENV)/installed-for-the-demo
 
 .PHONY: demo test test-lowest test-slow coverage lint docs pictures format clean
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	$(BIN)/vl-plugins demo
 
 test: $(INSTALLED) lint
@@ -43,9 +44,12 @@ format: $(BIN)/ruff
 	$(BIN)/ruff format
 
 # Gigabytes are downloaded, so a broken connection gets two more attempts, which begin with pip's cache. The file is
-# written last, so that an interrupted installation is done again.
-$(INSTALLED) $(LOWEST)/installed: pyproject.toml
-	$(PYTHON) -m venv $(@D)
+# written last, so that an interrupted installation is done again. An environment that is there already, such as one
+# with a torch of one's choice, is added to.
+$(INSTALLED) $(DEMO) $(LOWEST)/installed: pyproject.toml
+	@echo "Installing vl_plugins[$(EXTRAS)] into $(@D). With CUDA's libraries, which torch brings on Linux, an empty"
+	@echo "environment takes about 3 GB of downloads, 6 GB on the disk and several minutes. README has a smaller torch."
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	for attempt in 1 2 3; do \
 		$(@D)/bin/python -m pip install --progress-bar on --resume-retries 20 $(CONSTRAINTS) --editable '.[$(EXTRAS)]' \
@@ -53,6 +57,7 @@ $(INSTALLED) $(LOWEST)/installed: pyproject.toml
 	done; exit 1
 	touch $@
 
+$(DEMO): EXTRAS := open-clip,eval
 $(LOWEST)/installed: tests/lowest.txt
 $(LOWEST)/installed: CONSTRAINTS = --constraint tests/lowest.txt
 $(LOWEST)/installed: EXTRAS := dev # docs has sentence-transformers, which needs transformers 5

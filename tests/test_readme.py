@@ -18,6 +18,22 @@ from vl_plugins.integrations.open_clip.launcher import main as launch
 README = ROOT / "README.md"
 
 
+def test_two_commands_set_everything_up(tmp_path):
+    """What they would run in a new checkout: each says what it downloads, then installs, then does its work."""
+    first, second = commands(README)[:2]
+    steps = []
+    for command in (first, second):
+        variables = [f"VENV={tmp_path}/venv", "PYTHON=python3"]
+        printed = subprocess.run([*command, "--dry-run", *variables], cwd=ROOT, capture_output=True, text=True)
+        assert printed.returncode == 0, printed.stderr
+        assert printed.stdout.index("3 GB of downloads, 6 GB on the disk") < printed.stdout.index("-m venv")
+        steps.append(printed.stdout)
+    assert "--editable '.[open-clip,eval]'" in steps[0]
+    assert steps[0].rstrip().endswith("/bin/vl-plugins demo")
+    assert "--editable '.[dev,docs]'" in steps[1]
+    assert '-m pytest -n auto --dist worksteal -m "not slow"' in steps[1]
+
+
 def test_the_first_hour(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fewer = {"2048": "64 --val 8 --test 8".split(), "512": ["16"]}
@@ -64,10 +80,46 @@ def test_the_open_clip_command(tmp_path, toy_shards):
     assert (tmp_path / "logs" / "run" / "checkpoints" / "epoch_1.pt").is_file()
 
 
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first_hour.ipynb"
+
+
+def small_command(line, variables):
+    """Return the words of a shell line of the notebook, with fewer scenes and one epoch, and without its pipe."""
+    command = line.removeprefix("!").format(**variables).partition(" 2>&1")[0]
+    words = []
+    for word in shlex.split(command):
+        words += {"2048": "64 --val 8 --test 8".split(), "512": ["16"]}.get(word, [word])
+    return words
+
+
+def test_the_cells_of_the_notebook(tmp_path, monkeypatch, capsys):
+    """Python cells run as they stand, but for the number of epochs; shell lines run in this process."""
+    monkeypatch.chdir(tmp_path)
+    install, *cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    assert install.startswith("%pip install")
+    variables, programs = {"__name__": "notebook"}, []
+    for source in cells:
+        python = [line for line in source.splitlines() if not line.startswith("!")]
+        shell = [line for line in source.splitlines() if line.startswith("!")]
+        starts_with_shell = source.startswith("!")
+        if not starts_with_shell and shell:  # names that the commands use
+            names = source.partition("\n!")[0]
+            exec(names, variables)
+        for line in shell:
+            words = small_command(line, variables)
+            is_training = words[:2] == ["python", "-m"]
+            assert (launch([*words[3:], "--epochs", "1"]) if is_training else main(words[1:])) == 0
+            programs.append("train" if is_training else words[1])
+        exec("\n".join(python).replace("epoch_8.pt", "epoch_1.pt"), variables)
+    assert programs == ["toy", "shards", "shards", "train", "train", "evaluate", "plot"]
+    assert variables["row"].size == (4 * 192, 192)
+    assert variables["image_embeddings"].grad.any()
+
+
 @pytest.mark.slow
 def test_the_notebook(tmp_path, monkeypatch):
     """All cells but the installation run, and the Unified loss with five captions wins."""
-    notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first_hour.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert "pip install" in notebook.cells.pop(1).source
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
