@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, all_values, require, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, all_values, require, user_errors
 
 __all__ = ["CommandParser", "KeyValues", "find_config", "key_value", "literal", "read_yaml"]
 
@@ -91,7 +91,7 @@ def read_yaml(file: Path) -> Any:
                 raise yaml.YAMLError(f"a key is given twice: {', '.join(keys)}")
             return super().construct_mapping(node, deep)
 
-    with user_errors(f"{file}: not valid YAML"), open(file, "rb") as stream:
+    with user_errors(f"{file}: not valid YAML", *MALFORMED_CONTENT), open(file, "rb") as stream:
         content = yaml.load(stream, Loader=UniqueKeys)
     for _ in all_values(str(file), content):  # raises an error for too many
         pass

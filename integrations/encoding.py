@@ -14,7 +14,7 @@ import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader
 from vl_plugins.data.files import sha256
 from vl_plugins.distributed import world_size
-from vl_plugins.errors import user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
@@ -56,7 +56,7 @@ def encode_checkpoint(
     batches = evaluation_loader(dataset, batch_size, workers=workers, rank=rank, world_size=processes)
     # None shows the bar in a terminal only.
     bar = tqdm(batches, desc=f"encoding {file}", unit="batch", disable=True if rank else None)
-    with user_errors(f"checkpoint {file}"):  # its model and tokenizer may not fit together
+    with user_errors(f"checkpoint {file}", *MALFORMED_CONTENT):  # its model and tokenizer may not fit together
         encoded = _encode_batches(loaded, bar, device, precision)
     if processes > 1:
         gathered: Any = None if rank else [None] * processes

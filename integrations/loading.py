@@ -3,18 +3,19 @@
 import contextlib
 import importlib
 import os
+import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vl_plugins.errors import one_of, require, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, require, user_errors
 
-__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file", "through_first_step"]
+__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file"]
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
@@ -59,7 +60,7 @@ def load_model(
     """
     one_of("precision", precision, PRECISIONS)  # open_clip takes any other for fp32
     file, content = Path(checkpoint), None
-    with user_errors(f"checkpoint {checkpoint}"):
+    with user_errors(f"checkpoint {checkpoint}", *MALFORMED_CONTENT):
         if file.is_file() and file.suffix not in OTHER_FORMATS:
             content = read_torch_file(file)
         if isinstance(content, Mapping) and content.get("format") == "vl_plugins.pytorch_metric_learning":
@@ -75,28 +76,55 @@ def load_model(
 def read_torch_file(file: str | os.PathLike) -> Any:
     """Read tensors, numbers, text and containers of them on the CPU; no code of the file is run.
 
+    Numbers of numpy count as numbers where torch knows them as safe, from version 2.6 on.
+
     Raises:
-        UserError: the file is damaged, of another format, or holds more than that.
+        UserError: the file is damaged, of another format, or holds other objects. The message names their type.
         OSError: it cannot be opened.
     """
-    with user_errors(f"{file}: it is damaged, or holds more than tensors and text, which could run code"):
-        if is_zip := zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                # torch compares no checksums. With `set_crc32_options(False)` it writes none, all 0.
-                if any(member.CRC for member in archive.infolist()) and archive.testzip() is not None:
-                    raise zipfile.BadZipFile("a checksum is wrong")
-        # With mmap, tensors stay in the file until they are used. torch 2.2 cannot map a Path.
-        return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=is_zip)
+    with user_errors(f"{file}: it is damaged", Exception):
+        is_zip = zipfile.is_zipfile(file)
+        if is_zip:
+            _check_sums(file)
+    try:
+        with _numpy_numbers():
+            # With mmap, tensors stay in the file until they are used. torch 2.2 cannot map a Path.
+            return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError:
+        raise
+    except Exception as error:
+        raise UserError(_refusal(file, error)) from error
 
 
-@contextlib.contextmanager
-def through_first_step(what: str) -> Iterator[None]:
-    """Do what :func:`user_errors` does through the first step of an optimizer; from then on, an exception is a bug.
+def _check_sums(file: str | os.PathLike) -> None:
+    """Compare the checksums of a zip archive, which torch does not."""
+    with zipfile.ZipFile(file) as archive:
+        # With `set_crc32_options(False)` torch writes none, all 0.
+        if any(member.CRC for member in archive.infolist()) and archive.testzip() is not None:
+            raise zipfile.BadZipFile("a checksum is wrong")
 
-    The state of a damaged checkpoint and options of a wrong type may be used only there.
-    """
-    with contextlib.ExitStack() as border:
-        border.enter_context(user_errors(what))
-        hook = register_optimizer_step_post_hook(lambda *_: border.close())
-        border.callback(hook.remove)
-        yield
+
+def _numpy_numbers() -> Any:
+    """Let ``torch.load`` make numbers of numpy, which early trainers saved beside the weights: plain data, no code."""
+    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):  # before 2.6, torch cannot name types
+        return contextlib.nullcontext()
+    multiarray = getattr(numpy, "_core", None) or numpy.core
+    scalar_types = [type(numpy.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
+    # Files name the module as numpy before 2 called it, or as it is called now.
+    scalar = multiarray.multiarray.scalar
+    named = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar")]
+    return torch.serialization.safe_globals([*named, numpy.dtype, *scalar_types])
+
+
+def _refusal(file: str | os.PathLike, error: Exception) -> str:
+    """Return why ``torch.load`` refused a file: the type that could run code, or the damage."""
+    type_name = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|GLOBAL) ([\w.]+)", str(error))
+    if type_name is None:
+        detail = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+        text = reason(error) if detail is None else detail[1].strip()
+        return f"{file}: it is damaged, or holds more than tensors, numbers and text: {text}"
+    return (
+        f"{file}: it holds more than tensors, numbers and text, namely {type_name[1]}, which could run code. "
+        "If you trust the file, clean it in Python: content = torch.load(FILE, weights_only=False), then "
+        "torch.save(content['state_dict'], NEW_FILE)"
+    )

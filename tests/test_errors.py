@@ -1,8 +1,13 @@
 """Errors of the user, and checks of names and numbers."""
 
+import json
+import tarfile
+
+import msgspec
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from vl_plugins.errors import (
     MissingExtraError,
@@ -49,45 +54,109 @@ def test_other_errors_are_bugs(monkeypatch):
         exit_status("vl-plugins demo", failing(UserError("no such file")))
 
 
-def test_only_the_first_process_prints(monkeypatch, capsys):
-    """Unless they have joined: then the error may be of one process."""
+def test_every_process_prints_its_own_line(monkeypatch, capsys):
+    """Files on local disks may be missing in one process alone. Ctrl-C goes to all, and the first one prints it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
+    assert capsys.readouterr().err == "[rank 1] vl-plugins demo: error: no such file\n"
     assert exit_status("vl-plugins demo", failing(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert exit_status("vl-plugins demo", failing(UserError("no such file"))) == 2
-    assert capsys.readouterr().err == "vl-plugins demo: error: no such file\n"
+
+
+def test_every_line_of_a_traceback_names_its_process(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status("vl-plugins demo", failing(KeyError("caption"))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[rank 1] Traceback (most recent call last):"
+    assert lines[-1] == "[rank 1] KeyError: 'caption'"
+    assert all(line.startswith("[rank 1] ") for line in lines)
+
+
+WRONG_SIZE = """Error(s) in loading state_dict for CLIP:
+\tsize mismatch for visual.proj: torch.Size([8]), torch.Size([16]).
+\tsize mismatch for text.proj: torch.Size([8])."""
+SHOW = "; set VL_PLUGINS_TRACEBACK=1 for the traceback"
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("error", "expected", "text"),
     [
-        (ValueError("first line\nlast line"), "--flag: last line; set VL_PLUGINS_TRACEBACK=1 for the traceback"),
-        (AssertionError(), "--flag: AssertionError; set VL_PLUGINS_TRACEBACK=1 for the traceback"),
-        (UserError("as it is"), "as it is"),
-        (OSError("as it is"), "as it is"),
+        (ValueError("columns must match\n[1, 2]"), (), f"--flag: columns must match [1, 2]{SHOW}"),
+        (json.JSONDecodeError("no value", "", 0), (), f"--flag: no value: line 1 column 1 (char 0){SHOW}"),
+        (tarfile.ReadError("cut off"), (), f"--flag: cut off{SHOW}"),
+        (yaml.YAMLError("a tab"), (), f"--flag: a tab{SHOW}"),
+        (msgspec.ValidationError("no object"), (), f"--flag: no object{SHOW}"),
+        (AssertionError(), (AssertionError,), f"--flag: AssertionError{SHOW}"),
+        (KeyError("epoch"), (LookupError,), f"--flag: KeyError: 'epoch'{SHOW}"),
+        (RuntimeError(WRONG_SIZE), (RuntimeError,), f"--flag: {' '.join(WRONG_SIZE.split())}{SHOW}"),
+        (RuntimeError("x" * 10**6), (RuntimeError,), f"--flag: {'x' * 600} [...]{SHOW}"),
+        (UserError("as it is"), (), "as it is"),
+        (OSError("as it is"), (), "as it is"),
     ],
 )
-def test_what_goes_wrong_while_reading_is_an_error_of_the_user(error, text):
-    with pytest.raises(OSError if isinstance(error, OSError) else UserError) as caught, user_errors("--flag"):
+def test_errors_of_parsers_are_one_line_with_the_whole_reason(error, expected, text):
+    kind = OSError if isinstance(error, OSError) else UserError
+    with pytest.raises(kind) as caught, user_errors("--flag", *expected):
         raise error
     assert str(caught.value) == text
 
 
+def test_the_cause_is_a_part_of_the_reason():
+    with pytest.raises(UserError, match=r"^a.csv: generating failed: expected 2 columns; "), user_errors("a.csv"):
+        raise ValueError("generating failed") from ValueError("expected 2 columns")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("caption"),
+        TypeError("forward() got an unexpected keyword argument"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690"),
+        torch.cuda.OutOfMemoryError("Tried to allocate 2 GiB"),
+    ],
+)
+def test_other_errors_keep_their_type_and_get_a_note(error, capsys):
+    """Those of a GPU or of the network even where a RuntimeError is expected of a file."""
+    expected = (RuntimeError,) if isinstance(error, RuntimeError) else ()
+    with pytest.raises(type(error)) as caught, user_errors("--train-data a.tar", *expected):
+        raise error
+    assert caught.value is error
+    assert error.__notes__ == ["while reading --train-data a.tar"]
+
+
+def test_python_3_10_prints_notes_before_the_traceback(monkeypatch, capsys):
+    class OldError(Exception):
+        add_note = property()  # Python 3.10 has none
+
+    def read():
+        with user_errors("a.tar"):
+            raise OldError("a bug")
+
+    with pytest.raises(OldError):
+        exit_status("vl-plugins demo", read)
+    assert capsys.readouterr().err == "while reading a.tar\n"
+
+
 class Failing(torch.utils.data.IterableDataset):
+    def __init__(self, kind):
+        self.kind = kind
+
     def __iter__(self):
         try:
             raise FileNotFoundError("no such file")
         except FileNotFoundError as error:
-            raise UserError("shard 3 is missing:\nno such file") from error
+            raise self.kind("shard 3 is missing:\nno such file") from error
 
 
+@pytest.mark.parametrize("kind", [UserError, OSError])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_message_of_a_loader_is_that_of_its_worker(workers):
-    with pytest.raises(UserError) as raised:
-        list(torch.utils.data.DataLoader(Failing(), num_workers=workers))
-    assert message(raised.value) == "shard 3 is missing:\nno such file"
+def test_the_message_of_a_loader_is_that_of_its_worker(workers, kind):
+    with pytest.raises(kind) as raised:
+        list(torch.utils.data.DataLoader(Failing(kind), num_workers=workers))
+    assert message(raised.value) == "shard 3 is missing: no such file"
 
 
 def test_names():

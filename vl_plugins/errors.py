@@ -1,17 +1,24 @@
 """Errors of the user, which command lines print as one line, and checks of names and numbers."""
 
 import contextlib
+import csv
 import difflib
 import importlib
 import math
 import os
+import struct
 import sys
+import tarfile
+import traceback
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "MALFORMED_CONTENT",
     "MissingExtraError",
     "UserError",
     "all_values",
@@ -21,6 +28,7 @@ __all__ = [
     "missing_extra",
     "number",
     "one_of",
+    "reason",
     "require",
     "unknown_name",
     "user_errors",
@@ -29,6 +37,22 @@ __all__ = [
 TRACEBACK = "VL_PLUGINS_TRACEBACK"
 MOST_VALUES = 10_000  # in a configuration
 LARGEST_SIZE = 500_000  # of a model, such as its vocabulary
+LONGEST_REASON = 600  # characters; torch lists every missing weight
+
+# What parsers of files raise, besides OSError. Errors of JSON, text encodings, pandas and numpy are ValueErrors. Deep
+# nesting is a RecursionError, a number of too many digits an OverflowError.
+PARSER_ERRORS = (ValueError, EOFError, RecursionError, OverflowError, csv.Error, struct.error)
+PARSER_ERRORS += (tarfile.TarError, zipfile.BadZipFile, zlib.error)
+# Errors of optional packages, by module.
+PARSERS = {"yaml": ["YAMLError"], "msgspec": ["MsgspecError"], "duckdb": ["Error"], "safetensors": ["SafetensorError"]}
+
+# What code raises where the plain data of a file, such as a checkpoint or a configuration, have the wrong structure.
+MALFORMED_CONTENT = (LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
+
+# Failures of a GPU or of the network between processes, by the names of torch's classes and the start of the message.
+# They are RuntimeErrors, but no file is to blame.
+DEVICE_ERRORS = ("AcceleratorError", "OutOfMemoryError", "DistError", "DistBackendError", "DistNetworkError")
+DEVICE_MESSAGES = ("CUDA", "NCCL", "HIP", "cuDNN", "CUBLAS", "MPS")
 
 
 class UserError(ValueError):
@@ -40,10 +64,19 @@ class MissingExtraError(UserError, ImportError):
 
 
 def exit_status(program: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Return ``run()``, 2 after a ``UserError`` or ``OSError``, or 130 after Ctrl-C, with one line on standard error.
+    """Run a command and return its exit status.
 
-    With ``VL_PLUGINS_TRACEBACK=1`` the error is raised. Processes that ``torchrun`` started all meet the same error
-    before they join: only the first one prints it.
+    A ``UserError`` or ``OSError`` ends in one line on standard error and status 2, Ctrl-C in one line and status 130.
+    Any other exception is a bug or a failure of the machine: it keeps its traceback, which ends the process with
+    status 1. ``VL_PLUGINS_TRACEBACK=1`` shows the traceback of user errors, too.
+
+    In several processes, each one prints its own error, marked with ``[rank N]``. Files may differ between machines, so
+    an error in one process says nothing about the others.
+
+    Args:
+        program: name at the start of the line.
+        run: the command; its return value is the status, None for 0.
+        interrupted: what to print after Ctrl-C, in the first process.
     """
     try:
         return run() or 0
@@ -52,35 +85,106 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
     except (UserError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        torch = sys.modules.get("torch")
-        joined = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-        if joined or _is_first_process():
-            print(f"{program}: error: {message(error)}", file=sys.stderr)
+        print(f"{_rank_label()}{program}: error: {message(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if _is_first_process():
+        if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {interrupted}", file=sys.stderr)
         return 130  # as shells report a process that Ctrl-C ended
+    except Exception as error:
+        if not hasattr(error, "add_note"):
+            for note in getattr(error, "__notes__", []):
+                print(f"{_rank_label()}{note}", file=sys.stderr)
+        if not _rank_label():
+            raise
+        for line in traceback.format_exc().splitlines():
+            print(f"{_rank_label()}{line}", file=sys.stderr)
+        return 1
 
 
 @contextlib.contextmanager
-def user_errors(what: str) -> Iterator[None]:
-    """Raise any exception of the block as a ``UserError`` about ``what``, a file or flag that is being read."""
+def user_errors(subject: str, *expected: type[Exception]) -> Iterator[None]:
+    """Re-raise what parsers of user input raise as a ``UserError`` that names the file or flag.
+
+    A ``UserError`` or ``OSError`` passes unchanged. Other exceptions are bugs: they keep their type and traceback, and
+    get the note "while reading <subject>".
+
+    Args:
+        subject: the file or flag that is read.
+        expected: exceptions that wrong input raises here, besides ``ValueError`` and the errors of the parsers of YAML,
+            JSON, archives and tables. ``Exception`` is right where the block calls a decoder on the bytes of a file
+            and does nothing else: damaged bytes make decoders raise nearly anything.
+    """
     try:
         yield
     except (UserError, OSError):
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        raise UserError(f"{what}: {reason}; set {TRACEBACK}=1 for the traceback") from error
+        if (isinstance(error, expected) or _is_parser_error(error)) and not _is_device_error(error):
+            raise UserError(f"{subject}: {reason(error)}; set {TRACEBACK}=1 for the traceback") from error
+        _add_note(error, f"while reading {subject}")
+        raise
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an exception as one line, with its type where the message alone says little.
+
+    >>> reason(KeyError("caption"))
+    "KeyError: 'caption'"
+    >>> reason(ValueError("columns must match\\nbut differ"))
+    'columns must match but differ'
+    """
+    text = " ".join(str(error).split())
+    cause = error.__cause__
+    if cause is not None and str(cause).strip() not in str(error):
+        text = f"{text}: {reason(cause)}"  # type: ignore[arg-type]
+    if len(text) > LONGEST_REASON:
+        text = f"{text[:LONGEST_REASON]} [...]"
+    if text and not isinstance(error, (LookupError, AssertionError, AttributeError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def message(error: Exception) -> str:
-    """Return the text of an error, without the traceback that a worker process of a ``DataLoader`` adds."""
+    """Return the text of an error as one line, without the traceback that a worker of a ``DataLoader`` adds."""
     text = str(error)
     if text.startswith("Caught ") and "\nOriginal " in text:  # written by torch
-        text = text.rstrip().rpartition(f"{UserError.__name__}: ")[2]
-    return text
+        text = text.rstrip().rpartition(f"{type(error).__name__}: ")[2]
+    return " ".join(text.split())
+
+
+def _is_parser_error(error: Exception) -> bool:
+    """Return whether a parser of a file or a check of an argument raised this error.
+
+    The parsers are optional packages. Whose error it is can only be a package that is imported already.
+    """
+    if isinstance(error, PARSER_ERRORS):
+        return True
+    for module, names in PARSERS.items():
+        for name in names if module in sys.modules else ():
+            if isinstance(error, getattr(sys.modules[module], name)):
+                return True
+    return False
+
+
+def _is_device_error(error: Exception) -> bool:
+    class_names = [base.__name__ for base in type(error).__mro__]
+    return not set(DEVICE_ERRORS).isdisjoint(class_names) or str(error).startswith(DEVICE_MESSAGES)
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Do what ``error.add_note`` does; Python 3.10 has none, and ``exit_status`` prints the notes there."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+
+def _rank_label() -> str:
+    """Return ``"[rank N] "`` in a process that ``torchrun`` started with others, otherwise nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return ""
+    return f"[rank {os.environ.get('RANK', '0')}] "
 
 
 def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
@@ -145,7 +249,3 @@ def require(module: str, extra: str) -> ModuleType:
 def missing_extra(module: str, extra: str) -> MissingExtraError:
     """Return the error that says which extra brings a module."""
     return MissingExtraError(f"{module} is not installed; install it with: pip install 'vl_plugins[{extra}]'")
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

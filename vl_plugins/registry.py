@@ -130,7 +130,7 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
     if imports and ":" in name:
         providers = [EntryPoint(name, name, GROUP)]
     for provider in providers:
-        with user_errors(f"loss {name!r}"):
+        with user_errors(f"loss {name!r}", ImportError, AttributeError):
             return provider.load()
     return _classes(kind)[one_of(kind, name, names(kind))]
 

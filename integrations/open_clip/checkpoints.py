@@ -14,14 +14,14 @@ from open_clip import factory
 from safetensors.torch import load_file
 from torch import nn
 
-from vl_plugins.errors import UserError, check_sizes, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, check_sizes, user_errors
 from vl_plugins.integrations.command_lines import literal
 from vl_plugins.integrations.loading import read_torch_file
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.retrieval.features import describe_similarity, recorded_similarity
 
-__all__ = ["load_open_clip", "load_weights", "made_with", "read_checkpoint"]
+__all__ = ["load_open_clip", "load_weights", "made_with", "read_checkpoint", "read_params"]
 
 # Options of the trainer that make a model, but for its weights.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length")
@@ -113,7 +113,7 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
         loaded, _, preprocess = open_clip.create_model_and_transforms(
             name, load_weights=False, pretrained_text=False, **made_to, **options
         )
-    with user_errors(f"checkpoint {file} does not fit model {name}"):
+    with user_errors(f"checkpoint {file} does not fit model {name}", *MALFORMED_CONTENT):
         if recorded.get("head") is not None:
             similarity = recorded.get("similarity")
             if similarity is not None:
@@ -131,12 +131,22 @@ def _recorded(file: Path, content: Any) -> dict[str, Any]:
         args = content.get("args") or weights.get(FORMER) or weights.get(f"module.{FORMER}")
         if isinstance(args, Mapping):
             return dict(args)
-    params = file.absolute().parent.parent / "params.txt"
-    if not params.is_file():
+    params = read_params(file)
+    return params | {"head": None} if params else {}
+
+
+def read_params(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the options in the ``params.txt`` of the run that a checkpoint belongs to; {} if there is none."""
+    file = Path(checkpoint).absolute().parent.parent / "params.txt"
+    if not file.is_file():
         return {}
-    pairs = [line.partition(": ") for line in params.read_text(encoding="utf-8", errors="replace").splitlines()]
-    # Names are sorted, and the first one counts: the second line of a note may look like an option.
-    return {name: literal(value) for name, separator, value in reversed(pairs) if separator} | {"head": None}
+    options: dict[str, Any] = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, separator, value = line.partition(": ")
+        if separator:
+            # Names are sorted, and the first one counts: the second line of a note may look like an option.
+            options.setdefault(name, literal(value))
+    return options
 
 
 def _model_name(file: Path, given: str | None, recorded: Mapping[str, Any]) -> str:

@@ -21,14 +21,9 @@ from vl_plugins.data.index import Collection, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record
 from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.open_clip.flags import flag, parse_args
+from vl_plugins.integrations.open_clip.flags import NOT_OURS, flag, parse_args
 
-__all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
-
-# Options of open_clip's readers that ours does not have.
-NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
-NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
+__all__ = ["Steps", "get_data", "read_splits"]
 
 
 class Steps:
@@ -45,11 +40,26 @@ class Steps:
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
         self.batches: deque[Tensor] = deque(maxlen=batches_per_step)
+        self._batches_per_step = batches_per_step
+        self._step_of_passes = -1
+        self._passes = 0
 
     @property
     def image_ids(self) -> Tensor | None:
         """Ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
         return torch.cat([*self.batches]) if self.batches else None
+
+    def count_pass(self) -> bool:
+        """Count a call of the loss; return whether it is the last one of the step.
+
+        open_clip calls the loss ``batches_per_step`` times in a step, each time with the gradients of one batch.
+        """
+        if self._batches_per_step == 1:
+            return True
+        if self._step_of_passes != self.number:
+            self._step_of_passes, self._passes = self.number, 0
+        self._passes += 1
+        return self._passes % self._batches_per_step == 0
 
 
 class TrainingData:
@@ -113,6 +123,18 @@ class Table(Collection):
         return self.records[image], {"jpg": read_bytes(self.records[image].key)}
 
 
+def check_columns(option: str, file: str, args: Namespace) -> None:
+    """Raise ``UserError`` if a table lacks the columns of ``--csv-img-key`` and ``--csv-caption-key``."""
+    columns = list(pandas.read_csv(file, sep=args.csv_separator, nrows=0).columns)
+    for name in ("csv_img_key", "csv_caption_key"):
+        if getattr(args, name) not in columns:
+            raise UserError(
+                f"{option} {file}: it has no column {getattr(args, name)!r}, only {', '.join(map(repr, columns))}; "
+                f"name the columns by --csv-img-key and --csv-caption-key, and the separator, now "
+                f"{args.csv_separator!r}, by --csv-separator"
+            )
+
+
 def read_splits(args: Namespace) -> dict[str, Collection]:
     """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
 
@@ -125,10 +147,14 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
     found: dict[str, Collection] = {}
     for split in ("train_data", "val_data"):
         path = getattr(args, split)
-        if not path or not (args.loss or args.captions_per_image):
+        if not path:
             continue
         with user_errors(f"{flag(split)} {path}"):
             reader = host_data.get_dataset_fn(path, args.dataset_type)
+            if reader is host_data.get_csv_dataset:
+                check_columns(flag(split), path, args)
+            if not (args.loss or args.captions_per_image):
+                continue
             if reader is host_data.get_wds_dataset:
                 collection = read_collection(path)
                 if split == "train_data" or not collection.only_txt:

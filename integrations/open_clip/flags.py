@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import CommandParser, KeyValues, find_config, read_yaml
 from vl_plugins.registry import check_registered
 
-__all__ = ["KINDS", "flag", "parse_args"]
+__all__ = ["EXCLUDED", "KINDS", "NOT_OURS", "flag", "parse_args"]
 
 EXAMPLES = (
     "python -m vl_plugins.integrations.open_clip \\\n"
@@ -41,6 +42,17 @@ KINDS = {
 }
 """Components by the flag that names one, with its help and that of the flag of its options, ``--<kind>-kwargs``."""
 
+# Options of open_clip that a loss or a head of ours would silently undo; a classifier takes no sets.
+EXCLUDED = {
+    "loss": ("siglip", "distill_model", "horovod", "use_naflex"),
+    "head": ("torchscript", "trace", "use_bnb_linear", "distill_model"),
+    "head set": ("imagenet_val", "imagenet_v2"),
+}
+# Options of open_clip's readers that ours does not have.
+NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
+NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
+
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options of open_clip and of the launcher, as ``open_clip_train.params.parse_args`` returns its own.
@@ -68,10 +80,11 @@ class _Parser(CommandParser):
             prog="python -m vl_plugins.integrations.open_clip",
             usage="%(prog)s [options]",
             examples=EXAMPLES,
-            description="Run open_clip's trainer with the losses of vl_plugins. All flags of open_clip work as usual; "
-            "without ours, which come last, training is unchanged.",
+            description="Run open_clip's trainer with the losses of vl_plugins. Without our flags, which come last, "
+            "training is unchanged. With them, all flags of open_clip work as usual but for those listed at the end.",
             allow_abbrev=True,
         )
+        self.epilog = _exceptions()
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         """Return all options; flags on the command line win over those in the file of ``--config``."""
@@ -118,6 +131,20 @@ class _Parser(CommandParser):
         return words
 
 
+def _exceptions() -> str:
+    """Return the list of open_clip's flags that raise an error beside ours."""
+    lines = ["flags of open_clip that raise an error beside ours:"]
+    for ours, names in EXCLUDED.items():
+        lines.append(f"  --{ours}: {' '.join(map(flag, names))}")
+    lines.append("  --loss or --captions-per-image, which read --train-data themselves:")
+    words = " ".join(map(flag, NOT_OURS))
+    lines.append(textwrap.fill(words, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
+    lines.append(
+        "They exist in some versions of open_clip only. --fsdp with --loss needs --fsdp-no-reshard-after-forward."
+    )
+    return "\n".join(lines)
+
+
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("vl_plugins options")
     group.add_argument("--config", metavar="FILE.yaml", help="read flags from a file; the command line wins")
@@ -135,6 +162,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-duplicate-captions",
         action="store_true",
         help="allow images with equal captions (false negatives) in one batch",
+    )
+    group.add_argument(
+        "--allow-other-loss",
+        action="store_true",
+        help="let --resume continue a run with another loss, miner, reducer, distance or head than it was trained with",
     )
     group.add_argument(
         "--model-config",

@@ -126,7 +126,7 @@ class _WithHeads(nn.Module):
 def _make_head(head: str, features: TowerFeatures, options: Mapping[str, Any]) -> nn.Module:
     assert features.pooled is not None
     width = features.pooled.shape[-1]
-    with user_errors(f"--head {head}"):
+    with user_errors(f"--head {head}", TypeError):
         check_sizes(f"--head {head}", options)
         if head == "linear":
             return LinearHead(width, **options)

@@ -1,12 +1,16 @@
 """A metric loss in the place of open_clip's ClipLoss."""
 
+import contextlib
+import copy
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vl_plugins.distributed import DistributedLoss
-from vl_plugins.errors import UserError
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.losses.triplet import HardestNegativeLoss
@@ -26,7 +30,10 @@ class TwoTowerLoss(nn.Module):
         name: the loss is logged as ``<name>_loss``.
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
-        learned_scale: pass the model's logit scale to the loss as ``scale``.
+        learned_scale: pass the model's logit scale to the loss as ``scale``. With ``--accum-freq N``, open_clip
+            computes the loss of the whole batch N times, each time with the graph of one part of the images and texts.
+            The scale and a learned similarity are in every one of the N graphs, so their gradient would be N times too
+            large. They are constants in all passes but the last.
         local_loss: compare only this process's images and texts with those of all processes, if the loss allows it.
         steps: the step, by which ``warmup_steps`` count, and the image ids; without ids all images are different.
 
@@ -73,10 +80,15 @@ class TwoTowerLoss(nn.Module):
             ValueError: texts or image ids that do not fit the images.
             UserError: the loss is NaN or infinite.
         """
-        options: dict[str, Any] = {"scale": logit_scale} if self.learned_scale else {}
+        is_last_pass = self.steps.count_pass()
+        options: dict[str, Any] = {}
+        if self.learned_scale:
+            options["scale"] = logit_scale if is_last_pass else logit_scale.detach()
         if hasattr(self.loss, "regularization"):
             options |= {"slots": image_slots, "ref_slots": text_slots}
-        loss = self._compare(image_features, text_features, options)
+        constants = () if is_last_pass else tuple(self.loss.parameters())
+        with _as_constants(constants):
+            loss = self._compare(image_features, text_features, options)
         # A parameter without a gradient makes DistributedDataParallel fail at the second step.
         for unused in (logit_scale, logit_bias):
             if unused is not None:
@@ -93,6 +105,19 @@ class TwoTowerLoss(nn.Module):
         if not loss.isfinite():  # waits for the GPU
             raise UserError(f"step {self.steps.number}: the loss is {loss.item():g}")
         return loss
+
+
+@contextlib.contextmanager
+def _as_constants(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Leave parameters out of the graph that the block records."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
@@ -116,4 +141,24 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")
+    if ":" not in args.loss:
+        with user_errors(f"--loss {args.loss}: its first call", *MALFORMED_CONTENT):
+            _try(loss, miner, makes_sets, learned_scale)
     return TwoTowerLoss(args.loss.rpartition(":")[2], loss, miner, learned_scale, args.local_loss, steps)
+
+
+def _try(loss: nn.Module, miner: Any, makes_sets: bool, learned_scale: bool) -> None:
+    """Compute the loss of a few random embeddings, which raises an error if its parts do not work together.
+
+    Components of pytorch-metric-learning use some of their options only when they are called. A loss of the user's own
+    is not tried: it may need the real embeddings, and its errors are bugs, which keep their traceback.
+    """
+    loss, miner = copy.deepcopy((loss, miner))
+    embeddings_shape = (4, 2, 8) if makes_sets else (4, 8)
+    with torch.random.fork_rng(devices=[]):
+        images, texts = torch.randn(2, *embeddings_shape)
+        options: dict[str, Any] = {"slots": images, "ref_slots": texts} if hasattr(loss, "regularization") else {}
+        if learned_scale:
+            options["scale"] = torch.tensor(10.0)
+        labels = torch.arange(len(images))
+        CrossModalLoss(loss, miner)(images, labels, None, texts, labels.clone(), **options)

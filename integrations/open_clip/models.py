@@ -7,7 +7,7 @@ from typing import Any
 
 import open_clip
 
-from vl_plugins.errors import UserError, check_sizes, one_of, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, check_sizes, one_of, user_errors
 
 __all__ = ["add_model_config", "check_model", "has_schema", "register_models"]
 
@@ -30,7 +30,7 @@ def add_model_config(path: str | Path) -> None:
     """
     path = Path(path)
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-        with user_errors(f"--model-config {file}"):
+        with user_errors(f"--model-config {file}", *MALFORMED_CONTENT):
             _check_no_code(str(file), json.loads(file.read_bytes()))
     open_clip.add_model_config(path)
 
@@ -40,7 +40,7 @@ def check_model(name: str) -> None:
     register_models()
     if not has_schema(name):
         one_of("model", name, open_clip.list_models())
-    with user_errors(f"model {name}"):
+    with user_errors(f"model {name}", *MALFORMED_CONTENT):
         config = open_clip.get_model_config(name)
         _check_no_code(f"model {name}", config, name.partition("local-dir:")[2])
         check_sizes(f"model {name}", config)

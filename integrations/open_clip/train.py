@@ -7,6 +7,7 @@ replaced in that module while ``main`` runs.
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -17,27 +18,36 @@ import open_clip
 import torch
 from open_clip_train import file_utils
 from open_clip_train import main as trainer
+from open_clip_train.distributed import is_master, world_info_from_env
 from webdataset import autodecode
 
-from vl_plugins.errors import UserError, user_errors
-from vl_plugins.integrations.loading import OTHER_FORMATS, through_first_step
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
+from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
-from vl_plugins.integrations.open_clip.flags import KINDS, flag
+from vl_plugins.integrations.open_clip.flags import EXCLUDED, KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.loss import build_loss
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model
+from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
+from vl_plugins.integrations.open_clip.resume import (
+    ResumedRun,
+    check_fits,
+    load_optimizer,
+    read_resumed_run,
+    settings_of,
+)
 
 if hasattr(trainer, "create_task"):
     from open_clip.task import CLIPTask
 
 __all__ = ["train"]
 
-# Options of open_clip that a loss or a head of ours would silently undo; a classifier takes no sets.
-EXCLUDED = {
-    "loss": ("siglip", "distill_model", "horovod", "use_naflex"),
-    "head": ("torchscript", "trace", "use_bnb_linear", "distill_model"),
-    "head set": ("imagenet_val", "imagenet_v2"),
+# Entries of the configurations of models whose training step returns more than image and text embeddings.
+OTHER_OUTPUTS = {
+    "multimodal_cfg": "CoCa models",
+    "audio_cfg": "CLAP models",
+    "genlip_cfg": "GenLIP models",
+    "genlap_cfg": "GenLAP models",
 }
 # Files in shards that webdataset would unpickle, which could run code; here they stay bytes.
 PICKLES = ("pickle", "pyd")
@@ -57,31 +67,115 @@ def train(args: Namespace) -> int:
     Raises:
         UserError: something is wrong with the flags or a file.
     """
+    resumed = read_resumed_run(args) if args.resume else None
+    notes = [] if resumed is None else resumed.settle(args)
     _check(args)
-    steps, loss = data.Steps(args.accum_freq), None
-    if args.loss is not None:
-        with user_errors(f"--loss {args.loss}"):
-            loss = build_loss(args, steps)
-    splits = data.read_splits(args)
-    with through_first_step(f"--resume {args.resume}" if args.resume else "open_clip"), ExitStack() as patches:
-        replaced: dict[str, Any] = {
+    launch = _Launch(args, resumed, notes)
+    with ExitStack() as patches:
+        for target, names in launch.replacements():
+            patches.enter_context(mock.patch.multiple(target, **names))
+        patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
+        return 2 if trainer.main([]) else 0
+
+
+class _Launch:
+    """What stands in for functions of open_clip during one call of its ``main``.
+
+    Args:
+        args: the launcher's options.
+        resumed: the run that goes on, if any.
+        notes: lines for the log.
+    """
+
+    def __init__(self, args: Namespace, resumed: ResumedRun | None, notes: Sequence[str]):
+        self.args, self.resumed, self.notes = args, resumed, notes
+        self.steps = data.Steps(args.accum_freq)
+        self.loss: Any = None
+        self.model: Any = None
+        if args.loss is not None:
+            with user_errors(f"--loss {args.loss}"):
+                self.loss = build_loss(args, self.steps)
+        self.splits = data.read_splits(args)
+
+    def replacements(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the modules and classes whose names are replaced, with what replaces them."""
+        args, loss = self.args, self.loss
+        names: dict[str, Any] = {
             "parse_args": lambda argv: args,
-            "create_model_and_transforms": partial(_create_model, args=args, loss=loss),
-            "get_data": partial(data.get_data, host_get_data=trainer.get_data, splits=splits, steps=steps),
+            "create_model_and_transforms": self.create_model,
+            "get_data": partial(data.get_data, host_get_data=trainer.get_data, splits=self.splits, steps=self.steps),
             "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate),
         }
         if hasattr(trainer, "pt_load"):  # in 3.x
-            replaced["pt_load"] = _load
+            names["pt_load"] = self.load
         if loss is not None and hasattr(trainer, "create_task"):  # in 4.x
-            replaced["create_task"] = lambda args, model, **options: CLIPTask(model, loss=loss)
+            names["create_task"] = lambda args, model, **options: CLIPTask(model, loss=loss)
         elif loss is not None:
-            replaced["create_loss"] = lambda args: loss
-        patches.enter_context(mock.patch.multiple(trainer, **replaced))
-        patches.enter_context(mock.patch.object(file_utils, "pt_load", _load))
-        patches.enter_context(mock.patch.object(torch, "save", partial(_save, args=args, loss=loss)))
-        patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", _DataParallel))
-        patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
-        return 2 if trainer.main([]) else 0
+            names["create_loss"] = lambda args: loss
+
+        def load_optimizer_state(optimizer: Any, state: Any) -> None:
+            load_optimizer(optimizer, state, subject=f"--resume {args.resume}")
+
+        return [
+            (trainer, names),
+            (file_utils, {"pt_load": self.load}),
+            (torch, {"save": self.save}),
+            (torch.optim.Optimizer, {"load_state_dict": load_optimizer_state}),
+            (torch.nn.parallel, {"DistributedDataParallel": _DataParallel}),
+        ]
+
+    def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:
+        """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
+        args, loss = self.args, self.loss
+        if loss is not None:
+            compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
+            logging.info(f"Training with the loss of vl_plugins: {args.loss}; a process compares {compared} of all")
+        if is_master(args):
+            for note in self.notes:
+                logging.warning(note)
+        # Weights of another model, a file that is no checkpoint, or an unknown tag raise a RuntimeError or KeyError.
+        expected = MALFORMED_CONTENT if pretrained or has_schema(name) else ()
+        with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}", *expected):
+            file = Path(pretrained or "")
+            content = read_checkpoint(file) if file.is_file() and file.suffix not in OTHER_FORMATS else {}
+            has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
+            weights = None if has_heads else pretrained
+            model, *transforms = open_clip.create_model_and_transforms(name, weights, **options)
+            if args.head:
+                similarity = loss.loss.distance if args.head == "set" else None
+                model = add_heads(model, args.head, args.head_kwargs, similarity)
+            if has_heads:
+                load_weights(model, file, content)
+        if self.model is None:  # a second one is the teacher of a distillation
+            self.model = model
+        return model, *transforms
+
+    def load(self, file: str, map_location: Any = "cpu") -> Any:
+        """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
+        if "://" in file:
+            return pt_load(file, map_location)
+        is_read = self.resumed is not None and self.resumed.file == file
+        content = self.resumed.content if is_read else read_checkpoint(file)  # type: ignore[union-attr]
+        check_fits(file, content, self.model)
+        return content
+
+    def save(self, obj: Any, f: Any, *given: Any, **options: Any) -> None:
+        """Save a file completely or not at all, in place of ``torch.save``.
+
+        A checkpoint also says what made the model, and what trained it.
+        """
+        if not isinstance(f, (str, os.PathLike)):
+            save(obj, f, *given, **options)
+            return
+        if isinstance(obj, dict) and "epoch" in obj and (self.args.loss or self.args.head):
+            obj = {**obj, "args": made_with(self.args, self.loss) | settings_of(self.args)}
+        partial_file = Path(f).parent / ".partial" / Path(f).name  # torch writes the name into the file
+        with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
+            partial_file.parent.mkdir(exist_ok=True)
+            save(obj, partial_file, *given, **options)
+            os.replace(partial_file, f)
+            with suppress(OSError):  # a killed process left another file
+                partial_file.parent.rmdir()
 
 
 def _check(args: Namespace) -> None:
@@ -90,6 +184,17 @@ def _check(args: Namespace) -> None:
         add_model_config(args.model_config)
     for model in filter(None, (args.distill_model, args.model)):
         check_model(model)
+    _check_components(args)
+    if args.loss:
+        _check_loss(args)
+    elif args.captions_per_image not in (None, "first", "random", "1", 1):
+        raise UserError(
+            f"--captions-per-image {args.captions_per_image} needs --loss, such as unified: open_clip's own loss "
+            "compares each image with one caption"
+        )
+
+
+def _check_components(args: Namespace) -> None:
     for kind in ("miner", "reducer", "distance", "head"):
         if args.loss is None and getattr(args, kind) not in (None, "linear"):
             raise UserError(f"--{kind} {getattr(args, kind)} needs --loss, such as unified, or smooth_chamfer for sets")
@@ -100,48 +205,26 @@ def _check(args: Namespace) -> None:
         for name in EXCLUDED[kind] if given else ():
             if getattr(args, name, None):
                 raise UserError(f"--{kind} does not support {flag(name)}: remove one of them")
+
+
+def _check_loss(args: Namespace) -> None:
     # The loss uses a learned similarity after the model's forward pass.
-    if args.loss and getattr(args, "fsdp", False) and not args.fsdp_no_reshard_after_forward:
+    if getattr(args, "fsdp", False) and not args.fsdp_no_reshard_after_forward:
         raise UserError("--loss with --fsdp needs whole parameters: add --fsdp-no-reshard-after-forward")
-
-
-def _create_model(name: str, pretrained: str | None, *, args: Namespace, loss: Any, **options: Any) -> tuple[Any, ...]:
-    """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
-    if loss is not None:
-        compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
-        logging.info(f"Training with the loss of vl_plugins: {args.loss}; a process compares {compared} of all")
-    with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}"):
-        file = Path(pretrained or "")
-        content = read_checkpoint(file) if file.is_file() and file.suffix not in OTHER_FORMATS else {}
-        has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
-        model, *transforms = open_clip.create_model_and_transforms(name, None if has_heads else pretrained, **options)
-        if args.head:
-            similarity = loss.loss.distance if args.head == "set" else None
-            model = add_heads(model, args.head, args.head_kwargs, similarity)
-        if has_heads:
-            load_weights(model, file, content)
-    return model, *transforms
-
-
-def _save(obj: Any, f: Any, *given: Any, args: Namespace, loss: Any, **options: Any) -> None:
-    """Save a file completely or not at all, in place of ``torch.save``; a checkpoint says what made the model."""
-    if not isinstance(f, (str, os.PathLike)):
-        save(obj, f, *given, **options)
-        return
-    if isinstance(obj, dict) and "epoch" in obj and (args.loss or args.head):
-        obj = {**obj, "args": made_with(args, loss)}
-    partial_file = Path(f).parent / ".partial" / Path(f).name  # torch writes the name into the file
-    with user_errors(f"cannot write {f}"):  # torch raises a RuntimeError if the disk is full
-        partial_file.parent.mkdir(exist_ok=True)
-        save(obj, partial_file, *given, **options)
-        os.replace(partial_file, f)
-        with suppress(OSError):  # a killed process left another file
-            partial_file.parent.rmdir()
-
-
-def _load(file: str, map_location: Any = "cpu") -> Any:
-    """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
-    return pt_load(file, map_location) if "://" in file else read_checkpoint(file)
+    config = open_clip.get_model_config(args.model) or {}
+    for entry, models in OTHER_OUTPUTS.items():
+        if entry in config:
+            raise UserError(
+                f"--loss does not support {models} such as {args.model}, which trains with more than image and text "
+                "embeddings: remove --loss, or take a model with two towers"
+            )
+    if args.loss == "smooth_chamfer" and args.head != "set":
+        raise UserError("--loss smooth_chamfer compares embedding sets: add --head set, or take another loss")
+    _, _, world_size = world_info_from_env()
+    if args.train_data and args.batch_size * world_size * args.accum_freq == 1:
+        raise UserError(
+            f"--loss {args.loss} compares images, and there is only one: raise --batch-size, now 1, or --accum-freq"
+        )
 
 
 class _DataParallel(torch.nn.parallel.DistributedDataParallel):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, exit_status, require, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, exit_status, require, user_errors
 from vl_plugins.integrations.command_lines import CommandParser, KeyValues
 
 __all__ = ["build_parser", "main", "overrides"]
@@ -57,24 +57,23 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     for module in ("omegaconf", "accelerate", "tensorboard", "timm"):
         require(module, extra="pml")
-    from vl_plugins.integrations.loading import through_first_step
     from vl_plugins.integrations.pytorch_metric_learning.config import read_config
     from vl_plugins.integrations.pytorch_metric_learning.run import Run, make_accelerator
 
-    with user_errors(arguments.config):
+    with user_errors(arguments.config, *MALFORMED_CONTENT):
         config = read_config(arguments.config, overrides(arguments))
     out = arguments.out or Path("runs") / Path(arguments.config).stem
-    with user_errors("--precision, --device, --report-to or the settings of accelerate"):
+    with user_errors("--precision, --device, --report-to or the settings of accelerate", ImportError):
         accelerator = make_accelerator(arguments.precision, out, arguments.device, arguments.report_to)
     logging.basicConfig(format="%(asctime)s | %(message)s", datefmt="%Y-%m-%d,%H:%M:%S")
     logging.getLogger("vl_plugins").setLevel(logging.INFO if accelerator.is_main_process else logging.WARNING)
-    with through_first_step(arguments.config):
-        Run(config, out, accelerator, resume=arguments.resume).train()
+    Run(config, out, accelerator, resume=arguments.resume).train()
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command line that replace those of the file, by their path."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     loss = arguments.loss and {"name": arguments.loss}
     values: dict[str, Any] = {"data.train": arguments.train_data, "data.val": arguments.val_data, "loss": loss}
@@ -84,7 +83,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         path, separator, value = token.partition("=")
         if not separator:  # OmegaConf would set null
             raise UserError(f"--set: expected key.path=value, got {token!r}")
-        with user_errors(f"--set {token}"):
+        with user_errors(f"--set {token}", OmegaConfBaseException):
             parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {value}"), resolve=False)
         values[path] = parsed["value"]
     return values

@@ -6,7 +6,7 @@ import sys
 
 from vl_plugins.commands.encode import positive
 from vl_plugins.commands.run_names import run_names
-from vl_plugins.errors import user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.command_lines import key_value
 from vl_plugins.registry import create_loss, format_options
 
@@ -77,9 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _training(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.curves import plot_training_curves, read_results
 
-    with user_errors(" ".join(arguments.runs)):
-        runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
-        plot_training_curves(runs, arguments.out)
+    runs = {name: read_results(path) for name, path in run_names(arguments.runs).items()}
+    plot_training_curves(runs, arguments.out)
 
 
 def _attention(arguments: argparse.Namespace) -> None:
@@ -91,8 +90,7 @@ def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.plots.attention import attended_images, plot_attention
 
     file = find_checkpoint(arguments.checkpoint)
-    with user_errors(f"checkpoint {file}"):
-        loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
+    loaded = load_model(file, model_config=arguments.model_config, device=arguments.device)
     options = {name: getattr(arguments, name) for name in ("images", "keys", "device")}
     plot_attention(attended_images(*loaded, collection, **options), arguments.out)
 
@@ -108,10 +106,14 @@ def _gradients(arguments: argparse.Namespace) -> None:
         sys.path.append(os.getcwd())  # module:Class may be a file here, as it may with `python -m`
     drawn = {}
     for name, *words in losses:
-        with user_errors(name):
+        with user_errors(name, argparse.ArgumentTypeError):
             options = dict(map(key_value, words))
             drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
     from vl_plugins.plots.gradients import plot_gradient_sizes
 
-    with user_errors(" ".join(arguments.losses)):  # losses that cannot be called with two sets of embeddings
+    # Some losses of pytorch-metric-learning cannot be called with two sets of embeddings. In a loss of the user's own
+    # the same errors are bugs, which keep their traceback.
+    is_users_own = any(":" in name for name, *_ in losses)
+    expected = () if is_users_own else MALFORMED_CONTENT
+    with user_errors(" ".join(arguments.losses), *expected):
         plot_gradient_sizes(drawn, arguments.out)

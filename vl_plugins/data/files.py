@@ -34,7 +34,7 @@ def join(folder: Url, name: str) -> str:
 
 def locate(url: Url) -> tuple[Any, str]:
     """Return the file system of a location, and the path there."""
-    with user_errors(os.fspath(url)):
+    with user_errors(os.fspath(url), ImportError):  # of the package for this kind of URL
         files, path = fsspec.core.url_to_fs(os.fspath(url))
     _OPENED.add(files)
     return files, path

@@ -75,7 +75,7 @@ def read_hugging_face(
     # By default the library checks that all splits of the data set are there.
     some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
     columns = columns or Columns()
-    with user_errors(f"cannot load {name}"):
+    with user_errors(f"cannot load {name}", Exception):
         path = str(Path(name).resolve()) if Path(name).is_dir() else name
         splits = datasets.load_dataset(path, config, revision=revision, **some)
         features = next(iter(splits.values())).features

@@ -118,7 +118,7 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     Raises:
         UserError: there are no captions, or something else in place of these or other fields.
     """
-    with user_errors("its json or txt is not valid"):
+    with user_errors("its json or txt is not valid", TypeError, AttributeError):
         found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
         if not isinstance(found, dict) or "captions" not in found:  # of another program
             found = {"captions": [members["txt"].decode()]} if "txt" in members else {}
@@ -169,7 +169,7 @@ def decode_features(data: bytes) -> np.ndarray:
         UserError: the content is damaged, pickled or something else; the array is not two-dimensional or of another
             type, or all zeros; a value is not finite, or too large for 32 bits.
     """
-    with user_errors("the array cannot be read"):
+    with user_errors("the array cannot be read", Exception):
         array = np.load(io.BytesIO(data), allow_pickle=False)
         if array.ndim != 2 or array.dtype.kind != "f":
             raise UserError(f"the array must be (N, W) of floats, it is {array.shape} of {array.dtype}")

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.errors import UserError, require, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, require, user_errors
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves, write_figure
 
 __all__ = ["plot_training_curves", "read_results"]
 
 # open_clip's own validation writes recalls, but neither RSUM nor similarities.
 RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
+SIMILARITIES = ("positive_similarity", "hardest_negative_similarity")
 MARKERS = ("o", "s", "^", "D", "v")
 
 
@@ -40,12 +41,15 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise UserError(f"{run} is no results.jsonl, nor a run folder with one; runs write it after a first validation")
     rows = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        with user_errors(f"{file}, line {number} is no validation result"):
+        with user_errors(f"{file}, line {number} is no validation result", *MALFORMED_CONTENT):
             row = json.loads(line) if line.strip() else {}
             if "epoch" in row:
                 if "rsum" not in row:  # of open_clip, or of version 0.2
                     row["rsum"] = 100 * sum(row[name] for name in RECALLS) if RECALLS[0] in row else row["rsum_percent"]
-                rows[row["epoch"] + 0] = row | {"rsum": row["rsum"] + 0.0}
+                numbers = {"rsum": float(row["rsum"])}
+                if SIMILARITIES[0] in row:
+                    numbers |= {name: float(row[name]) for name in SIMILARITIES}
+                rows[int(row["epoch"])] = row | numbers
     if not rows:
         raise UserError(f"{file} holds no validation results")
     return [rows[epoch] for epoch in sorted(rows)]

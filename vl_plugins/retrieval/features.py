@@ -212,7 +212,7 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False) -> Featur
         UserError: the file cannot be read, is not as :class:`Features` must be, or has ids that contradict each other.
     """
     check_features_file(file)
-    with user_errors(f"features {file}"):
+    with user_errors(f"features {file}", Exception):
         if Path(file).suffix == ".safetensors":
             with require("safetensors", extra="eval").safe_open(file, framework="pt") as opened:
                 arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -108,6 +108,45 @@ def test_regularization_is_of_the_slots():
     torch.testing.assert_close(build_loss(SETS)(**given), expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        loss_options("unified", {"scale": "learned"}),
+        loss_options("vlc", {"scale": 20}, head="set", distance="match_probability"),
+    ],
+    ids=["scale", "similarity"],
+)
+def test_accumulation_gives_the_gradients_of_the_whole_batch(options):
+    """open_clip computes the loss once for each part of the batch, with the graph of that part alone."""
+    parts, size = 3, B // 3
+    whole = outputs(sets=options.head == "set")
+    expected_loss = build_loss(options)
+    value = expected_loss(**whole)
+    value.backward()
+    leaves = outputs(sets=options.head == "set")
+    steps = Steps(parts)
+    loss = build_loss(options, steps)
+    for step in range(2):  # as training goes on
+        steps.number = step
+        for leaf in (*leaves.values(), *loss.parameters()):
+            leaf.grad = None
+        for part in range(parts):
+            inputs = {"logit_scale": leaves["logit_scale"]}
+            for name, leaf in leaves.items():
+                if leaf.ndim:
+                    rows = list(leaf.detach().split(size))
+                    rows[part] = leaf[part * size : (part + 1) * size]
+                    inputs[name] = torch.cat(rows)
+            result = loss(**inputs)
+            torch.testing.assert_close(result, value)
+            result.backward()
+        compared = zip(loss.parameters(), expected_loss.parameters(), strict=True)
+        for leaf, expected in (*zip(leaves.values(), whole.values(), strict=True), *compared):
+            torch.testing.assert_close(leaf.grad, expected.grad)
+        trained = [*expected_loss.parameters()] or [whole["logit_scale"]]
+        assert all(parameter.grad.any() for parameter in trained)
+
+
 def error_of_a_process(rank):
     """Return the error when an image feature of the second process is NaN."""
     image, text, scale = (tensor.detach() for tensor in outputs().values())

@@ -22,6 +22,8 @@ UNIFIED = ["--loss", "unified", "--loss-kwargs", "scale=learned"]
 TRAININGS = {
     "unified": UNIFIED,
     "accum": ["--loss", "unified", "--accum-freq", "2", "--captions-per-image", "2"],
+    # Without the normalization of Adam, a gradient of the scale that is counted twice moves it twice as far.
+    "scale-accum": [*UNIFIED, "--accum-freq", "2", "--opt", "timm/sgd"],
     "set-accum": [*SETS, "--accum-freq", "2", "--distance", "match_probability"],
     "no-loss": ["--head", "linear", "--head-kwargs", "dim=24", "--captions-per-image", "first"],
     "compiled": [*UNIFIED, "--torchcompile"],

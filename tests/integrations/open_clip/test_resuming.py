@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 
 import pytest
 from torch.multiprocessing import ProcessExitedException
@@ -101,6 +102,57 @@ def test_killed_while_it_saves(folder, shards, more):
     straight, killed, (half,) = train_twice(folder, flags, die_while_saving)
     assert not half.exists()
     check_equal(straight, killed)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, toy_shards):
+    """A folder with a run of one epoch, of the Unified loss with all captions."""
+    folder = tmp_path_factory.mktemp("finished")
+    flags = [*TINY, *small_shard_flags(toy_shards)[:2], "--logs", str(folder / "logs")]
+    flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "--captions-per-image", "2"]
+    assert main(flags) == 0
+    return folder
+
+
+@pytest.fixture
+def resume(finished, folder, shards):
+    """A function that resumes a copy of the run with other flags, for another epoch."""
+    shutil.copytree(finished / "logs", folder / "logs")
+    return lambda *flags: main([*TINY, *shards[:2], "--resume", "latest", "--epochs", "2", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained_with"),
+    [
+        ("--loss vlc", "--loss unified, not --loss vlc"),
+        ("--loss unified --miner MultiSimilarityMiner", "no --miner, not --miner MultiSimilarityMiner"),
+        ("--head linear", "no --head, not --head linear"),
+    ],
+)
+def test_another_loss_needs_a_flag(resume, flags, trained_with, capfd):
+    assert resume(*flags.split()) == 2
+    line = error_line(capfd.readouterr().err)
+    assert re.fullmatch(
+        rf"--resume \S*/epoch_1.pt: this run was trained with {trained_with}; to change it, add --allow-other-loss",
+        line,
+    )
+
+
+def test_another_loss_with_that_flag(resume, folder):
+    assert resume("--loss", "vlc", "--allow-other-loss") == 0
+    settings = read_checkpoint(folder, 2)["args"]
+    assert (settings["loss"], settings["captions_per_image"]) == ("vlc", "random")
+
+
+def test_other_options_are_listed_in_one_line(resume, folder, capfd):
+    """What the flags leave open is that of the run; a checkpoint writes out the defaults, too."""
+    assert resume("--loss-kwargs", "scale=20", "--captions-per-image", "all") == 0
+    printed = "".join(capfd.readouterr())
+    assert printed.count("epoch_1.pt: --loss-kwargs scale=20 in place of 50.0") == 1
+    assert printed.count("epoch_1.pt: --captions-per-image all in place of 2") == 1
+    settings = read_checkpoint(folder, 2)["args"]
+    assert settings["loss_kwargs"].items() >= {"symmetric": True, "margin": 0.1, "scale": 20}.items()
+    assert (settings["loss"], settings["captions_per_image"]) == ("unified", "all")
 
 
 @pytest.mark.gpu

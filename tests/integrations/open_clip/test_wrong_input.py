@@ -46,6 +46,21 @@ YAML = {
 }
 
 
+def cut_state(model):
+    """Return the state of open_clip's optimizer after a step, with one average cut to a single row."""
+    is_small = {
+        name: p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name for name, p in model.named_parameters()
+    }
+    groups = [[p for name, p in model.named_parameters() if is_small[name] is small] for small in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][3]["exp_avg"] = state["state"][3]["exp_avg"][:1]
+    return state
+
+
 @pytest.fixture(scope="module")
 def folder(toy_shards, tmp_path_factory):
     folder = shutil.copytree(toy_shards, tmp_path_factory.mktemp("wrong"), dirs_exist_ok=True)
@@ -55,7 +70,8 @@ def folder(toy_shards, tmp_path_factory):
     for name, content in YAML.items():
         (folder / f"{name}.yaml").write_text(content)
     register_models()
-    weights = open_clip.create_model("vl-tiny").state_dict()
+    model = open_clip.create_model("vl-tiny")
+    weights = model.state_dict()
     other = open_clip.create_model("vl-tiny-resnet").state_dict()
     heads = checkpoint_with_heads(open_clip.create_model("vl-tiny"), "vl-tiny", "linear", {"dim": 24})
     for name, content in {
@@ -63,6 +79,9 @@ def folder(toy_shards, tmp_path_factory):
         "other_run": {"epoch": 1, "state_dict": other},
         "heads": heads,
         "no_weights": {"epoch": 1},
+        "no_epoch": {"epoch": "one", "state_dict": weights},
+        "other_optimizer": {"epoch": 1, "state_dict": weights, "optimizer": {"state": {}, "param_groups": []}},
+        "cut_state": {"epoch": 1, "state_dict": weights, "optimizer": cut_state(model)},
         "harmful": Harmful(),
         "harmful_part": {"state_dict": weights, "more": Harmful()},
     }.items():
@@ -89,8 +108,8 @@ FLAGS = {
     f"{LOSS} --loss-kwargs scale=0": "--loss unified: scale must be ",
     "--loss triplet_hn --loss-kwargs scale=learned": "TripletHNLoss has no scale",
     f"{LOSS} --miner-kwargs a=1": "--miner-kwargs needs --miner",
-    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "open_clip: ",
-    f"{LOSS} --head set --distance LpDistance": "embeddings must be a 2D tensor",
+    f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: its first call: .*'>' not supported",
+    f"{LOSS} --head set --distance LpDistance": "--loss unified: its first call: .*embeddings must be a 2D tensor",
     "--head set": "--head set needs --loss, such as unified, or smooth_chamfer for sets",
     "--miner BatchHardMiner": "--miner BatchHardMiner needs --loss",
     "--allow-duplicate-captions": "--allow-duplicate-captions needs training data, and --loss or --captions-per-image",
@@ -110,10 +129,13 @@ FILES = {
     "--distill-model local-dir:coded --distill-pretrained a": "local-dir:coded: trust_remote_code is not supported",
     "--model RN50 --pretrained openay": "--pretrained openay: Pretrained value 'openay' is not a known tag",
     "--pretrained foreign.npz": "--pretrained foreign.npz: ",
-    "--head linear --head-kwargs dim=25 --pretrained heads.pt": "--pretrained heads.pt: size mismatch",
+    "--head linear --head-kwargs dim=25 --pretrained heads.pt": "size mismatch for image_head.weight",
     "--resume no.pt": "No such file or directory: 'no.pt'",
-    "--resume other_run.pt": "--resume other_run.pt: ",
-    "--config bracket.yaml": 'bracket.yaml: not valid YAML: in "bracket.yaml", line 1, column 8',
+    "--resume other_run.pt": "--resume other_run.pt: it is of another model: ",
+    "--resume no_epoch.pt": "--resume no_epoch.pt: its epoch must be a number, got 'one'",
+    "--resume other_optimizer.pt": "--resume other_optimizer.pt: the state of the optimizer does not fit: ",
+    "--resume cut_state.pt": r"the state of the optimizer does not fit: exp_avg is \(1,\), expected ",
+    "--config bracket.yaml": 'bracket.yaml: not valid YAML: while parsing .* in "bracket.yaml", line 1, column 8',
     "--config object.yaml": "object.yaml: not valid YAML",
     "--config twice.yaml": "twice.yaml: not valid YAML: a key is given twice: loss, loss",
     "--config key.yaml": "unknown key in key.yaml 'los' (did you mean 'loss'?)",
@@ -123,16 +145,23 @@ FILES = {
     "--config smuggled_key.yaml": "argument --loss-kwargs: expected at least one argument",
 }
 FILES |= {
-    f"--{flag} {file}.pt": f"{file}.pt: it is damaged, or holds more than tensors and text"
+    f"--{flag} {file}.pt": f"{file}.pt: {reason}"
     for flag in ("pretrained", "resume")
-    for file in ("cut", "harmful", "harmful_part", "pickle")
+    for file, reason in {
+        "cut": "it is damaged",
+        "harmful": "it holds more than tensors, numbers and text, namely .*print",
+        "harmful_part": "it holds more than tensors, numbers and text, namely .*print",
+        "pickle": "it holds more than tensors, numbers and text, namely .*print",
+    }.items()
 }
 FILES |= {f"--{flag} no_weights.pt": f"--{flag} no_weights.pt: " for flag in ("pretrained", "resume")}
 # No other data are given.
 DATA = {
     f"{LOSS} --train-data pipe:cat --dataset-type webdataset": "pipe:cat",
     f"{LOSS} --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
-    f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: .*filepath",
+    f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
+    "--train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
+    f"{TRAIN} {LOSS} --val-data columns.tsv": "--val-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
     "--config pipe_in_braces.yaml": "'p{i..i}pe:echo code has run' is no local path",
     "--config pipe_in_list.yaml": "p{i,i}pe:echo code has run' is no local path",
     "--config pipe_in_capitals.yaml": "' PIPE:echo code has run' is no local path",

@@ -1,0 +1,210 @@
+"""What ``--resume`` continues: the settings of the run, and the state of its training.
+
+Open_clip's checkpoints hold weights, optimizer and epoch, but not the loss. Ours hold the loss and the reader, too.
+Those of version 0.3 do not; the ``params.txt`` of their run has both.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from open_clip_train import main as trainer
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from vl_plugins import __version__
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
+from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
+from vl_plugins.integrations.open_clip.flags import KINDS, flag
+from vl_plugins.registry import find, options_of
+
+__all__ = ["ResumedRun", "check_fits", "load_optimizer", "read_resumed_run", "settings_of"]
+
+# What is compared, and how. A run that changes one of these is another experiment.
+COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
+READER = ("captions_per_image", "allow_duplicate_captions")
+
+load_state_dict = Optimizer.load_state_dict
+
+
+class ResumedRun(NamedTuple):
+    """A checkpoint of ``--resume`` and the settings of its run.
+
+    Attributes:
+        file: the checkpoint.
+        content: of the file.
+        settings: of the run, by the launcher's option; None if neither the checkpoint nor a ``params.txt`` has them.
+    """
+
+    file: str
+    content: Any
+    settings: Mapping[str, Any] | None
+
+    def settle(self, args: Namespace) -> list[str]:
+        """Let the run's settings stand where the command line is silent; return lines that list all differences.
+
+        Args:
+            args: the launcher's options; they are changed.
+
+        Raises:
+            UserError: the command line names another loss, miner, reducer, distance or head, without
+                ``--allow-other-loss``.
+        """
+        if "epoch" not in self.content or args.allow_other_loss:
+            return []  # weights alone, or a training that is meant to differ
+        if self.settings is None:
+            return [f"--resume {self.file}: its loss is not recorded, so the training goes on as the flags say"]
+        lines = []
+        for kind in COMPONENTS:
+            self._settle_component(args, kind)
+            lines += self._settle_options(args, kind)
+        for name in READER:
+            recorded = self.settings.get(name)
+            if not getattr(args, name):
+                setattr(args, name, recorded)
+            elif getattr(args, name) != recorded:
+                lines.append(f"--resume {self.file}: {flag(name)} {getattr(args, name)} in place of {recorded}")
+        version = self.settings.get("version", "0.3")
+        if version.split(".")[:2] != __version__.split(".")[:2]:
+            lines.append(f"--resume {self.file}: it is of vl_plugins {version}; images may come in another order now")
+        return lines
+
+    def _settle_component(self, args: Namespace, kind: str) -> None:
+        recorded, chosen = self.settings.get(kind), getattr(args, kind)  # type: ignore[union-attr]
+        if chosen is None:
+            setattr(args, kind, recorded)
+        elif chosen != recorded:
+            trained_with = f"--{kind} {recorded}" if recorded else f"no --{kind}"
+            raise UserError(
+                f"--resume {self.file}: this run was trained with {trained_with}, not --{kind} {chosen}; to change it, "
+                "add --allow-other-loss"
+            )
+
+    def _settle_options(self, args: Namespace, kind: str) -> list[str]:
+        recorded = self.settings.get(f"{kind}_kwargs") or {}  # type: ignore[union-attr]
+        chosen = getattr(args, f"{kind}_kwargs")
+        changes = []
+        for name, value in chosen.items():
+            before = recorded.get(name, "the default")
+            if value != before:
+                changes.append(f"{name}={value} in place of {before}")
+        setattr(args, f"{kind}_kwargs", {**recorded, **chosen})
+        return [f"--resume {self.file}: --{kind}-kwargs {', '.join(changes)}"] if changes else []
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return the settings that a checkpoint holds for :meth:`ResumedRun.settle`.
+
+    Options of the loss are written out, with the defaults of this version: in a later one they may be others.
+    """
+    settings: dict[str, Any] = {"version": __version__}
+    for kind in KINDS:
+        settings |= {kind: getattr(args, kind), f"{kind}_kwargs": getattr(args, f"{kind}_kwargs")}
+    settings |= {name: getattr(args, name) for name in READER}
+    if args.loss is not None:
+        settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
+    return settings
+
+
+def _plain_defaults(loss: str) -> dict[str, Any]:
+    """Return the defaults of a loss that a checkpoint can hold: numbers and text."""
+    defaults = {}
+    for name, value in options_of(find("loss", loss, imports=True)).items():
+        if isinstance(value, (bool, int, float, str)):
+            defaults[name] = value
+    return defaults
+
+
+def read_resumed_run(args: Namespace) -> ResumedRun | None:
+    """Return the run that ``--resume`` continues; None if there is nothing to continue, or the file is a URL.
+
+    It is read before open_clip writes the ``params.txt`` of this run over that of the former one.
+
+    Raises:
+        UserError: the file is damaged, or no checkpoint.
+        OSError: it cannot be opened.
+    """
+    file = args.resume
+    if file == "latest" and args.remote_sync is None and args.name is not None:
+        folder = os.path.join(args.logs, args.name, "checkpoints")
+        if args.save_most_recent:
+            latest = os.path.join(folder, trainer.LATEST_CHECKPOINT_NAME)
+            file = latest if os.path.exists(latest) else None
+        else:
+            file = trainer.get_latest_checkpoint(folder, remote=False)
+    if file in (None, "latest") or "://" in file:
+        return None
+    content = read_checkpoint(file)
+    if not isinstance(content, Mapping):
+        raise UserError(f"--resume {file}: it holds no weights")
+    recorded = content.get("args")
+    if isinstance(recorded, Mapping) and "version" in recorded:
+        return ResumedRun(file, content, recorded)
+    params = read_params(file)
+    return ResumedRun(file, content, params or None)
+
+
+def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
+    """Raise ``UserError`` if a checkpoint of ``--resume`` does not fit the model."""
+    epoch = content.get("epoch", 0)
+    if not isinstance(epoch, int) or epoch < 0:
+        raise UserError(f"--resume {run_file}: its epoch must be a number, got {epoch!r}")
+    weights = content.get("state_dict", content)
+    if not isinstance(weights, Mapping) or not all(isinstance(weight, Tensor) for weight in weights.values()):
+        raise UserError(f"--resume {run_file}: it holds no weights")
+    weights = {name.removeprefix("module."): weight for name, weight in weights.items()}
+    expected = {name.removeprefix("module."): weight for name, weight in model.state_dict().items()}
+    for name in sorted(weights.keys() ^ expected.keys()):
+        place = "the model has no such weight" if name in weights else "the file has no such weight"
+        raise UserError(f"--resume {run_file}: it is of another model: {name}: {place}")
+    for name, weight in expected.items():
+        if weights[name].shape != weight.shape:
+            sizes = f"{tuple(weights[name].shape)} in the file, {tuple(weight.shape)} in the model"
+            raise UserError(f"--resume {run_file}: it is of another model: size mismatch of {name}: {sizes}")
+
+
+def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
+    """Do what ``optimizer.load_state_dict(state)`` does, and check what only the first step would use.
+
+    Raises:
+        UserError: the state is damaged, or of another optimizer or model.
+    """
+    with user_errors(f"{subject}: the state of the optimizer does not fit", *MALFORMED_CONTENT):
+        options = [dict(group) for group in optimizer.param_groups]
+        load_state_dict(optimizer, state)
+        for before, group in zip(options, optimizer.param_groups, strict=True):
+            for name, value in before.items():
+                if name != "params" and not _alike(group[name], value):
+                    raise ValueError(f"{name} is {group[name]!r}")
+            if not isinstance(optimizer, AdamW):  # others factor their averages
+                continue
+            names = set()
+            for parameter in group["params"]:
+                state_of_parameter = optimizer.state[parameter]
+                _check_state(state_of_parameter, parameter)
+                if state_of_parameter:  # a parameter that got no gradient has none
+                    names.add(tuple(sorted(state_of_parameter)))
+            if len(names) > 1:
+                raise ValueError("parameters have different entries")
+
+
+def _alike(value: Any, example: Any) -> bool:
+    """Return whether an option of an optimizer has the type that it must have."""
+    if isinstance(example, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(example) and all(map(_alike, value, example))
+    if isinstance(example, (int, float)) and not isinstance(example, bool):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(example)
+
+
+def _check_state(state: Mapping[str, Any], parameter: Tensor) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            if value.ndim and value.shape != parameter.shape:
+                raise ValueError(f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}")
+            if value.layout is not torch.strided or not value.is_floating_point():
+                raise ValueError(f"{name} is a tensor of {value.dtype}")
+        elif not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is {value!r}")
