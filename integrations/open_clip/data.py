@@ -28,7 +28,7 @@ __all__ = ["NOT_OURS", "Steps", "get_data", "read_splits"]
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
 NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
 
 
 class Steps:
@@ -176,7 +176,7 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
     if "val_data" in splits:
-        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer)
+        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
         loader.num_samples = len(dataset)  # for wandb
         data["val"] = DataInfo(loader)
@@ -198,7 +198,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
-    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip")
+    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip", max_image_pixels=args.max_image_pixels)
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

@@ -9,7 +9,13 @@ from typing import Any
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
-from vl_plugins.integrations.command_lines import CommandParser, KeyValues, find_config, read_yaml
+from vl_plugins.integrations.command_lines import (
+    CommandParser,
+    KeyValues,
+    add_max_image_pixels,
+    find_config,
+    read_yaml,
+)
 from vl_plugins.registry import check_registered
 
 __all__ = ["KINDS", "flag", "parse_args"]
@@ -136,6 +142,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="allow images with equal captions (false negatives) in one batch",
     )
+    names = [name for action in parser._actions for name in action.option_strings]
+    if "--max-image-pixels" not in names:  # which open_clip 4.x has
+        add_max_image_pixels(group)
     group.add_argument(
         "--model-config",
         type=os.path.abspath,  # evaluation finds it again in the checkpoint

@@ -17,6 +17,7 @@ import open_clip
 import torch
 from open_clip_train import file_utils
 from open_clip_train import main as trainer
+from PIL import Image
 from webdataset import autodecode
 
 from vl_plugins.errors import UserError, user_errors
@@ -27,6 +28,7 @@ from vl_plugins.integrations.open_clip.flags import KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model
+from vl_plugins.integrations.open_clip.pictures import image_opener
 
 if hasattr(trainer, "create_task"):
     from open_clip.task import CLIPTask
@@ -80,6 +82,7 @@ def train(args: Namespace) -> int:
         patches.enter_context(mock.patch.object(file_utils, "pt_load", _load))
         patches.enter_context(mock.patch.object(torch, "save", partial(_save, args=args, loss=loss)))
         patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", _DataParallel))
+        patches.enter_context(mock.patch.object(Image, "open", image_opener(args.max_image_pixels)))
         patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
         return 2 if trainer.main([]) else 0
 

@@ -238,6 +238,13 @@ class Run:
     def _dataset(self, shards: str, *, is_train: bool) -> ShardDataset:
         towers, data = self.objective.towers, self.config.data
         transform = towers.image.trunk.image_transform(is_train)
-        dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
+        dataset = ShardDataset(
+            shards,
+            transform,
+            towers.tokenizer,
+            inputs=data.inputs,
+            on_error=data.on_read_error,
+            max_image_pixels=data.max_image_pixels,
+        )
         dataset[0]  # raises an error before training, also with "skip"
         return dataset

@@ -25,6 +25,16 @@ def test_verify(toy_shards, tmp_path, capsys):
     ]
 
 
+def test_verify_with_a_limit_of_pixels(toy_shards, capsys):
+    shards = f"{toy_shards}/toy-val-000000.tar"
+    assert run("verify", shards, "--max-image-pixels", "4095") == 1
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        f"{shards}: toy-val-00000000: the image has 64 x 64 pixels, more than max_image_pixels 4,095"
+    )
+    assert last == "1 shards, 8 samples, 0 captions: 8 problems"
+
+
 def test_a_shard_that_is_gone_from_a_folder(tmp_path, toy_shards, capsys):
     folder = shutil.copytree(toy_shards, tmp_path / "shards")
     (folder / "toy-val-000001.tar").unlink()
@@ -46,6 +56,10 @@ def test_info(toy_shards, capsys):
         ("info empty", "empty holds no shards; expected .tar files"),
         ("verify none.tar", "1 of 1 shards do not exist: none.tar"),
         ("verify --workers 0", "workers must be at least 1, got 0"),
+        (
+            "verify --max-image-pixels=-1",
+            "argument --max-image-pixels: expected a number of pixels, or 0 for no limit; got '-1'",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(toy_shards, capsys, arguments, message):

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.command_lines import add_max_image_pixels
 
 __all__ = ["add_engine", "register"]
 
@@ -18,6 +19,8 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:
             add_engine(parser, "read")
+        if run is _verify:
+            add_max_image_pixels(parser)
         parser.set_defaults(run=run)
 
 
@@ -61,7 +64,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import verify_shards
 
     shards = _find_shards(arguments)
-    samples, captions, problems = verify_shards(shards, workers=arguments.workers, executor=arguments.engine)
+    samples, captions, problems = verify_shards(
+        shards,
+        workers=arguments.workers,
+        executor=arguments.engine,
+        max_image_pixels=arguments.max_image_pixels,
+    )
     for problem in problems:
         print(problem)
     counts = f"{len(shards):,} shards, {samples:,} samples, {captions:,} captions"
