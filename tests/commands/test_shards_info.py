@@ -83,6 +83,27 @@ def test_index_is_that_of_the_writer_without_facts(toy_shards, tmp_path, capsys)
         facts = {"fingerprint", "rejected"}
         assert json.loads(head) == {name: value for name, value in json.loads(expected).items() if name not in facts}
     assert not written
-    capsys.readouterr()
-    assert run("index", shards) == 0
-    assert capsys.readouterr().out == "indexed 0 shards, 0 images\n"
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "14 shards, 112 images; indexes: 14 new, 0 rewritten, 0 unchanged"
+    )
+
+
+def test_index_writes_stale_and_damaged_indexes_again(toy_shards, tmp_path, capsys):
+    """Of a shard with other captions, of one with other pixels, of one that was cut; and one that is damaged."""
+    folder = shutil.copytree(toy_shards, tmp_path / "shards")
+    shards = sorted(folder.glob("toy-train-*.tar"))
+    shards[0].write_bytes(shards[0].read_bytes().replace(b"shape", b"thing"))
+    flipped = bytearray(shards[1].read_bytes())
+    flipped[flipped.index(b"IDAT") + 10] ^= 1
+    shards[1].write_bytes(flipped)
+    content = shards[2].read_bytes()
+    shards[2].write_bytes(content[: content.index(b"toy-train-00000017.")] + bytes(10_240))
+    index = folder / "__index__" / f"{shards[3].name}.jsonl"
+    index.write_text(index.read_text()[:100])
+    left = {file: file.stat().st_mtime_ns for file in (folder / "__index__").glob("toy-val-*.jsonl")}
+    assert run("index", folder) == 0
+    assert capsys.readouterr().out == "14 shards, 105 images; indexes: 0 new, 4 rewritten, 10 unchanged\n"
+    assert {file: file.stat().st_mtime_ns for file in left} == left
+    assert run("verify", *shards[:1], *shards[2:]) == 0
+    assert run("verify", shards[1]) == 1, "its picture is damaged"
+    assert "its index" not in capsys.readouterr().out
