@@ -95,7 +95,7 @@ class CrossModalRecall(Metric):
         image_keys, images = _first_of_each(image_keys, dim_zero_cat(self.images))
         caption_keys, captions = _first_of_each(caption_keys, dim_zero_cat(self.captions))
         image_of_caption = _positions(caption_keys[:, 0].contiguous(), image_keys[:, 0].contiguous())
-        metrics = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption))
+        metrics = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption, normalize=False))
         chosen = [name for name in metrics if "_R@" in name or name == "rsum"]
         return {name: torch.tensor(metrics[name], device=images.device) for name in chosen}
 
