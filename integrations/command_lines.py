@@ -8,9 +8,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, all_values, require, user_errors
 
-__all__ = ["CommandParser", "KeyValues", "find_config", "key_value", "literal", "read_yaml"]
+__all__ = [
+    "CommandParser",
+    "KeyValues",
+    "add_max_image_pixels",
+    "find_config",
+    "key_value",
+    "literal",
+    "read_yaml",
+]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -43,6 +52,23 @@ class KeyValues(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, {**getattr(namespace, self.dest), **dict(values)})
+
+
+def add_max_image_pixels(parser: Any) -> None:
+    """Add ``--max-image-pixels`` to a parser or a group of its options."""
+    parser.add_argument(
+        "--max-image-pixels",
+        type=_max_image_pixels,
+        metavar="N",
+        default=MAX_IMAGE_PIXELS,
+        help="pictures of more pixels count as unreadable, and are not decoded; 0: no limit (default: %(default)s)",
+    )
+
+
+def _max_image_pixels(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a number of pixels, or 0 for no limit; got {text!r}")
+    return int(text)
 
 
 def key_value(text: str) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 import vl_plugins
 from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader
 from vl_plugins.data.files import sha256
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.distributed import world_size
 from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
@@ -31,6 +32,7 @@ def encode_checkpoint(
     workers: int = 1,
     device: str | torch.device = "cpu",
     precision: str = "fp32",
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
     **options: Any,
 ) -> Features | None:
     """Encode every image and every caption of shards once; the processes of torch's group share out the batches.
@@ -41,6 +43,7 @@ def encode_checkpoint(
         shards: as for :func:`vl_plugins.data.expand_shards`.
         batch_size: images in a batch.
         workers: loader processes.
+        max_image_pixels: see :class:`vl_plugins.data.ShardDataset`.
 
     Returns:
         Unit vectors or sets in float32 on the CPU, in the order of the shards. None in all processes but the first.
@@ -50,7 +53,8 @@ def encode_checkpoint(
     """
     file = find_checkpoint(checkpoint)
     loaded, transform, tokenizer = load_model(file, model, device=device, precision=precision, **options)
-    dataset = ShardDataset(shards, transform, tokenizer, inputs=getattr(loaded, "inputs", "images"))
+    inputs = getattr(loaded, "inputs", "images")
+    dataset = ShardDataset(shards, transform, tokenizer, inputs=inputs, max_image_pixels=max_image_pixels)
     processes = world_size()
     rank = dist.get_rank() if processes > 1 else 0
     batches = evaluation_loader(dataset, batch_size, workers=workers, rank=rank, world_size=processes)

@@ -85,7 +85,7 @@ def load_open_clip(
     # A model of the hub or a folder with its weights, or a pretrained tag.
     name, tag = (str(checkpoint), None) if has_schema(str(checkpoint)) else (model, str(checkpoint))
     if name is None:
-        raise UserError(f"checkpoint {checkpoint}: no such file")
+        raise UserError(f"checkpoint {checkpoint}: no such file; a pretrained tag needs --model NAME")
     if model_config is not None:
         add_model_config(model_config)
     check_model(name)
@@ -152,10 +152,10 @@ def read_params(checkpoint: str | Path) -> dict[str, Any]:
 def _model_name(file: Path, given: str | None, recorded: Mapping[str, Any]) -> str:
     name = recorded.get("model", given)
     if name is None:
-        raise UserError(f"checkpoint {file} does not specify its model: name the model")
+        raise UserError(f"checkpoint {file} does not say which model it is of: give --model NAME")
     if given not in (None, name):
         raise UserError(f"checkpoint {file} is of model {name}, not {given}")
     if has_schema(name) and given is None:
-        raise UserError(f"checkpoint {file} is of model {name}: name that model if you trust it")
+        raise UserError(f"checkpoint {file} is of model {name}: give --model {name} if you trust it")
     check_model(name)
     return name

@@ -202,7 +202,7 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
     if "val_data" in splits:
-        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer)
+        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
         loader.num_samples = len(dataset)  # for wandb
         data["val"] = DataInfo(loader)
@@ -224,7 +224,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
-    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip")
+    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip", max_image_pixels=args.max_image_pixels)
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

@@ -10,7 +10,13 @@ from typing import Any
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
-from vl_plugins.integrations.command_lines import CommandParser, KeyValues, find_config, read_yaml
+from vl_plugins.integrations.command_lines import (
+    CommandParser,
+    KeyValues,
+    add_max_image_pixels,
+    find_config,
+    read_yaml,
+)
 from vl_plugins.registry import check_registered
 
 __all__ = ["EXCLUDED", "KINDS", "NOT_OURS", "flag", "parse_args"]
@@ -51,7 +57,7 @@ EXCLUDED = {
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
 NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple", "max_image_pixels")
+NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
@@ -163,6 +169,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="allow images with equal captions (false negatives) in one batch",
     )
+    names = [name for action in parser._actions for name in action.option_strings]
+    if "--max-image-pixels" not in names:  # which open_clip 4.x has
+        add_max_image_pixels(group)
     group.add_argument(
         "--allow-other-loss",
         action="store_true",

@@ -19,6 +19,7 @@ import torch
 from open_clip_train import file_utils
 from open_clip_train import main as trainer
 from open_clip_train.distributed import is_master, world_info_from_env
+from PIL import Image
 from webdataset import autodecode
 
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
@@ -29,6 +30,7 @@ from vl_plugins.integrations.open_clip.flags import EXCLUDED, KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.loss import build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
+from vl_plugins.integrations.open_clip.pictures import image_opener
 from vl_plugins.integrations.open_clip.resume import (
     ResumedRun,
     check_fits,
@@ -122,6 +124,7 @@ class _Launch:
             (torch, {"save": self.save}),
             (torch.optim.Optimizer, {"load_state_dict": load_optimizer_state}),
             (torch.nn.parallel, {"DistributedDataParallel": _DataParallel}),
+            (Image, {"open": image_opener(args.max_image_pixels)}),
         ]
 
     def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:

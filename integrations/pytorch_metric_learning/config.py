@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
@@ -34,6 +35,7 @@ class DataConfig:
         workers: loader processes of each process.
         allow_duplicate_captions: whether a batch may have equal captions of different images.
         on_read_error: ``"skip"`` repeats another image of the batch in place of an unreadable one, ``"raise"`` stops.
+        max_image_pixels: pictures of more pixels count as unreadable, and are not decoded; 0 for no limit.
     """
 
     train: str = "???"
@@ -45,6 +47,7 @@ class DataConfig:
     workers: int = 4
     allow_duplicate_captions: bool = False
     on_read_error: str = "skip"
+    max_image_pixels: int = MAX_IMAGE_PIXELS
 
 
 @dataclass
@@ -148,8 +151,8 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         overrides: values by dotted path, such as ``{"data.batch_size": 64, "stages.0.epochs": 1}``.
 
     Raises:
-        UserError: a key is missing or unknown, or a value has the wrong type; the message names it. Or the loss is
-            ``module:Class``, and not one of the ``overrides``.
+        UserError: a key is missing or unknown, or a value has the wrong type or range; the message names it. Or the
+            loss is ``module:Class``, and not one of the ``overrides``.
     """
     overrides = overrides or {}
     try:
@@ -163,6 +166,7 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{str(error).splitlines()[0]}") from error
+    check_max_image_pixels(config.data.max_image_pixels)
     if not {"loss", "loss.name"} & overrides.keys():
         check_registered(config.loss)
     return config

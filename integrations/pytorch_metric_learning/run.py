@@ -211,7 +211,10 @@ class Run:
             raise UserError(
                 f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
             )
-        changed = [name for name, value in asdict(self.config).items() if value != saved["config"].get(name)]
+        # An earlier version may have had fewer options.
+        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved["config"]))
+        before = asdict(earlier)
+        changed = [name for name, value in asdict(self.config).items() if value != before[name]]
         if changed and self.accelerator.is_main_process:
             logger.warning(f"resuming after epoch {saved['epoch']} with changes in: {', '.join(changed)}")
         return saved
@@ -238,6 +241,13 @@ class Run:
     def _dataset(self, shards: str, *, is_train: bool) -> ShardDataset:
         towers, data = self.objective.towers, self.config.data
         transform = towers.image.trunk.image_transform(is_train)
-        dataset = ShardDataset(shards, transform, towers.tokenizer, inputs=data.inputs, on_error=data.on_read_error)
+        dataset = ShardDataset(
+            shards,
+            transform,
+            towers.tokenizer,
+            inputs=data.inputs,
+            on_error=data.on_read_error,
+            max_image_pixels=data.max_image_pixels,
+        )
         dataset[0]  # raises an error before training, also with "skip"
         return dataset

@@ -8,7 +8,6 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.evaluation import BaseEvaluator
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
@@ -67,14 +66,15 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
         images = self._encode(model.encode_query, self.images, self.rows, options)
         captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
-        similarity = self.similarity_fct or model.similarity
+        similarity, is_cosine = self.similarity_fct or model.similarity, False
         if isinstance(model, MultiVectorEncoder):
             images, captions = join_sets(images), join_sets(captions)
         else:
             images, captions = torch.stack(images), torch.stack(captions)
             if similarity == model.similarity and model.similarity_fn_name == "cosine":  # as products, which tie
-                images, captions, similarity = normalize(images.float()), normalize(captions.float()), None
-        found = retrieval_metrics(retrieval_ranks(images, captions, self.image_of_caption, similarity))
+                similarity, is_cosine = None, True
+        ranks = retrieval_ranks(images, captions, self.image_of_caption, similarity, normalize=is_cosine)
+        found = retrieval_metrics(ranks)
         metrics = {metric: found[metric] for metric in METRICS}
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)

@@ -82,7 +82,7 @@ def test_recalls_are_those_of_clip_benchmark(flags, folder, shards, evaluate):
     dataset = ShardDataset(shards, transform, tokenizer)
     batch = torch.stack([item.image for item in dataset]), [item.captions for item in dataset]
     expected = zeroshot_retrieval.evaluate(model, [batch], tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
-    result = evaluate(*flags, "--batch-size", "7", "--workers", "2")["run"]
+    result = evaluate(*flags, "--batch-size", "7", "--workers", "2")["epoch_1"]
     metrics = result["metrics"]["plain"]
     for way, theirs in (("text_to_image", "image_retrieval"), ("image_to_text", "text_retrieval")):
         for k in (1, 5, 10):
@@ -93,7 +93,7 @@ def test_recalls_are_those_of_clip_benchmark(flags, folder, shards, evaluate):
 
 
 def test_features_give_the_numbers_of_their_checkpoint(flags, shards, encode, evaluate, capsys):
-    expected = {**evaluate(*flags)["run"], "file": str(encode("epoch_1", suffix=".safetensors"))}
+    expected = {**evaluate(*flags)["epoch_1"], "file": str(encode("epoch_1", suffix=".safetensors"))}
     for more in ((), ("--shards", shards)):
         assert evaluate("evaluate", "--features", expected["file"], *more) == {"epoch_1": expected}
     features = load_features(expected["file"])
@@ -111,7 +111,7 @@ def test_an_ensemble_averages_similarities(flags, folder, encode, evaluate, caps
     checkpoints = [f"{folder}/epoch_1.pt", f"ours={folder}/other.pt"]
     arguments = [*flags, "--checkpoint", *checkpoints, "--features", str(files[0]), "--ensemble"]
     results = evaluate(*arguments)
-    assert [*results] == ["ensemble", "sets", "run", "ours"]
+    assert [*results] == ["ensemble", "sets", "epoch_1", "ours"]
     sets, one, two = map(load_features, files)
     assert sets.images.shape == (24, 3, 128)
     assert sets.description["checkpoint_sha256"] == hashlib.sha256((folder / "sets.pt").read_bytes()).hexdigest()
@@ -216,6 +216,19 @@ def test_wrong_input(flags, tmp_path, capsys, change, message, monkeypatch):
     assert line.startswith("vl-plugins evaluate: error: ")
     assert message in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("{folder}/other.pt", "checkpoint {folder}/other.pt does not say which model it is of: give --model NAME"),
+        ("openai", "checkpoint openai: no such file; a pretrained tag needs --model NAME"),
+    ],
+)
+def test_a_model_that_cannot_be_told(folder, shards, capsys, checkpoint, message):
+    assert main(["evaluate", "--checkpoint", checkpoint.format(folder=folder), "--shards", shards]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == f"vl-plugins evaluate: error: {message.format(folder=folder)}"
 
 
 def test_numbers_are_printed_before_the_report_is_written(encode, tmp_path, capsys):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.numbered_shards import numbers_of, png_of_noise, replace_member, tokenizer, transform, write_numbered
+from tests.helpers.pictures import EPS, VAST, fail_to_decode, replace_ghostscript, vast_png
 from tests.helpers.processes import in_processes
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
 from vl_plugins.data.randomness import seed_everything
@@ -72,7 +73,7 @@ class TestItems:
     def test_pictures_become_rgb(self, tmp_path):
         members = []
         for mode in ("L", "P", "RGBA", "CMYK", "LA"):
-            picture = encode_picture((4, 4), "TIFF" if mode == "CMYK" else "PNG", mode=mode)
+            picture = encode_picture((4, 4), "JPEG" if mode == "CMYK" else "PNG", mode=mode)
             members += [(f"{mode}.webp", b"jpg comes first"), (f"{mode}.JPG", picture), (f"{mode}.txt", "0/0")]
         (tmp_path / "x.tar").write_bytes(encode_archive(members))
         dataset = ShardDataset(tmp_path / "x.tar", lambda image: image.mode, tokenizer)
@@ -140,12 +141,14 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("content", "reason"),
         [
-            (b"\x89PNG", "cannot identify image"),
+            (b"\x89PNG", "the file is not an image in JPEG, PNG or WebP format"),
+            (EPS, "the file is not an image in JPEG, PNG or WebP format"),
             (png_of_noise()[:2000], "image file is truncated"),
             (None, "it has no images, expected jpg or png or webp or jpeg; it has json"),
         ],
     )
-    def test_a_picture(self, own_shards, caplog, content, reason):
+    def test_a_picture(self, own_shards, caplog, content, reason, tmp_path, monkeypatch):
+        ghostscript_has_run = replace_ghostscript(monkeypatch, tmp_path)
         replace_member(own_shards[1], "numbered-005.png", content)
         options = {"transform": transform, "tokenizer": tokenizer}
         with pytest.raises(UserError, match=rf"^cannot read image 5, in {own_shards[1]}: .*{reason}"):
@@ -167,6 +170,21 @@ class TestDamage:
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert reason in record.message
+        assert not ghostscript_has_run.exists()
+
+    def test_a_picture_of_too_many_pixels(self, tmp_path, monkeypatch, caplog):
+        members = [("vast.png", vast_png()), ("vast.txt", "vast"), ("small.png", encode_picture()), ("small.txt", "b")]
+        (tmp_path / "x.tar").write_bytes(encode_archive(members))
+        skipping = ShardDataset(tmp_path / "x.tar", transform, tokenizer, on_error="skip")
+        assert [item.index for item in skipping.__getitems__([0, 1])] == [1, 1]
+        assert f"the image has {VAST}, more than max_image_pixels 89,000,000" in caplog.text
+        fail_to_decode(monkeypatch)
+        with pytest.raises(UserError, match=f"image 0, in .*: the image has {VAST}, more than "):
+            ShardDataset(tmp_path / "x.tar", transform, tokenizer)[0]
+        with pytest.raises(UserError, match="decoded"):
+            ShardDataset(tmp_path / "x.tar", transform, tokenizer, max_image_pixels=0)[0]
+        with pytest.raises(UserError, match="max_image_pixels must be at least 0, which sets no limit; got -1"):
+            ShardDataset(tmp_path / "x.tar", transform, tokenizer, max_image_pixels=-1)
 
     def test_captions_that_are_not_those_of_the_index(self, own_shards):
         content = Path(own_shards[1]).read_bytes()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.archives import encode_archive, encode_picture
+from tests.helpers.pictures import EPS, VAST, vast_png
 from vl_plugins.data import (
     CaptionedImage,
     inspect_shards,
@@ -150,6 +151,8 @@ def test_index_that_differs(folder, change, expected):
 
 SAMPLES = {
     "cut picture": ({"png": PICTURE[: len(PICTURE) * 3 // 4]}, "the image is damaged: "),
+    "EPS": ({"jpg": EPS}, "the file is not an image in JPEG, PNG or WebP format"),
+    "too many pixels": ({"png": vast_png()}, f"the image has {VAST}, more than max_image_pixels 89,000,000"),
     "damaged features": ({"npy": b"no array"}, "the array cannot be read"),
 }
 

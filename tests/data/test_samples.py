@@ -3,10 +3,12 @@
 import io
 import random
 
+import PIL
 import pytest
 from PIL import Image
 
-from vl_plugins.data.samples import inspect_image
+from tests.helpers.pictures import EPS, VAST, fail_to_decode, vast_png
+from vl_plugins.data.samples import decode, inspect_image
 from vl_plugins.errors import UserError
 
 
@@ -25,6 +27,7 @@ UNUSABLE = {
     "empty": (b"", NO_IMAGE),
     "text": (b"a cat on a mat", NO_IMAGE),
     "GIF": (encode("GIF", mode="L"), NO_IMAGE),
+    "EPS": (EPS, NO_IMAGE),
     "truncated JPEG": (encode("JPEG", size=(80, 80))[:-200], "the image is damaged: .*truncated"),
     "JPEG cut in the header": (encode("JPEG", size=(80, 80))[:100], f"the image is damaged|{NO_IMAGE}"),
     "truncated PNG": (PNG[:2000], "the image is damaged"),
@@ -63,3 +66,36 @@ def test_without_decoding_a_whole_jpeg_is_read_up_to_its_pixels_only(monkeypatch
     for call in (lambda: inspect_image(data), lambda: inspect_image(data[:-1], decode=False)):
         with pytest.raises(UserError, match="decoded"):
             call()
+
+
+@pytest.mark.filterwarnings("error")
+def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
+    fail_to_decode(monkeypatch)
+    data = encode("PNG", size=(50, 40))
+    for use in (inspect_image, lambda data, **options: decode({"png": data}, **options)):
+        with pytest.raises(UserError, match=rf"^the image has {VAST}, more than max_image_pixels 89,000,000$"):
+            use(vast_png())
+        with pytest.raises(UserError, match=r"^the image has 50 x 40 pixels, more than max_image_pixels 1,999$"):
+            use(data, max_image_pixels=1999)
+        for limit in (2000, 0):
+            with pytest.raises((UserError, AssertionError), match=r"decoded$"):
+                use(data, max_image_pixels=limit)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_limit_does_not_depend_on_that_of_pil(monkeypatch):
+    """PIL warns beyond its limit, and refuses twice as many pixels."""
+    for limit in (20, 1):
+        monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", limit)
+        for file_format, extension in (("PNG", "png"), ("JPEG", "jpg")):
+            data = encode(file_format, size=(6, 5))
+            assert inspect_image(data, max_image_pixels=0) == (extension, 6, 5)
+            assert decode({extension: data}, max_image_pixels=30).size == (6, 5)
+
+
+@pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="earlier versions of Pillow have no such limit")
+def test_an_image_too_large_for_pil_is_not_called_damaged(monkeypatch):
+    """WebP, even without a limit of ours."""
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(UserError, match=r"^the image is too large for PIL: "):
+        inspect_image(encode("WEBP"), max_image_pixels=0)

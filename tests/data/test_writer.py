@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torchvision.transforms import PILToTensor
 
 from tests.helpers.archives import encode_picture, read_archive
+from tests.helpers.pictures import VAST, fail_to_decode, vast_png
 from tests.helpers.processes import start_as_terminal
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.files import lock, names, read_bytes
@@ -246,6 +247,23 @@ class TestWrongInput:
             assert files[name] == whole[name], "other shards do not depend on the missing image"
         assert list(json.loads(files["sizes.json"]).values()) == [2, 1, 2, 1]
         assert "tiny-train-00000002.json" not in read_archive(tmp_path / "out" / "tiny-train-000001.tar")
+
+    def test_an_image_of_too_many_pixels(self, root, make_images, write, monkeypatch):
+        images = make_images(2)
+        (root / images[1].file).write_bytes(vast_png())
+        reason = f"the image has {VAST}, more than max_image_pixels 89,000,000"
+        with monkeypatch.context() as patched:
+            fail_to_decode(patched)
+            with pytest.raises(UserError, match=reason):
+                write(images[1:])
+        written, _ = write(images, on_error="skip")
+        assert [image.reason for image in written.rejected] == [reason]
+        assert written.images == 1
+        # Another limit is another run, and does not take what is there for complete.
+        written, _ = write(images, on_error="skip", max_image_pixels=0, overwrite=True)
+        assert written.images == 2
+        with pytest.raises(UserError, match="max_image_pixels must be at least 0"):
+            write(images, max_image_pixels=-1)
 
     def test_a_shard_of_unusable_images_is_an_error(self, tmp_path, root, make_images, write):
         images = make_images(6)

@@ -26,8 +26,32 @@ def test_most_frequent_first_and_equal_ones_by_the_alphabet():
     assert Vocabulary.from_captions(captions, min_count=2).words == ("a", "b", "c", "d")
     assert Vocabulary.from_captions(iter(captions), min_count=1).words == ("a", "b", "c", "d", "e")
     assert Vocabulary.from_captions(["x x x X", "y y y"]).words == ("x",), "four times by default"
-    with pytest.raises(UserError, match="occurs 4 times; the most frequent occurs 3 times"):
+
+
+def test_a_language_without_spaces_between_words_is_an_error():
+    """26 different captions, of which one occurs four times."""
+    places = ("垫子", "桌子", "床", "地", "草")
+    captions = [f"一只{color}猫坐在{place}上" for color in "红黑白黄蓝" for place in places] + ["一只猫"] * 4
+    message = r"^86% of the words of the captions \(25 of 29\) occur fewer than 4 times .*: use the trunk hugging_face "
+    with pytest.raises(UserError, match=message):
         Vocabulary.from_captions(captions)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        (["x x x x", "a b c d e"], "^56% of the words of the captions"),
+        (["a b", "..."], "^100% of the words"),
+        ([], "^0% of the words"),
+    ],
+)
+def test_too_few_captions_for_a_vocabulary(captions, message):
+    with pytest.raises(UserError, match=rf"{message}.* for few captions, a smaller min_count of the vocabulary"):
+        Vocabulary.from_captions(captions)
+
+
+def test_half_of_the_words_may_be_unknown():
+    assert Vocabulary.from_captions(["x x x x", "a b c d"]).words == ("x",)
 
 
 def test_indices():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from tests.helpers.processes import in_processes
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
@@ -42,16 +43,65 @@ def in_process(rank):
     ids = IDS.repeat_interleave(CAPTIONS)
     rows = torch.arange(0, 5) if rank == 0 else torch.arange(5, 12)
     for part in rows.split(3):
-        metric.update(images.repeat_interleave(CAPTIONS, dim=0)[part], captions[part], ids[part], ids[part])
+        metric.update(images.repeat_interleave(CAPTIONS, dim=0)[part], captions[part], ids[part], caption_ids=part)
     return {name: value.item() for name, value in metric.compute().items()}
 
 
-def test_images_that_come_again_and_two_processes():
+def test_captions_of_an_image_in_several_batches_and_two_processes():
     assert in_processes(in_process, 2) == [pytest.approx(expected(), abs=1e-6)] * 2
+
+
+def test_samples_that_a_distributed_sampler_repeats_count_once():
+    """The updates of four processes, whose states are joined one after the other; six images become eight."""
+    metric, (images, captions) = CrossModalRecall(), embeddings()
+    captions = captions.view(6, CAPTIONS, 4)
+    for rank in range(4):
+        for row in DistributedSampler(range(6), 4, rank, seed=1):
+            noise = 1e-4 * torch.randn(4)  # of another batch, as in half precision
+            metric.update(images[[row]] + noise, captions[row], IDS[[row]])
+    assert len(metric.image_ids) == 8
+    assert metric.compute() == pytest.approx(expected(), abs=1e-6)
+
+
+def test_captions_that_come_again_count_once():
+    """Text to image, 2 of 3 captions find their image; with the last one twice it would be 2 of 4."""
+    images, captions = torch.eye(3), torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0.1]])
+    metric = CrossModalRecall()
+    for rows in ([0, 1, 2], [2]):
+        metric.update(images[rows], captions[rows], torch.tensor([5, 6, 7])[rows])
+    assert metric.compute()["text_to_image_R@1"].item() == pytest.approx(2 / 3)
+
+
+def test_ids_that_are_not_unique_are_errors():
+    """Image ids that begin at 0 in each batch, and captions of an image in several rows."""
+    images, captions = embeddings()
+    metric = CrossModalRecall()
+    for rows in (slice(0, 3), slice(3, 6)):
+        metric.update(images[rows], captions[2 * rows.start : 2 * rows.stop], torch.arange(3))
+    with pytest.raises(ValueError, match=r"^image 0 comes again with another embedding: image_ids must be unique in "):
+        metric.compute()
+    metric = CrossModalRecall()
+    for number in range(CAPTIONS):
+        metric.update(images, captions[number::CAPTIONS], IDS)
+    with pytest.raises(ValueError, match=r"^caption 0 of image 70 comes again .*; give caption_ids if the captions of"):
+        metric.compute()
 
 
 def test_captions_of_no_image():
     metric = CrossModalRecall()
-    metric.update(torch.eye(2), torch.eye(2), IDS[:2], torch.tensor([70, 8]))
-    with pytest.raises(ValueError, match="2 captions"):
+    metric.update(torch.eye(2), torch.eye(2), IDS[:2], torch.tensor([70, 8]), torch.arange(2))
+    with pytest.raises(ValueError, match="there are captions of image 8, but no such image"):
         metric.compute()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.eye(2), torch.eye(3), IDS[:2]), "3 captions, 2 caption_image_ids"),
+        ((torch.eye(2), torch.eye(2), IDS[:2], IDS[:2]), "caption_image_ids needs caption_ids"),
+        ((torch.eye(2), torch.eye(2), IDS[:3]), "2 images, 3 image_ids"),
+    ],
+)
+def test_ids_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CrossModalRecall().update(*arguments)

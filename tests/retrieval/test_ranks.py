@@ -104,7 +104,7 @@ def test_embeddings_equal_plain_loops(monkeypatch, set_threads, captions_per_ima
     monkeypatch.setattr(ranks, "BLOCK", block)
     set_threads(threads)
     images, captions, image_of_caption = embeddings(images=67, captions_per_image=captions_per_image)
-    found = retrieval_ranks(images, captions, image_of_caption, top=9)
+    found = retrieval_ranks(images, captions, image_of_caption, normalize=False, top=9)
     assert torch.get_num_threads() == threads
     assert found.image_to_text.positive_similarity.dtype == torch.float64
     scores = reference.matrix(images.tolist(), captions.tolist())
@@ -142,17 +142,17 @@ def test_inputs_of_any_type_and_mode(monkeypatch, set_threads, dtype, similarity
     set_threads(2)
     images, captions, image_of_caption = embeddings(images=23, dtype=torch.float32)
     images, captions = images.to(dtype), captions.to(dtype)
-    expected = retrieval_ranks(images.float(), captions.float(), image_of_caption)
+    expected = retrieval_ranks(images.float(), captions.float(), image_of_caption, normalize=False)
     assert expected.image_to_text.positive_similarity.dtype == torch.float32
     strided = torch.stack([captions, captions], dim=2)[:, :, 0]
     for inference, autocast in ((False, False), (False, True), (True, False)):
         with torch.inference_mode(inference), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found = retrieval_ranks(images, strided, image_of_caption, similarity)
+            found = retrieval_ranks(images, strided, image_of_caption, similarity, normalize=False)
             torch.testing.assert_close(found, expected, atol=0, rtol=0)
     for owners in (image_of_caption.int(), image_of_caption.to(torch.uint8)):  # as an index, uint8 would be a mask
-        found = retrieval_ranks(images.requires_grad_(), captions, owners, similarity)
+        found = retrieval_ranks(images.requires_grad_(), captions, owners, similarity, normalize=False)
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
-    mixed = retrieval_ranks(images, captions.double(), image_of_caption, similarity)
+    mixed = retrieval_ranks(images, captions.double(), image_of_caption, similarity, normalize=False)
     assert mixed.image_to_text.positive_similarity.dtype == torch.float64
 
 
@@ -161,8 +161,52 @@ def test_memory_is_that_of_a_block(monkeypatch, set_threads):
     set_threads(1)  # other threads would not be measured
     monkeypatch.setattr(ranks, "BLOCK", 2**15)
     images, captions, image_of_caption = embeddings(600, width=2, captions_per_image=(600, *[1] * 599))
-    extra = extra_bytes(lambda: retrieval_ranks(images, captions, image_of_caption))
+    extra = extra_bytes(lambda: retrieval_ranks(images, captions, image_of_caption, normalize=False))
     assert extra < 0.6 * 8 * 600 * 1199
+
+
+def test_norms_decide_what_is_compared():
+    """By default they must be 1. Zero vectors, and numbers that are not finite, are errors too."""
+    images, captions, image_of_caption = embeddings(images=9)
+    with pytest.raises(ValueError, match=r"^9 of 9 images have embeddings without unit norm, .* pass normalize=True"):
+        retrieval_ranks(images, captions, image_of_caption)
+    dots = retrieval_ranks(images, captions, image_of_caption, normalize=False)
+    cosines = retrieval_ranks(images, captions, image_of_caption, normalize=True)
+    units = [torch.nn.functional.normalize(vectors, dim=1) for vectors in (images, captions)]
+    torch.testing.assert_close(dots, similarity_ranks(images @ captions.T, image_of_caption))
+    torch.testing.assert_close(cosines, similarity_ranks(units[0] @ units[1].T, image_of_caption))
+    torch.testing.assert_close(retrieval_ranks(*units, image_of_caption), cosines)
+    assert not torch.equal(dots.text_to_image.rank, cosines.text_to_image.rank)
+    for value, message in ((0, r"^1 of 54 captions .* is row 3 of norm 0; "), (torch.nan, "must be finite")):
+        wrong = units[1].clone()
+        wrong[3] = value
+        with pytest.raises(ValueError, match=message):
+            retrieval_ranks(units[0], wrong, image_of_caption)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_embeddings_that_half_precision_has_normalized_have_unit_norm(dtype):
+    images, captions, image_of_caption = embeddings(images=200, width=512, captions_per_image=(1,))
+    halves = [torch.nn.functional.normalize(vectors.to(dtype), dim=1) for vectors in (images, captions)]
+    for vectors in (halves, [half.float() for half in halves]):
+        retrieval_ranks(*vectors, image_of_caption)
+
+
+def test_a_similarity_takes_embeddings_of_any_norm():
+    """Those of sets normalize their elements; ``normalize=True`` does it before."""
+    images, captions = 3 * torch.randn(5, 2, 4), torch.randn(7, 3, 4)
+    image_of_caption = torch.arange(7) % 5
+    expected = similarity_ranks(MILSimilarity()(images, captions), image_of_caption)
+    torch.testing.assert_close(retrieval_ranks(images, captions, image_of_caption, MILSimilarity()), expected)
+    raw = MILSimilarity(normalize_embeddings=False)
+    found = retrieval_ranks(images, captions, image_of_caption, raw, normalize=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (7, 2, 4), (7,)])
+def test_embeddings_that_do_not_fit(shape):
+    with pytest.raises(ValueError, match=r"^expected images \(I, D\) and captions \(C, D\), or a similarity of others"):
+        retrieval_ranks(torch.ones(7, 4), torch.ones(shape), torch.arange(7), normalize=False)
 
 
 RIGHT, WRONG = {0: [0]}, ([0, 1, 2, 3, 3], [0, 1, 2, 3, 3, 4], [0, 1, 2, 3, 3, -1], [0, 1, 3, 3, 3, 0])

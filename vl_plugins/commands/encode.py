@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from vl_plugins.errors import number
+from vl_plugins.integrations.command_lines import add_max_image_pixels
 
 __all__ = ["add_options", "encode", "positive", "register", "run"]
 
@@ -27,18 +28,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("shards", help="shards with the images and captions; {000000..000004} for several")
     parser.add_argument("out", help=".safetensors or .npz file")
     parser.add_argument("--model", help="open_clip model (default: that of the run)")
-    add_options(parser.add_argument)
+    add_options(parser)
     parser.set_defaults(run=run)
 
 
-def add_options(add: Any) -> None:
-    """Add the options that tell how to encode, of this command and ``evaluate``."""
+def add_options(parser: Any) -> None:
+    """Add the options that tell how to encode, of this command and ``evaluate``, to a parser or a group."""
+    add = parser.add_argument
     config = "your own model configurations for open_clip (default: those of the run)"
     add("--model-config", metavar="FILE_OR_FOLDER", help=config)
     add("--batch-size", type=positive, metavar="N", default=64, help="images per batch (default: %(default)s)")
     add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
     add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
     add("--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)")
+    add_max_image_pixels(parser)
 
 
 def positive(text: str) -> int:
@@ -69,7 +72,7 @@ def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
     from vl_plugins.integrations.encoding import encode_checkpoint
 
     own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    names = ("model", "model_config", "batch_size", "workers", "precision")
+    names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
     options = {name: getattr(arguments, name) for name in names} | {"device": arguments.device or own_device}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
         # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.

@@ -49,9 +49,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
     add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
     add("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
-    add = parser.add_argument_group("how to run").add_argument
-    add_options(add)
-    add("--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)")
+    running = parser.add_argument_group("how to run")
+    add_options(running)
+    running.add_argument(
+        "--ranking-device", default="cpu", metavar="DEVICE", help="device that compares embeddings (default: cpu)"
+    )
     add = parser.add_argument_group("what to write").add_argument
     add("--json", action="store_true", help="print JSON, with recalls as fractions")
     report = "write a report of the ensemble or the first model; with --shards it has examples"
@@ -146,6 +148,7 @@ def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], features:
             title=f"Image-text retrieval of {first}, protocol {arguments.protocol[0]}",
             settings=settings | {name: _settings(found.description) for name, found in features.items()},
             collection=collection and collection.with_captions(shown.captions),
+            max_image_pixels=arguments.max_image_pixels,
         )
         print(f"wrote {arguments.report}", file=sys.stderr)
 

@@ -10,14 +10,16 @@ from vl_plugins.errors import UserError
 __all__ = ["run_names"]
 
 FEATURES = (".npz", ".safetensors")
+# Of a run of open_clip, above the folder of its checkpoints; of the PML trainer, beside them.
+PARAMS, RESULTS = "params.txt", "results.jsonl"
 
 
 def run_names(runs: Sequence[str]) -> dict[str, str]:
     """Return the paths of runs by name, given as ``NAME=PATH`` or as a path, which may hold ``=`` itself.
 
-    A run without a name is named after its folder, and so is a checkpoint, ``vit`` for
-    ``logs/vit/checkpoints/epoch_9.pt``, and features after their file. Where two would have the same name, each has its
-    whole path. What does not exist keeps its name.
+    A run without a name is named after its folder, and so is a checkpoint in it, ``vit`` for
+    ``logs/vit/checkpoints/epoch_9.pt``. Features, and checkpoints outside of runs, are named after their file. Where
+    two would have the same name, each has its whole path. What does not exist keeps its name.
 
     Raises:
         UserError: two runs have one name.
@@ -34,10 +36,12 @@ def run_names(runs: Sequence[str]) -> dict[str, str]:
 
 
 def _short_name(path: str) -> str:
-    file = Path(path).resolve()
+    file = Path(os.path.abspath(path))  # links keep their names
     if not file.exists():
         return path
     if file.suffix in FEATURES:
         return file.stem
     folder = file if file.is_dir() else file.parent
-    return folder.parent.name if folder.name == "checkpoints" else folder.name
+    run = folder.parent if folder.name == "checkpoints" else folder
+    is_run = file.is_dir() or (run / PARAMS).is_file() or (folder / RESULTS).is_file()
+    return run.name if is_run else file.stem

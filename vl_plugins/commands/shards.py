@@ -8,6 +8,7 @@ from typing import Any
 
 from vl_plugins.commands import shards_info
 from vl_plugins.errors import one_of, require
+from vl_plugins.integrations.command_lines import add_max_image_pixels
 from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
@@ -103,10 +104,12 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
 
 
 def _add_writing_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what to write").add_argument
+    writing = parser.add_argument_group("what to write")
+    add = writing.add_argument
     add("--out", required=True, metavar="DIR", help="output folder, or an fsspec URL such as s3://...")
     add("--dataset-name", metavar="NAME", help="prefix of shard names (default: from the source)")
     add("--samples-per-shard", type=int, default=1000, metavar="N", help="images per shard (default: %(default)s)")
+    add_max_image_pixels(writing)
     add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
     group = parser.add_argument_group("how to run")
     shards_info.add_engine(group, "written")
@@ -121,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import write_shards
 
     images, files = _read_source(arguments)
-    names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite")
+    names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite", "max_image_pixels")
     options = {name: getattr(arguments, name) for name in names}
     options |= {
         "inputs": "images" if arguments.features is None else "features",

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.command_lines import add_max_image_pixels
 
 __all__ = ["add_engine", "register"]
 
@@ -18,6 +19,8 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:
             add_engine(parser, "read")
+        if run is _verify:
+            add_max_image_pixels(parser)
         parser.set_defaults(run=run)
 
 
@@ -48,12 +51,16 @@ def _find_shards(arguments: argparse.Namespace) -> list[str]:
 
 def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import run_jobs
-    from vl_plugins.data.files import exists
-    from vl_plugins.data.index import index_file, index_shard
+    from vl_plugins.data.index import index_shard
 
-    shards = [shard for shard in _find_shards(arguments) if not exists(index_file(shard))]
-    images = sum(run_jobs(index_shard, shards, arguments.workers, arguments.engine))
-    print(f"indexed {len(shards):,} shards, {images:,} images")
+    shards = _find_shards(arguments)
+    counts = dict.fromkeys(("new", "rewritten", "unchanged"), 0)
+    images = 0
+    for indexed in run_jobs(index_shard, shards, arguments.workers, arguments.engine):
+        counts[indexed.state] += 1
+        images += indexed.images
+    states = ", ".join(f"{count:,} {state}" for state, count in counts.items())
+    print(f"{len(shards):,} shards, {images:,} images; indexes: {states}")
     return 0
 
 
@@ -61,7 +68,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import verify_shards
 
     shards = _find_shards(arguments)
-    samples, captions, problems = verify_shards(shards, workers=arguments.workers, executor=arguments.engine)
+    samples, captions, problems = verify_shards(
+        shards,
+        workers=arguments.workers,
+        executor=arguments.engine,
+        max_image_pixels=arguments.max_image_pixels,
+    )
     for problem in problems:
         print(problem)
     counts = f"{len(shards):,} shards, {samples:,} samples, {captions:,} captions"
@@ -91,8 +103,9 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     ),
     "index": (
         _index,
-        "write the indexes of shards that other programs wrote",
-        "Write an index beside each shard that has none, so that readers need not scan it. Shards of `vl-plugins "
-        "shards` have one already; those of version 0.2 and of other programs have none.",
+        "write the indexes of shards that have none, or one that is not right",
+        "Write an index beside each shard, so that readers need not scan it. Shards of `vl-plugins shards` have one "
+        "already; those of version 0.2 and of other programs have none. An index that does not fit its shard, because "
+        "one of them has changed or is damaged, is written again; one that fits stays as it is.",
     ),
 }

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.index import Collection, read_collection
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.randomness import seeded
 from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, one_of
@@ -70,10 +71,13 @@ class ShardDataset(Dataset):
             every tensor along its first dimension need.
         on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
             of its batch in its place.
+        max_image_pixels: largest width times height of a picture. A larger one cannot be read, and is not decoded. 0
+            sets no limit.
 
     Raises:
-        UserError: a shard does not exist or cannot be read, or an option is unknown. While reading: with ``"raise"``,
-            or for all images of a batch, an image is damaged, or its shard is not the one that the index was made of.
+        UserError: a shard does not exist or cannot be read, or an option is unknown or negative. While reading: with
+            ``"raise"``, or for all images of a batch, an image is damaged, too large, or not in JPEG, PNG or WebP
+            format, or its shard is not the one that the index was made of.
     """
 
     def __init__(
@@ -85,10 +89,12 @@ class ShardDataset(Dataset):
         inputs: str = "images",
         captions: str = "flat",
         on_error: str = "raise",
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
     ):
         self.inputs = one_of("inputs", inputs, INPUTS)
         self.captions = one_of("captions", captions, ("flat", "nested"))
         self.on_error = one_of("on_error", on_error, ("raise", "skip"))
+        self.max_image_pixels = check_max_image_pixels(max_image_pixels)
         self.collection = shards if isinstance(shards, Collection) else read_collection(shards)
         self.transform, self.tokenizer = transform, tokenizer
         self._skipped: set[int] = set()
@@ -115,7 +121,7 @@ class ShardDataset(Dataset):
     def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
         try:
             record, members = self.collection.parse(draw.image, data)
-            image = decode(members, self.inputs)
+            image = decode(members, self.inputs, self.max_image_pixels)
         except Exception as error:  # decoders of damaged files raise nearly anything
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             problem = f"cannot read image {draw.image}, in {self.collection.shard_of([draw.image])[0]}: {reason}"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import fsspec
 import msgspec
@@ -147,12 +147,40 @@ def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
     return make_head(records, starts, sizes, size=_size(shard), only_txt=only_txt), records
 
 
-def index_shard(shard: str) -> int:
-    """Write the index of a shard that another program wrote, in place of one; return the number of images in it."""
+class IndexedShard(NamedTuple):
+    """What :func:`index_shard` did: ``state`` is ``"new"``, ``"rewritten"`` or ``"unchanged"``, of so many images."""
+
+    state: str
+    images: int
+
+
+def index_shard(shard: str) -> IndexedShard:
+    """Write the index of a shard, unless it has one that is right.
+
+    The shard is read as a whole. An index of the writer that is replaced loses what only the writer knows: what the
+    shard was made of, and which images were left out.
+
+    Raises:
+        UserError, OSError: the shard cannot be read, or the index cannot be written.
+    """
     head, records = scan_shard(shard)
     head.sha256 = sha256(shard)
+    has_index = exists(index_file(shard))
+    if has_index and _is_index_right(shard, head, records):
+        return IndexedShard("unchanged", len(records))
     write_index(shard, head, records)
-    return len(records)
+    return IndexedShard("rewritten" if has_index else "new", len(records))
+
+
+def _is_index_right(shard: str, head: IndexHead, records: Sequence[Record]) -> bool:
+    """Compare the index beside a shard with that which was made of the shard."""
+    try:
+        written = read_head(shard)
+        written_records = read_records(shard)
+    except (UserError, OSError):  # it is damaged, or of a shard of another size
+        return False
+    of_shard_alone = msgspec.structs.replace(written, fingerprint="", rejected=[])
+    return of_shard_alone == head and written_records == records
 
 
 def _size(url: str) -> int:

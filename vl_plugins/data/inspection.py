@@ -4,6 +4,7 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
 from vl_plugins.data.index import HASHES, Collection, read_head, read_records, scan_shard
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.out_of_core import count_repeats
 from vl_plugins.data.samples import check_input
 from vl_plugins.errors import UserError
@@ -73,18 +75,27 @@ def _describe(shards: Sequence[str]) -> dict[str, Any]:
 
 
 def verify_shards(
-    shards: Sequence[str], *, workers: int | None = None, executor: Any = None
+    shards: Sequence[str],
+    *,
+    workers: int | None = None,
+    executor: Any = None,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[int, int, list[str]]:
     """Compare shards with their indexes, and decode all pictures and arrays; without an index they are only decoded.
 
     Args:
         shards: paths or URLs.
         workers, executor: see :func:`~vl_plugins.data.engines.run_jobs`; a job is a shard.
+        max_image_pixels: a picture with more pixels is a problem, and is not decoded; 0 sets no limit.
 
     Returns:
         Numbers of samples and of usable captions, and problems: ``<shard>: <problem>`` or ``<shard>: <key>: ...``.
+
+    Raises:
+        UserError: ``max_image_pixels`` is negative.
     """
-    results = run_jobs(_verify_shard, shards, workers, executor)
+    verify = partial(_verify_shard, max_image_pixels=check_max_image_pixels(max_image_pixels))
+    results = run_jobs(verify, shards, workers, executor)
     samples, captions, problems = 0, 0, []
     for shard, found in zip(shards, tqdm(results, "verify", len(shards), unit="shard", disable=None), strict=True):
         samples, captions = samples + found[0], captions + found[1]
@@ -92,7 +103,7 @@ def verify_shards(
     return samples, captions, problems
 
 
-def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
+def _verify_shard(shard: str, max_image_pixels: int) -> tuple[int, int, list[str]]:
     """Return the numbers of samples and usable captions of a shard, and its problems."""
     problems, captions = [], 0
     try:
@@ -113,7 +124,7 @@ def _verify_shard(shard: str) -> tuple[int, int, list[str]]:
         for image, data in zip(images, collection.read(images), strict=True):
             try:
                 record, members = collection.parse(image, data)
-                check_input(members)
+                check_input(members, max_image_pixels)
                 captions += len(record.captions)
             except (UserError, OSError) as error:
                 problems.append(f"{records[image].key}: {error}")

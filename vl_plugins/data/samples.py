@@ -10,8 +10,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.errors import UserError, one_of, user_errors
 
 # Far above any image, array of features or text; more would fill the memory of a process that reads it.
@@ -24,8 +29,8 @@ INPUTS = {"images": ("jpg", "png", "webp", "jpeg"), "features": (FEATURES,)}
 # As webdataset splits names, which would import torch; and files of its own.
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 META_NAME = re.compile(r"__[^/]*__($|/)")
-# PIL's name of a format -> extension. Cameras write MPO, a JPEG with further pictures that readers ignore.
-IMAGE_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# PIL's name of a format -> extension.
+IMAGE_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 # PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
 # values up to 255 and makes all others white.
@@ -134,18 +139,26 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     return record
 
 
-def check_input(members: Mapping[str, bytes]) -> None:
+def check_input(members: Mapping[str, bytes], max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
     """Decode the picture or else the array of a sample; raise :class:`UserError` if readers cannot use it."""
     if FEATURES in members and members.keys().isdisjoint(INPUTS["images"]):
         decode_features(members[FEATURES])
     else:
-        inspect_image(input_of(members))
+        inspect_image(input_of(members), max_image_pixels=max_image_pixels)
 
 
-def decode(members: Mapping[str, bytes], inputs: str = "images") -> Any:
-    """Return the RGB image of a sample, or with ``"features"`` its array (N, W); damaged data raise any error."""
+def decode(members: Mapping[str, bytes], inputs: str = "images", max_image_pixels: int = MAX_IMAGE_PIXELS) -> Any:
+    """Return the RGB image of a sample, or with ``"features"`` its array (N, W).
+
+    Raises:
+        UserError: there is no picture or array, or :func:`open_image` raises it.
+        Exception: of PIL, for damaged pixels.
+    """
     data = input_of(members, inputs)
-    return decode_features(data) if inputs == "features" else Image.open(io.BytesIO(data)).convert("RGB")
+    if inputs == "features":
+        return decode_features(data)
+    with open_image(data, max_image_pixels) as image:
+        return image.convert("RGB")
 
 
 def input_of(members: Mapping[str, bytes], inputs: str = "images") -> bytes:
@@ -180,25 +193,67 @@ def decode_features(data: bytes) -> np.ndarray:
     return features
 
 
-def inspect_image(data: bytes, *, decode: bool = True) -> tuple[str, int, int]:
+def open_image(data: bytes, max_image_pixels: int = MAX_IMAGE_PIXELS) -> ImageFile:
+    """Read the header of an image; its pixels are decoded by ``load`` or ``convert``.
+
+    This is not ``PIL.Image.open``, which tries every format that PIL knows, whatever the name of the file: it starts
+    Ghostscript for EPS. Its limit on pixels is a variable of the process, and no argument. For WebP, Pillow 13 has that
+    limit here, too.
+
+    Args:
+        data: content of a file in JPEG, PNG or WebP format.
+        max_image_pixels: largest width times height; 0 for no limit.
+
+    Raises:
+        UserError: the content is of another format, or has more pixels.
+        Exception: of PIL, for a damaged header.
+    """
+    image_class = _image_class(data)
+    try:
+        image = image_class(io.BytesIO(data))
+    except Image.DecompressionBombError as error:  # of WebP since Pillow 13
+        raise UserError(f"the image is too large for PIL: {error}") from error
+    if 0 < max_image_pixels < image.width * image.height:
+        image.close()
+        raise UserError(
+            f"the image has {image.width:,} x {image.height:,} pixels, more than max_image_pixels {max_image_pixels:,}"
+        )
+    return image
+
+
+def _image_class(data: bytes) -> type[ImageFile]:
+    """Return PIL's class of a file, by the first bytes as PIL itself tells formats apart."""
+    if data.startswith(b"\xff\xd8\xff"):  # also MPO of cameras, whose further pictures readers ignore
+        return JpegImageFile
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImageFile
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return WebPImageFile
+    raise UserError("the file is not an image in JPEG, PNG or WebP format")
+
+
+def inspect_image(
+    data: bytes, *, decode: bool = True, max_image_pixels: int = MAX_IMAGE_PIXELS
+) -> tuple[str, int, int]:
     """Find out whether readers of shards can use an image; return ``"jpg"``, ``"png"`` or ``"webp"``, width, height.
 
     Args:
         data: content of an image file.
         decode: False takes a JPEG with a readable header and its end mark to be whole, which is many times faster and
             misses damage in between.
+        max_image_pixels: largest width times height; 0 for no limit.
 
     Raises:
-        UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of more
-            than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
+        UserError: the content is not an image, of another format, damaged, of more than 8 bits per channel, or of too
+            many pixels, which are not decoded then.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as image:
-            extension = IMAGE_EXTENSIONS[image.format]
+        with open_image(data, max_image_pixels) as image:
+            extension = IMAGE_EXTENSIONS[str(image.format)]
             if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
                 image.load()
-    except UnidentifiedImageError:  # whose text has an address in memory
-        raise UserError("the file is not an image in JPEG, PNG or WebP format") from None
+    except UserError:
+        raise
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error
     if image.mode not in READABLE_MODES:

@@ -19,6 +19,7 @@ from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, sha256, write_complete, write_file
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, make_head, read_head, write_index
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features, inspect_image
 from vl_plugins.data.sources import Images
@@ -76,6 +77,7 @@ def write_shards(
     executor: Any = None,
     on_error: str = "raise",
     overwrite: bool = False,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> Written:
     """Write captioned images as shards ``<dataset>-<split>-000000.tar``, ..., with an index of each and ``sizes.json``.
 
@@ -107,6 +109,8 @@ def write_shards(
             the same files.
         on_error: ``"raise"`` stops at an image that cannot be used; ``"skip"`` lists it in the index.
         overwrite: whether shards of the same data set and split with other contents are replaced.
+        max_image_pixels: largest width times height of a picture, which readers check too; a larger one cannot be used.
+            0 sets no limit.
 
     Raises:
         UserError: an argument is wrong; an image or array file cannot be used (with ``on_error="raise"``, or if a shard
@@ -117,10 +121,11 @@ def write_shards(
     one_of("on_error", on_error, ("raise", "skip"))
     if samples_per_shard < 1:
         raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
+    check_max_image_pixels(max_image_pixels)
     out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
-    writer = _ShardWriter(files, inputs, on_error, overwrite)
+    writer = _ShardWriter(files, inputs, on_error, overwrite, max_image_pixels)
     shards: list[str] = []
     images_written, captions, rejected = 0, 0, []
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
@@ -174,6 +179,7 @@ class _ShardWriter:
     inputs: str
     on_error: str
     overwrite: bool
+    max_image_pixels: int
 
     def jobs(self, images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
         """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
@@ -206,8 +212,10 @@ class _ShardWriter:
     def write(self, shard: _Shard) -> tuple[str, IndexHead]:
         """Write a shard, unless its index shows that it is complete."""
         states = [self.files.state(image.file) for image in shard.images]
-        content = msgspec.json.encode([shard[1:], states, self.inputs, self.on_error])
-        fingerprint = hashlib.sha256(content).hexdigest()
+        content: list[Any] = [shard[1:], states, self.inputs, self.on_error]
+        if self.max_image_pixels != MAX_IMAGE_PIXELS:  # so that fingerprints of version 0.3 stay valid
+            content.append(self.max_image_pixels)
+        fingerprint = hashlib.sha256(msgspec.json.encode(content)).hexdigest()
         with suppress(UserError, OSError):  # it or its index is missing or damaged
             head = read_head(shard.file)
             if head.fingerprint == fingerprint:
@@ -260,7 +268,7 @@ class _ShardWriter:
             extension, shape = FEATURES, decode_features(data).shape
             metadata |= zip(("num_features", "feature_dim"), shape, strict=True)
         else:
-            extension, *size = inspect_image(data, decode=False)
+            extension, *size = inspect_image(data, decode=False, max_image_pixels=self.max_image_pixels)
             metadata |= zip(("width", "height"), size, strict=True)
         members = {extension: data, "json": _to_json(metadata), "txt": image.captions[0].encode()}
         blocks = []

@@ -16,6 +16,7 @@ from vl_plugins.errors import UserError
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "read_word_vectors", "split_words"]
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
+LARGEST_UNKNOWN_SHARE = 0.5  # of the words of the captions
 
 # Letters and digits, and apostrophes between them; an underscore is neither.
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
@@ -54,14 +55,23 @@ class Vocabulary:
     def from_captions(cls, captions: Iterable[str], min_count: int = 4) -> "Vocabulary":
         """Return the words that occur at least ``min_count`` times, the most frequent first, then by the alphabet.
 
+        Words that occur less often become the unknown word. Words are between spaces, so this is no tokenizer for
+        Chinese or Japanese, where each sentence would be a word.
+
         Raises:
-            UserError: no word occurs so often.
+            UserError: more than half of the words, counted as often as they occur, would be unknown.
         """
         counts = Counter(word for caption in captions for word in split_words(caption))
         words = sorted((word for word, count in counts.items() if count >= min_count), key=lambda w: (-counts[w], w))
-        if not words:
-            most = max(counts.values(), default=0)
-            raise UserError(f"no word of the captions occurs {min_count} times; the most frequent occurs {most} times")
+        in_captions = counts.total()
+        unknown = in_captions - sum(counts[word] for word in words)
+        if not words or unknown > LARGEST_UNKNOWN_SHARE * in_captions:
+            share = unknown / max(1, in_captions)
+            raise UserError(
+                f"{share:.0%} of the words of the captions ({unknown:,} of {in_captions:,}) occur fewer than "
+                f"{min_count} times and would be unknown: use the trunk hugging_face for languages without spaces "
+                "between words; for few captions, a smaller min_count of the vocabulary"
+            )
         return cls(tuple(words))
 
     def __len__(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, require, user_errors
 from vl_plugins.registry import create, options_of
+from vl_plugins.retrieval.norms import divided_by_norms, has_unit_norm, norms
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities
 
 __all__ = [
@@ -34,7 +35,6 @@ TENSORS = {"image_features": "images", "caption_features": "captions", "image_of
 IDS = ("image_ids", "caption_ids")
 METADATA = "vl_plugins"  # key of the JSON text with the ids and the description
 MOST_DECLARED = 100  # times the size of an .npz file; embeddings are hardly compressed
-NORM_TOLERANCE = 0.01  # half precision rounds norms by less
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,17 +78,16 @@ class Features:
             types = {type(value) for value in ids or ()}
             _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
             _expect(ids is None or len(ids) == len(embeddings), f"an id of each of the {len(embeddings)} {kind}s")
-            precision = torch.promote_types(embeddings.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(embeddings, dim=-1, dtype=precision)
-            wrong = ~((norms - 1).abs() < NORM_TOLERANCE)
+            lengths = norms(embeddings)
+            wrong = ~has_unit_norm(lengths)
             if embeddings.ndim == 3:
-                wrong = (wrong & (norms != 0)).any(dim=1) | (norms == 0).all(dim=1)
+                wrong = (wrong & (lengths != 0)).any(dim=1) | (lengths == 0).all(dim=1)
             if rows := wrong.nonzero().flatten().tolist():
                 which = f"row {rows[0]}{'' if ids is None else f' (id {ids[rows[0]]})'}"
                 _expect(
                     False,
                     f"finite unit vectors; {len(rows):,} of {len(embeddings):,} {kind}s are not, the first is {which} "
-                    f"of norm {norms[rows[0]].flatten()[0]:.4g}; `normalize` divides by the norms",
+                    f"of norm {lengths[rows[0]].flatten()[0]:.4g}; `normalize` divides by the norms",
                 )
         _expect(isinstance(self.description, dict), "a description that is a dictionary")
         try:
@@ -236,8 +235,7 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False) -> Featur
         _expect(not tensors["image_of_caption"].is_floating_point(), "integers as image_of_caption")
         tensors["image_of_caption"] = tensors["image_of_caption"].to(torch.int64)
         for side in ("images", "captions") if normalize else ():
-            norms = torch.linalg.vector_norm(tensors[side], dim=-1, keepdim=True)
-            tensors[side] = tensors[side] / norms.masked_fill(norms == 0, 1)
+            tensors[side] = divided_by_norms(tensors[side])
         known = {name: values[name] for name in (*IDS, "description") if values.get(name) is not None}
         return Features(**tensors, **known)
     except Exception as error:  # of damaged files

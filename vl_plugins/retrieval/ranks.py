@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vl_plugins.retrieval.norms import divided_by_norms, has_unit_norm, norms
 from vl_plugins.retrieval.similarities import (
     KERNEL,
     EmbeddingSimilarities,
@@ -75,6 +76,7 @@ def retrieval_ranks(
     answers: Tensor | tuple[Answers, Answers],
     similarity: Similarity | None = None,
     *,
+    normalize: bool | None = None,
     top: int = TOP,
     progress: bool = False,
 ) -> Ranks:
@@ -83,6 +85,14 @@ def retrieval_ranks(
     Args:
         image_embeddings, caption_embeddings, similarity: as for :class:`EmbeddingSimilarities`.
         answers, top, progress: as for :func:`similarity_ranks`.
+        normalize: True divides the embeddings, or the elements of sets, by their norms, for cosines. False compares
+            them as they are, for dot products. By default, embeddings that are compared by dot products must have norm
+            1 up to 0.01, in any type; what a ``similarity`` takes is left to it. Those of :mod:`vl_plugins.distances`
+            normalize themselves.
+
+    Raises:
+        ValueError: embeddings without unit norm, if ``normalize`` is None; embeddings without a ``similarity`` that are
+            no vectors of one width; or :func:`similarity_ranks` raises it.
 
     >>> images = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> captions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -90,8 +100,33 @@ def retrieval_ranks(
     >>> ranks.image_to_text.rank, ranks.text_to_image.rank
     (tensor([2, 3]), tensor([1, 2, 2]))
     """
+    if similarity is None:
+        _check_vectors(image_embeddings, caption_embeddings)
+        if normalize is None:
+            _check_norms("images", image_embeddings)
+            _check_norms("captions", caption_embeddings)
+    if normalize:
+        image_embeddings, caption_embeddings = divided_by_norms(image_embeddings), divided_by_norms(caption_embeddings)
     similarities = EmbeddingSimilarities(image_embeddings, caption_embeddings, similarity)
     return similarity_ranks(similarities, answers, top=top, progress=progress)
+
+
+def _check_vectors(images: Tensor, captions: Tensor) -> None:
+    if images.ndim != 2 or captions.ndim != 2 or images.shape[1] != captions.shape[1]:
+        shapes = f"{tuple(images.shape)} and {tuple(captions.shape)}"
+        raise ValueError(f"expected images (I, D) and captions (C, D), or a similarity of others; got {shapes}")
+
+
+def _check_norms(kind: str, embeddings: Tensor) -> None:
+    lengths = norms(embeddings.detach())
+    # Ranking raises an error for NaN.
+    rows = (~has_unit_norm(lengths) & ~lengths.isnan()).nonzero().flatten()
+    if len(rows):
+        raise ValueError(
+            f"{len(rows):,} of {len(lengths):,} {kind} have embeddings without unit norm, the first is row {rows[0]} "
+            f"of norm {lengths[rows[0]]:.4g}; pass normalize=True to compare cosines, or normalize=False for dot "
+            "products"
+        )
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from vl_plugins import __version__
 from vl_plugins.data import Collection
 from vl_plugins.data.files import write_file
+from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.data.samples import decode, inspect_image
 from vl_plugins.errors import UserError, require
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves
@@ -47,6 +48,7 @@ def write_report(
     settings: Mapping[str, str],
     collection: Collection | None = None,
     examples: int = EXAMPLES,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> None:
     """Write a page with metrics, histograms of similarities, recall curves, and examples with thumbnails.
 
@@ -61,6 +63,7 @@ def write_report(
         collection: images and captions in the order of the ranks; without it the page has no examples.
         examples: at most so many successes and so many failures of each direction, spread evenly over all of them. A
             success is a query of rank 1.
+        max_image_pixels: of larger pictures the page has the size only; 0 for no limit.
 
     Raises:
         UserError: the file cannot be written, or a shard cannot be read or has changed.
@@ -83,7 +86,7 @@ def write_report(
         charts=_charts(ranks),
         groups=groups,
         collection=collection,
-        pictures=_thumbnails(collection, images) if collection else {},
+        pictures=_thumbnails(collection, images, max_image_pixels) if collection else {},
         version=__version__,
     )
     write_file(file, page.encode(errors="replace"))  # file names may hold bytes of no encoding
@@ -155,14 +158,14 @@ def _example(part: DirectionRanks, query: int, own: slice) -> Example:
     return Example(int(part.queries[query]), rank, rows[:ANSWERS] + best)
 
 
-def _thumbnails(collection: Collection, images: set[int]) -> dict[int, dict[str, Any]]:
+def _thumbnails(collection: Collection, images: set[int], max_image_pixels: int) -> dict[int, dict[str, Any]]:
     """Return a ``url`` that holds the picture, or the ``problem`` with it, for each image."""
     thumbnails = {}
     for index, data in collection.pictures(images).items():
         stream = io.BytesIO()
         try:
-            inspect_image(data)
-            picture = decode({"jpg": data})
+            inspect_image(data, max_image_pixels=max_image_pixels)
+            picture = decode({"jpg": data}, max_image_pixels=max_image_pixels)
             picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
             picture.save(stream, "JPEG", quality=QUALITY, optimize=True)
             thumbnails[index] = {"url": _url("image/jpeg", stream)}

@@ -106,7 +106,7 @@ def test_files_that_do_not_fit(tmp_path):
     np.savez(tmp_path / "other.npz", weight=np.ones(2))
     for arguments, message in (
         ((tmp_path / "sets.pt", "ViT-B-32"), r"sets\.pt is of model vl-tiny, not ViT-B-32$"),
-        ((plain,), r"plain\.pt does not specify its model: name the model$"),
+        ((plain,), r"plain\.pt does not say which model it is of: give --model NAME$"),
         ((plain, "ViT-S-32-alt"), r"plain\.pt does not fit model ViT-S-32-alt: "),
         ((tmp_path / "cut.pt",), r"cut\.pt does not fit .*norm_output"),
         ((tmp_path / "other.safetensors", "vl-tiny"), r"other\.safetensors does not fit"),
@@ -156,7 +156,7 @@ def test_a_checkpoint_does_not_choose_files_or_models(tmp_path, capsys):
     in_file = tmp_path / "epoch_1.pt"
     torch.save(content | {"args": {**harmful, **content["args"], "pretrained": None}}, in_file)
     for path in (in_file, in_params):
-        with pytest.raises(UserError, match=rf"epoch_1\.pt is of model {name}: name that model if you trust it$"):
+        with pytest.raises(UserError, match=rf"epoch_1\.pt is of model {name}: give --model {name} if you trust it$"):
             load_model(path)
         assert has_weights_of(load_model(path, name)[0], clip if path is in_file else make()[0])
     asking = local_model(tmp_path / "asking", make()[0], tokenizer_kwargs={"trust_remote_code": True})

@@ -1,14 +1,19 @@
 """What is read: shards, tables and plain archives of images with their captions, and who reads them."""
 
+import io
 import shutil
 from argparse import Namespace
 
 import open_clip_train.main
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from webdataset.autodecode import imagehandler
 
 from tests.helpers.archives import encode_archive, encode_picture
+from tests.helpers.pictures import EPS, replace_ghostscript
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip import pictures
 from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
 from vl_plugins.integrations.open_clip.flags import parse_args
 
@@ -124,3 +129,26 @@ def test_unreadable_pictures_are_skipped(args, toy_shards, tmp_path, caplog):
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
     assert len(list(loader)) == 8
     assert caplog.text.count("cannot read image") == 8
+
+
+def test_pictures_of_too_many_pixels_are_skipped(args):
+    """Those of the toy data have 4,096."""
+    for split in ("train", "val"):
+        assert len(list(read(args(*LOSS, "--max-image-pixels", "4096"))[split].dataloader)) > 0
+        with pytest.raises(UserError, match="the image has 64 x 64 pixels, more than max_image_pixels 4,095"):
+            list(read(args(*LOSS, "--max-image-pixels", "4095"))[split].dataloader)
+
+
+@pytest.mark.parametrize("opens", [imagehandler("pilrgb"), lambda name, data: Image.open(io.BytesIO(data))])
+def test_what_readers_of_open_clip_open(opens, tmp_path, monkeypatch):
+    """Shards and tables, and other formats than ours."""
+    has_run = replace_ghostscript(monkeypatch, tmp_path)
+    monkeypatch.setattr(pictures, "HOST_CHECKS_PIXELS", False)  # as in open_clip 3.x
+    monkeypatch.setattr(Image, "open", pictures.image_opener(12))
+    for content in (encode_picture((4, 3)), encode_picture((4, 3), "GIF")):
+        assert opens("x.jpg", content).size == (4, 3)
+    with pytest.raises(UnidentifiedImageError):
+        opens("x.jpg", EPS)
+    assert not has_run.exists()
+    with pytest.raises(ValueError, match="the image has 13 x 1 pixels, more than --max-image-pixels 12"):
+        opens("x.jpg", encode_picture((13, 1)))

@@ -1,5 +1,7 @@
 """Flags of the launcher and of open_clip on one command line, and in files."""
 
+import open_clip_train.data
+
 from vl_plugins.integrations.open_clip.flags import parse_args
 
 
@@ -11,6 +13,12 @@ def changed(argv):
 
 def test_abbreviations_of_open_clip():
     assert changed(["--accum", "3"]) == {"accum_freq": 3}
+
+
+def test_the_limit_of_pixels_is_that_of_open_clip_where_it_has_one():
+    has_own = hasattr(open_clip_train.data, "decode_pil_rgb")
+    assert parse_args([]).max_image_pixels == (25_000_000 if has_own else 89_000_000)
+    assert parse_args(["--max-image-pixels", "0"]).max_image_pixels == 0
 
 
 def test_files_set_flags_of_both_and_the_command_line_wins(tmp_path):

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.open_clip_training import LAUNCH, TINY, read_results, run, small_shard_flags
+from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -107,6 +108,18 @@ def test_pickles_in_shards_run_no_code(extension, tmp_path, monkeypatch, capfd):
     (tmp_path / "a.tar").write_bytes(encode_archive(files))
     assert launcher.main([*TINY, "--train-data", "a.tar", "--train-num-samples", "8"]) == 0
     assert "code has run" not in capfd.readouterr().out
+
+
+def test_pictures_in_shards_start_no_program(tmp_path, monkeypatch):
+    """With stock open_clip's reader, which skips them."""
+    monkeypatch.chdir(tmp_path)
+    has_run = replace_ghostscript(monkeypatch, tmp_path)
+    pictures = [*[PICTURE] * 8, EPS]
+    members = [(f"{n}.jpg", data) for n, data in enumerate(pictures)]
+    members += [(f"{n}.txt", f"dog {n}") for n in range(9)]
+    (tmp_path / "a.tar").write_bytes(encode_archive(sorted(members)))
+    assert launcher.main([*TINY, "--train-data", "a.tar", "--train-num-samples", "8"]) == 0
+    assert not has_run.exists()
 
 
 def test_programs_as_shards(tmp_path, toy_shards, monkeypatch):

@@ -92,6 +92,7 @@ def test_files(config, monkeypatch):
         (["--set", "dim"], "--set: expected key.path=value, got 'dim'"),
         (["--set", "dim={"], "--set dim={: "),
         (["--set", "data.epochs=3"], "data.epochs: Key 'epochs' not in 'DataConfig'"),
+        (["--set", "data.max_image_pixels=-1"], "max_image_pixels must be at least 0, which sets no limit; got -1"),
         (["--precision", "fp16"], "--precision fp16: not on the device cpu"),
         ([], "1 of 1 shards do not exist: none.tar"),
     ],

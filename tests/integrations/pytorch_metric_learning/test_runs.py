@@ -110,12 +110,18 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
 
 @pytest.mark.parametrize(("by", "length"), [("epoch", 4), ("iteration", 16)])
 def test_a_run_is_extended(by, length, toy_shards, tmp_path, caplog):
-    """With a schedule of the final length, it is the longer run; what changed is one warning."""
+    """With a schedule of the final length, it is the longer run; what changed is one warning.
+
+    An option that an earlier version did not have is no change.
+    """
     scheduler = {"name": "CosineAnnealingLR", "T_max": length, "by": by}
     training = {"epochs": 2, "lr_scheduler": scheduler, "lr_scale": {"image_trunk": 0.1}}
     train(settings(toy_shards, training=training), tmp_path / "short")
     longer = settings(toy_shards, training={**training, "epochs": 4})
     train(longer, tmp_path / "long")
+    checkpoint = torch.load(tmp_path / "short" / LATEST, weights_only=True)
+    del checkpoint["config"]["data"]["max_image_pixels"]
+    torch.save(checkpoint, tmp_path / "short" / LATEST)
     train(longer, tmp_path / "short", resume=True)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning == "resuming after epoch 2 with changes in: training"
