@@ -5,7 +5,7 @@ EXTRAS := dev,docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-lowest test-slow coverage lint docs pictures format clean
+.PHONY: demo test test-lowest test-slow coverage gpu lint docs pictures format clean
 
 demo: $(INSTALLED)
 	$(BIN)/vl-plugins demo
@@ -26,6 +26,11 @@ test-slow: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=xml --cov-report=term:skip-covered
+
+# With PYTHON's own torch, pytorch-metric-learning and open_clip: a GPU machine may have no package index.
+gpu:
+	$(PYTHON) -m benchmarks.metadata build/metadata
+	PYTHONPATH="$(CURDIR)/build/metadata:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 lint: $(BIN)/ruff
 	$(BIN)/ruff check
