@@ -6,13 +6,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 DEMO := $(VENV)/installed-for-the-demo
 
-.PHONY: demo test test-lowest test-slow coverage lint docs pictures format clean
+.PHONY: demo test test-lowest test-slow coverage gpu compare types lint docs pictures format clean
 
 demo: $(DEMO)
 	$(BIN)/vl-plugins demo
 
-test: $(INSTALLED) lint
-	$(BIN)/mypy
+test: $(INSTALLED) lint types
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # All that may depend on the version of torch or of a host; the rest walks through commands whose parts are tested here.
@@ -27,6 +26,23 @@ test-slow: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=xml --cov-report=term:skip-covered
+
+# With PYTHON's own torch, pytorch-metric-learning and open_clip: a GPU machine may have no package index.
+gpu:
+	$(PYTHON) -m benchmarks.metadata build/metadata
+	PYTHONPATH="$(CURDIR)/build/metadata:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
+
+# Version 0.3 with this checkout: values, gradients, shards and trainings.
+compare: $(INSTALLED) .v0_3
+	$(BIN)/python -m benchmarks.compare .v0_3 $(COMPARE_FLAGS)
+
+.v0_3:
+	mkdir -p build
+	git archive --prefix=.v0_3/ --output=build/v0_3.tar 5bd907c
+	tar -xf build/v0_3.tar
+
+types: $(INSTALLED)
+	$(BIN)/mypy
 
 lint: $(BIN)/ruff
 	$(BIN)/ruff check
@@ -68,4 +84,4 @@ $(BIN)/ruff:
 	$(BIN)/python -m pip install --quiet ruff import-linter
 
 clean:
-	rm -rf $(VENV) $(LOWEST) demo build *.egg-info
+	rm -rf $(VENV) $(LOWEST) .v0_3 demo build *.egg-info

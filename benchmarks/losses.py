@@ -75,9 +75,23 @@ PEERS: dict[str, Callable[[], Loss]] = {
 }
 
 
-def step(loss: Loss, images: Tensor, texts: Tensor, labels: Tensor) -> None:
-    """Run forward and backward, with new labels as each training step has them, and drop the gradients."""
-    value = loss(images, texts, labels.clone())
+def random_sides(shape: Sequence[int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Return random images and texts of a shape as leaves, unit vectors along the last dimension."""
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for _ in range(2):
+        vectors = normalize(torch.randn(shape, generator=generator), dim=-1)
+        sides.append(vectors.to(device, dtype).requires_grad_())
+    return sides[0], sides[1]
+
+
+def step(loss: Loss, images: Tensor, texts: Tensor, labels: Tensor, autocast: bool = False) -> None:
+    """Run forward and backward, with new labels as each training step has them, and drop the gradients.
+
+    With ``autocast``, the forward pass runs in bfloat16 autocast, as open_clip's ``--precision amp_bf16`` does.
+    """
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+        value = loss(images, texts, labels.clone())
     if isinstance(value, Tensor):
         value.backward()
     images.grad = texts.grad = None
@@ -105,13 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     losses |= {name: PEERS[name]() for name in arguments.peers}
     print(f"torch {torch.__version__}, {arguments.device}, threads: {arguments.threads}")
     for size in sorted(arguments.batch_sizes):
-        generator = torch.Generator().manual_seed(0)
-        images, texts = (
-            normalize(torch.randn(size, arguments.dimension, generator=generator), dim=-1)
-            .to(arguments.device, getattr(torch, arguments.dtype))
-            .requires_grad_()
-            for _ in range(2)
-        )
+        dtype = getattr(torch, arguments.dtype)
+        images, texts = random_sides((size, arguments.dimension), dtype, arguments.device)
         labels = torch.arange(size, device=arguments.device)
         steps = {name: partial(step, loss, images, texts, labels) for name, loss in losses.items()}
         seconds = time_rounds(steps, arguments.rounds, clock(arguments.device))

@@ -1,4 +1,5 @@
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -9,19 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from tests.helpers.seeds import seed_torch
-from vl_plugins.data.sources import read_karpathy
-from vl_plugins.data.toy import write_toy_scenes
-from vl_plugins.data.writer import write_shards
 
 # Several threads beside a busy process make small tensors slower, not faster.
 torch.set_num_threads(int(os.environ.get("VL_PLUGINS_TEST_THREADS", "1")))
 
-# A busy machine is not an error.
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any speed")
+# `make gpu` runs where neither hypothesis nor what reads and writes shards is installed, so that fixtures import the
+# latter themselves.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is not an error.
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items):
@@ -61,6 +63,8 @@ def _loggers():
 @pytest.fixture(scope="session")
 def toy_scenes(tmp_path_factory) -> Path:
     """Folder with the toy pictures (64 train, 24 val, 24 test) and ``dataset_toy.json``."""
+    from vl_plugins.data.toy import write_toy_scenes
+
     folder = tmp_path_factory.mktemp("toy")
     write_toy_scenes(folder, train=64, val=24, test=24)
     return folder
@@ -69,6 +73,9 @@ def toy_scenes(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def toy_shards(toy_scenes, tmp_path_factory) -> Path:
     """Folder with shards of 8 toy images: ``toy-train-{000000..000007}.tar`` and three each of ``val`` and ``test``."""
+    from vl_plugins.data.sources import read_karpathy
+    from vl_plugins.data.writer import write_shards
+
     folder = tmp_path_factory.mktemp("toy_shards")
     write_shards(read_karpathy(toy_scenes / "dataset_toy.json", "coco"), toy_scenes, folder, samples_per_shard=8)
     return folder
@@ -77,6 +84,9 @@ def toy_shards(toy_scenes, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def grouped_shards(toy_scenes, tmp_path_factory) -> tuple[str, list[str]]:
     """Shards of the 64 toy images to train on, and their groups: those with the same first caption are one."""
+    from vl_plugins.data.sources import read_karpathy
+    from vl_plugins.data.writer import write_shards
+
     folder = tmp_path_factory.mktemp("grouped_shards")
     images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
     images = [replace(image, group=image.captions[0]) for image in images if image.split == "train"]

@@ -1,13 +1,18 @@
 """That the benchmarks measure what they say, and compare only what computes the same."""
 
 import re
+import sys
+import time
+from importlib.metadata import distributions
 
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from benchmarks import data, losses
+from benchmarks import gpu, gpu_tests, losses
+from benchmarks.gpu_losses import LossBenchmark, Row, loss_rows, markdown_table, missing_lines
 from benchmarks.measurement import extra_bytes, print_table, time_rounds
+from benchmarks.metadata import write_metadata
 from vl_plugins import create_loss
 
 
@@ -73,6 +78,8 @@ def test_time_and_memory_of_losses(capsys):
 
 
 def test_shards_are_read_and_written(capsys):
+    from benchmarks import data  # needs webdataset, which `make gpu` does without
+
     data.main("--scale 0.002 --rounds 1".split())
     printed = capsys.readouterr().out
     for peer in ("open_clip", "ShardWriter"):
@@ -82,10 +89,109 @@ def test_shards_are_read_and_written(capsys):
 
 
 def test_memory_of_an_image(capsys):
+    from benchmarks import data  # needs webdataset, which `make gpu` does without
+
     data.main("--growth --scale 0.004".split())
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
     assert [row[0] for row in rows] == ["128", "200", "2,000"]
     assert 60 < float(rows[-1][-1]) < 100
+
+
+TESTS = {
+    "test_run.py": """
+import pytest
+
+@pytest.mark.gpu
+def test_passes(): pass
+
+@pytest.mark.gpu
+@pytest.mark.skip(reason="too cold")
+def test_skipped(): pass
+
+def test_without_the_mark(): raise ValueError
+""",
+    "test_import.py": """
+import pytest, no_such_package
+
+@pytest.mark.gpu
+def test_passes(): pass
+""",
+    "test_failure.py": """
+import pytest
+
+@pytest.mark.gpu
+def test_fails(): assert 1 == 2
+""",
+    "test_others.py": "raise ValueError",
+}
+
+
+@pytest.fixture
+def marked_tests(tmp_path):
+    """A folder with tests that pass and fail, and a module that lacks an import."""
+    for name, content in TESTS.items():
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def test_rehearsal_of_make_gpu(marked_tests, capsys):
+    """On the CPU with tiny batches: tests, tables, and a reason for each dash."""
+    flags = "--device cpu --batch-sizes 4 --dimension 8 --rounds 1 --compiler eager --tests".split()
+    assert gpu.main([*flags, str(marked_tests)]) == 1
+    printed = capsys.readouterr().out
+    folder = marked_tests.name
+    assert "1 passed, 1 failed." in printed
+    assert f"Failed:\n\n- {folder}.test_failure::test_fails\n" in printed
+    assert f"\n- {folder}.test_import: no_such_package is not installed (1)\n" in printed
+    assert f"\n- {folder}.test_run: too cold (1)\n" in printed
+    _, *tables = re.split(r"^\|.* B = 4 \|\n", printed, flags=re.MULTILINE)
+    assert len(tables) == 2
+    labels = [row.label for row in loss_rows("eager")]
+    reason = "; ".join(label for label in labels if "compiled" in label and "open_clip" not in label)
+    assert f"\n- {reason}; B = 4: Unsupported" in printed
+    for table in tables:
+        rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+        assert [label for label, _ in rows] == labels
+        assert [cell == "–" for _, cell in rows] == [label in reason.split("; ") for label in labels]
+
+
+def test_too_little_time_for_the_tests(marked_tests):
+    report = gpu_tests.run_gpu_tests(marked_tests, seconds=0)
+    assert report.failed == ["all tests: not finished within 0 s"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_gpu_without_a_gpu(capsys):
+    assert gpu.main([]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def allocate_too_much(images, texts, labels):
+    return torch.empty(10**16)
+
+
+def test_reasons_of_dashes():
+    """No memory, and no time."""
+    rows = [Row("large", allocate_too_much), Row("small", losses.PEERS["clip"]())]
+    benchmark = LossBenchmark(rows, dimension=8, device="cpu", rounds=1)
+    benchmark.measure([4], deadline=time.monotonic() + 600)
+    benchmark.measure([8, 16], deadline=time.monotonic())
+    out_of_memory, *no_time = missing_lines(benchmark.results)
+    assert re.match("large; B = 4: RuntimeError: .*allocate memory", out_of_memory)
+    assert no_time == ["large; small; B = 8, 16: no time left"]
+    assert markdown_table(benchmark.results, rows, [4, 8], "memory")[2] == "| large | – | – |"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_metadata_of_a_checkout_that_is_not_installed(tmp_path):
+    write_metadata(tmp_path)
+    (distribution,) = distributions(path=[str(tmp_path)])
+    lines = (gpu_tests.ROOT / "pyproject.toml").read_text().splitlines()
+    assert f'version = "{distribution.version}"' in lines
+    assert len(distribution.entry_points) >= 6
+    for loss in distribution.entry_points:
+        assert loss.group == "vl_plugins.losses"
+        assert f'{loss.name} = "{loss.value}"' in lines
 
 
 @pytest.mark.gpu
