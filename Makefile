@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 DEMO := $(VENV)/installed-for-the-demo
 
-.PHONY: demo test test-lowest test-slow coverage gpu compare types lint docs pictures format clean
+.PHONY: demo test check test-lowest test-slow coverage gpu compare types lint docs pictures format clean
 
 demo: $(DEMO)
 	$(BIN)/vl-plugins demo
@@ -40,6 +40,10 @@ compare: $(INSTALLED) .v0_3
 	mkdir -p build
 	git archive --prefix=.v0_3/ --output=build/v0_3.tar 5bd907c
 	tar -xf build/v0_3.tar
+
+# Before each commit: what the change touches, in less than a minute.
+check: $(INSTALLED) lint types
+	tests=$$($(BIN)/python -m tests.of_changes); test -z "$$tests" || $(BIN)/python -m pytest -q -m "not slow" $$tests
 
 types: $(INSTALLED)
 	$(BIN)/mypy

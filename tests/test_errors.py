@@ -127,6 +127,17 @@ def test_other_errors_keep_their_type_and_get_a_note(error, capsys):
     assert error.__notes__ == ["while reading --train-data a.tar"]
 
 
+def test_a_failed_connection_is_one_line(capsys):
+    exceptions = pytest.importorskip("botocore.exceptions")
+
+    def read():
+        with user_errors("a.tar", Exception):
+            raise exceptions.EndpointConnectionError(endpoint_url="http://127.0.0.1:1")
+
+    assert exit_status("vl-plugins demo", read) == 2
+    assert capsys.readouterr().err.startswith("vl-plugins demo: error: Could not connect to the endpoint URL")
+
+
 def test_python_3_10_prints_notes_before_the_traceback(monkeypatch, capsys):
     class OldError(Exception):
         add_note = property()  # Python 3.10 has none

@@ -12,7 +12,7 @@ import tarfile
 import traceback
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "all_values",
     "check_sizes",
     "exit_status",
+    "is_network_error",
     "message",
     "missing_extra",
     "number",
@@ -45,6 +46,9 @@ PARSER_ERRORS = (ValueError, EOFError, RecursionError, OverflowError, csv.Error,
 PARSER_ERRORS += (tarfile.TarError, zipfile.BadZipFile, zlib.error)
 # Errors of optional packages, by module.
 PARSERS = {"yaml": ["YAMLError"], "msgspec": ["MsgspecError"], "duckdb": ["Error"], "safetensors": ["SafetensorError"]}
+
+# Failed connections, by module; like an OSError, the message of one says all.
+NETWORK_ERRORS = {"aiohttp": ["ClientError"], "botocore.exceptions": ["BotoCoreError", "ClientError"]}
 
 # What code raises where the plain data of a file, such as a checkpoint or a configuration, have the wrong structure.
 MALFORMED_CONTENT = (LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
@@ -92,6 +96,9 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
             print(f"{program}: {interrupted}", file=sys.stderr)
         return 130  # as shells report a process that Ctrl-C ended
     except Exception as error:
+        if is_network_error(error) and not os.environ.get(TRACEBACK):
+            print(f"{_rank_label()}{program}: error: {message(error)}", file=sys.stderr)
+            return 2
         if not hasattr(error, "add_note"):
             for note in getattr(error, "__notes__", []):
                 print(f"{_rank_label()}{note}", file=sys.stderr)
@@ -106,8 +113,8 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
 def user_errors(subject: str, *expected: type[Exception]) -> Iterator[None]:
     """Re-raise what parsers of user input raise as a ``UserError`` that names the file or flag.
 
-    A ``UserError`` or ``OSError`` passes unchanged. Other exceptions are bugs: they keep their type and traceback, and
-    get the note "while reading <subject>".
+    A ``UserError``, an ``OSError`` and a failed connection pass unchanged. Other exceptions are bugs: they keep their
+    type and traceback, and get the note "while reading <subject>".
 
     Args:
         subject: the file or flag that is read.
@@ -120,6 +127,8 @@ def user_errors(subject: str, *expected: type[Exception]) -> Iterator[None]:
     except (UserError, OSError):
         raise
     except Exception as error:
+        if is_network_error(error):
+            raise
         if (isinstance(error, expected) or _is_parser_error(error)) and not _is_device_error(error):
             raise UserError(f"{subject}: {reason(error)}; set {TRACEBACK}=1 for the traceback") from error
         _add_note(error, f"while reading {subject}")
@@ -153,15 +162,22 @@ def message(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def _is_parser_error(error: Exception) -> bool:
-    """Return whether a parser of a file or a check of an argument raised this error.
+def is_network_error(error: Exception) -> bool:
+    """Return whether a connection to a server failed."""
+    return _is_of_packages(error, NETWORK_ERRORS)
 
-    The parsers are optional packages. Whose error it is can only be a package that is imported already.
-    """
-    if isinstance(error, PARSER_ERRORS):
-        return True
-    for module, names in PARSERS.items():
-        for name in names if module in sys.modules else ():
+
+def _is_parser_error(error: Exception) -> bool:
+    """Return whether a parser of a file or a check of an argument raised this error."""
+    return isinstance(error, PARSER_ERRORS) or _is_of_packages(error, PARSERS)
+
+
+def _is_of_packages(error: Exception, classes: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether an error is of one of the classes, by module. A package that raised it is imported already."""
+    for module, names in classes.items():
+        if module not in sys.modules:
+            continue
+        for name in names:
             if isinstance(error, getattr(sys.modules[module], name)):
                 return True
     return False

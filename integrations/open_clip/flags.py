@@ -145,9 +145,8 @@ def _exceptions() -> str:
     lines.append("  --loss or --captions-per-image, which read --train-data themselves:")
     words = " ".join(map(flag, NOT_OURS))
     lines.append(textwrap.fill(words, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
-    lines.append(
-        "They exist in some versions of open_clip only. --fsdp with --loss needs --fsdp-no-reshard-after-forward."
-    )
+    lines.append("Some exist in some versions of open_clip only. --fsdp with --loss needs")
+    lines.append("--fsdp-no-reshard-after-forward.")
     return "\n".join(lines)
 
 

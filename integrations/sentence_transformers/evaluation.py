@@ -1,7 +1,9 @@
 """Recalls of image-text retrieval as an evaluator of sentence-transformers."""
 
+import csv
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         image_ids: R hashable ids; rows of one id are one image. By default every row is another image.
         name: of the data, a prefix of the metrics.
         batch_size: of encoding.
+        write_csv: append a row to ``Cross-Modal-Retrieval_evaluation_<name>_results.csv`` at each evaluation with an
+            output path, as the trainer gives one: epoch, steps and the metrics, as the evaluators of the library do.
         similarity_fct: from images (i, D) and captions (c, D), or sets with zeros as padding, to similarities (i, c),
             such as :func:`smooth_chamfer_scores`. By default ``model.similarity``.
 
@@ -46,6 +50,7 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         name: str = "",
         batch_size: int = 32,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] | None = None,
+        write_csv: bool = True,
     ):
         super().__init__()
         image_ids = range(len(images)) if image_ids is None else image_ids
@@ -57,12 +62,14 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         self.images, self.rows = images, list(row_of_image.values())
         self.captions, self.image_of_caption = list(chain.from_iterable(texts)), torch.tensor(owners)
         self.name, self.batch_size, self.similarity_fct = name, batch_size, similarity_fct
+        self.write_csv = write_csv
+        self.csv_file = "_".join(filter(None, ("Cross-Modal-Retrieval_evaluation", name, "results.csv")))
         self.primary_metric = "rsum"
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, float]:
-        """Return the metrics of a model by name; the trainer logs them, and nothing is written to ``output_path``."""
+        """Return the metrics of a model by name, which the trainer logs; see ``write_csv`` for ``output_path``."""
         options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
         images = self._encode(model.encode_query, self.images, self.rows, options)
         captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
@@ -76,10 +83,28 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         ranks = retrieval_ranks(images, captions, self.image_of_caption, similarity, normalize=is_cosine)
         found = retrieval_metrics(ranks)
         metrics = {metric: found[metric] for metric in METRICS}
+        if output_path is not None and self.write_csv and _is_first_process():
+            self._append_row(Path(output_path, self.csv_file), [epoch, steps, *metrics.values()])
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics
 
+    def _append_row(self, file: Path, values: Sequence[float]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        with open(file, "a", encoding="utf-8", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            if is_new:
+                writer.writerow(["epoch", "steps", *METRICS])
+            writer.writerow(values)
+
     def _encode(self, encode: Callable[..., Any], inputs: Any, rows: Sequence[int], options: dict) -> list[Tensor]:
         parts = [[inputs[row] for row in rows[start : start + INPUTS]] for start in range(0, len(rows), INPUTS)]
         return [row for part in parts for row in encode(part, batch_size=self.batch_size, **options)]
+
+
+def _is_first_process() -> bool:
+    """Return whether this is the one of several processes that writes files."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return True
+    return torch.distributed.get_rank() == 0

@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
+from typing import ClassVar
 
 import fsspec
 import numpy as np
@@ -19,8 +20,14 @@ SHARDS = "toy-train-{000000..000007}.tar"
 
 
 @pytest.fixture(scope="module")
-def bucket():
-    with s3_server() as url:
+def answers():
+    """The number of bytes in each answer of the S3 server to a GET request."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def bucket(answers):
+    with s3_server(answers=answers) as url:
         yield url
 
 
@@ -78,6 +85,44 @@ def test_training_reads_indexes_and_drawn_images_only(toy_shards):
         f"GET /toy-train-{shard:06d}.tar bytes={dataset.collection.starts[image]}-{ends[image] - 1}"
         for shard, image in enumerate([1, 9])
     ]
+
+
+def test_an_s3_server_sends_the_drawn_images_and_nothing_else(toy_shards, bucket, answers):
+    """An s3fs of 2020 is not asynchronous, and reads 5 MB of each shard ahead."""
+    fsspec.filesystem("s3").put(f"{toy_shards}/", f"{bucket}/counted/", recursive=True)
+    dataset = ShardDataset(f"{bucket}/counted/{SHARDS}", to_tensor, tokenize)
+    answers.clear()
+    assert len(dataset.__getitems__([1, 9])) == 2
+    assert sorted(answers) == sorted(dataset.collection.sizes[[1, 9]].tolist())
+
+
+class SynchronousFiles(fsspec.AbstractFileSystem):
+    """A local folder behind a file system that is not asynchronous, such as sftp, and reads ahead."""
+
+    protocol = "synchronous"
+    fetched: ClassVar[list[int]] = []
+
+    def info(self, path, **options):
+        return {"name": path, "size": os.path.getsize(path), "type": "file"}
+
+    def _open(self, path, mode="rb", **options):
+        return SynchronousFile(self, path, mode, size=os.path.getsize(path), **options)
+
+
+class SynchronousFile(fsspec.spec.AbstractBufferedFile):
+    def _fetch_range(self, start, end):
+        SynchronousFiles.fetched.append(end - start)
+        with open(self.path, "rb") as stream:
+            stream.seek(start)
+            return stream.read(end - start)
+
+
+def test_a_synchronous_file_system_reads_nothing_ahead(toy_shards):
+    fsspec.register_implementation("synchronous", SynchronousFiles, clobber=True)
+    dataset = ShardDataset(f"synchronous://{toy_shards}/{SHARDS}", to_tensor, tokenize)
+    SynchronousFiles.fetched.clear()
+    assert len(dataset.__getitems__([1, 9])) == 2
+    assert sorted(SynchronousFiles.fetched) == sorted(dataset.collection.sizes[[1, 9]].tolist())
 
 
 def test_a_missing_shard_or_server_is_one_line(remote, capsys):

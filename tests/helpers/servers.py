@@ -72,15 +72,34 @@ def http_server(folder: str | os.PathLike) -> Iterator[tuple[str, list[str]]]:
         yield url, requests
 
 
+def _counting(app: Callable, answers: list[int]) -> Callable:
+    """Return a WSGI application that notes how many bytes another one sends to GET requests."""
+
+    def counting_app(environ: dict, start_response: Callable) -> list[bytes]:
+        body = list(app(environ, start_response))
+        if environ["REQUEST_METHOD"] == "GET":
+            answers.append(sum(map(len, body)))
+        return body
+
+    return counting_app
+
+
 @contextmanager
-def s3_server(bucket: str = "bucket") -> Iterator[str]:
-    """Serve S3 from memory; yield the URL of an empty bucket, which ``s3fs`` finds by environment variables."""
+def s3_server(bucket: str = "bucket", answers: list[int] | None = None) -> Iterator[str]:
+    """Serve S3 from memory; yield the URL of an empty bucket, which ``s3fs`` finds by environment variables.
+
+    Args:
+        bucket: its name.
+        answers: receives the number of bytes in the body of each answer to a GET request.
+    """
     import fsspec
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
+    if answers is not None:
+        server._server.app = _counting(server._server.app, answers)
     address = "http://{}:{}".format(*server.get_host_and_port())
     settings = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
     try:

@@ -14,7 +14,7 @@ import fsspec
 from fsspec.asyn import reset_lock
 from fsspec.implementations.local import LocalFileSystem
 
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError, is_network_error, reason, user_errors
 
 Url = str | os.PathLike
 
@@ -138,12 +138,16 @@ def file_errors(action: str, url: Url) -> Iterator[None]:
     """Raise errors of a file system as :class:`UserError`, ``cannot <action> <url>: <reason>``."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
+        if is_network_error(error):
+            raise UserError(f"cannot {action} {os.fspath(url)}: {reason(error)}") from error
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
         # The zip writer of torch.save raises a RuntimeError after the OSError of the file, or Ctrl-C.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
         if not isinstance(cause, OSError):
             raise
-        reason = cause.strerror or str(cause) or type(cause).__name__
-        raise UserError(f"cannot {action} {os.fspath(url)}: {reason}") from error
+        text = cause.strerror or str(cause) or type(cause).__name__
+        raise UserError(f"cannot {action} {os.fspath(url)}: {text}") from error

@@ -22,6 +22,7 @@ import fsspec
 import msgspec
 import numpy as np
 from braceexpand import braceexpand
+from fsspec.asyn import AsyncFileSystem
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import exists, file_errors, join, locate, sha256, write_complete
@@ -135,7 +136,9 @@ def _open_index(shard: str) -> Iterator[BinaryIO]:
 def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
     """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
     records, starts, sizes, only_txt = [], [], [], 0
-    with user_errors(f"cannot read {shard}, it is damaged or compressed"), fsspec.open(shard, "rb") as stream:
+    # A damaged header can ask for any amount of memory.
+    damage = user_errors(f"cannot read {shard}, it is damaged or compressed", MemoryError)
+    with damage, fsspec.open(shard, "rb") as stream:
         for sample in scan(stream, TEXTS):
             try:
                 records.append(parse_record(sample.key, sample.members))
@@ -304,7 +307,10 @@ class Collection:
         files, _ = locate(self.shards[0])  # that of this process
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
         starts = self.starts[images]
-        return files.cat_ranges(paths, starts.tolist(), (starts + self.sizes[images]).tolist(), on_error="return")
+        ends = starts + self.sizes[images]
+        # Asynchronous file systems request the ranges. Others open each file, and read megabytes ahead by default.
+        options = {} if isinstance(files, AsyncFileSystem) else {"cache_type": "none"}
+        return files.cat_ranges(paths, starts.tolist(), ends.tolist(), on_error="return", **options)
 
     def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
         """Return the names, captions and files of an image that :meth:`read` has read.

@@ -1,5 +1,6 @@
 """The trainer and the evaluator of sentence-transformers with our losses and metrics."""
 
+import csv
 import os
 import tempfile
 
@@ -86,8 +87,20 @@ def test_the_example_learns():
     assert metrics["after"]["rsum"] > 3 * metrics["before"]["rsum"]
 
 
+def check_file(evaluator, model, metrics, folder):
+    """Evaluate twice more, and compare what is appended to the CSV file."""
+    for epoch in (1, 2):
+        evaluator(model, output_path=str(folder / "eval"), epoch=epoch, steps=10 * epoch)
+    with open(folder / "eval/Cross-Modal-Retrieval_evaluation_toy_results.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for epoch, row in enumerate(rows, start=1):
+        values = {f"toy_{name}": float(value) for name, value in row.items()}
+        assert values == pytest.approx({**metrics, "toy_epoch": epoch, "toy_steps": 10 * epoch})
+    assert len(rows) == 2
+
+
 @pytest.mark.parametrize("similarity", [None, lambda x, y: -torch.cdist(x, y)], ids=["cosine", "distance"])
-def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes):
+def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes, tmp_path):
     """Of 24 images with 2 or 3 captions, which 12 of them have in two rows."""
     model, test = host.SentenceTransformer(clip_folder, device="cpu"), scenes[1]
     rows = [*range(24), *range(12)]
@@ -106,5 +119,6 @@ def test_metrics_are_those_of_all_similarities(similarity, clip_folder, scenes):
     scores = cosines if similarity is None else -np.linalg.norm(x[:, None] - y, axis=2)
     right = retrieval_metrics(similarity_ranks(torch.tensor(scores), torch.tensor([row for row, _ in texts])))
     assert len(found) == 9
+    check_file(evaluator, model, found, tmp_path)
     assert found == pytest.approx({name: right[name.removeprefix("toy_")] for name in found}, abs=1e-9)
     assert evaluator.primary_metric == "toy_rsum"
