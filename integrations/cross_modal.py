@@ -43,6 +43,11 @@ class CrossModalLoss(nn.Module):
         self.symmetric = getattr(self.pair_loss, "symmetric", True)
 
     @property
+    def distance(self) -> Any:
+        """That of the loss, by which embeddings are compared; None for a loss without one."""
+        return getattr(self.pair_loss, "distance", None)
+
+    @property
     def has_independent_pairs(self) -> bool:
         """True if ``own_rows`` is set and the loss allows it, see :class:`~vl_plugins.losses.PairLoss`."""
         return self.own_rows and self.miner is None and getattr(self.loss, "has_independent_pairs", False)
