@@ -79,6 +79,7 @@ class SetDistance(BaseDistance):
         super().__init__(normalize_embeddings, is_inverted=True)
         self.set_size = number("set_size", set_size, least=1, kind=int)
         self.tiled = tiled
+        self.add_to_recordable_attributes(name="set_size")
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         """Return the similarities of a sets to C sets, (a, C).
@@ -212,6 +213,7 @@ class SmoothChamferSimilarity(ChamferSimilarity):
     def __init__(self, alpha: float = 16.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.alpha = number("alpha", alpha, above=0)
+        self.add_to_recordable_attributes(name="alpha")
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         return super().formula(self.alpha * cosines, weights, ref_weights) / self.alpha
@@ -262,6 +264,7 @@ class MatchProbability(SetDistance):
         self.learnable = learnable
         for name, value in (("scale", number("scale", scale)), ("shift", number("shift", shift))):
             setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.float32)) if learnable else value)
+        self.add_to_recordable_attributes(list_of_names=["scale", "shift"])
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         probabilities = (self.scale * cosines + self.shift).sigmoid()

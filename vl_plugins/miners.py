@@ -38,6 +38,7 @@ class HardestNegativeMiner(BaseMiner):
     def __init__(self, k: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.k = number("k", k, least=1, kind=int)
+        self.add_to_recordable_attributes(name="k")
 
     def forward(
         self, embeddings: Tensor, labels: Any, ref_emb: Tensor | None = None, ref_labels: Any = None

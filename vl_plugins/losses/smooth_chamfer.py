@@ -80,6 +80,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.base = base
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
+        self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
 
     def __getattr__(self, name: str) -> Any:
         if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
