@@ -11,7 +11,7 @@ from vl_plugins.distances import SetDistance
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.registry import create, create_loss
 
-__all__ = ["CrossModalLoss", "create_loss_and_miner"]
+__all__ = ["CrossModalLoss", "create_loss_and_miner", "create_miner"]
 
 
 class CrossModalLoss(nn.Module):
@@ -41,6 +41,11 @@ class CrossModalLoss(nn.Module):
         self.miner, self.one_set, self.own_rows = miner, one_set, own_rows
         self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
         self.symmetric = getattr(self.pair_loss, "symmetric", True)
+
+    @property
+    def distance(self) -> Any:
+        """That of the loss, by which embeddings are compared; None for a loss without one."""
+        return getattr(self.pair_loss, "distance", None)
 
     @property
     def has_independent_pairs(self) -> bool:
@@ -106,7 +111,14 @@ def create_loss_and_miner(
     made = create_loss(named, **options)
     if sets and not isinstance(made.distance, SetDistance) and "distance" not in named | options:
         made = create_loss(named, **options, distance="smooth_chamfer")
+    return made, create_miner(miner, made, sets)
+
+
+def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = False) -> Any:
+    """Return the miner of a configuration; of sets, it compares as the loss does. See :func:`create_loss_and_miner`."""
     if miner is None:
-        return made, None
-    mined = {"name": miner} if isinstance(miner, str) else miner
-    return made, create("miner", {"distance": made.distance, **mined} if sets else mined)
+        return None
+    specification: Any = {"name": miner} if isinstance(miner, str) else miner
+    if sets:
+        specification = {"distance": loss.distance, **specification}
+    return create("miner", specification)

@@ -62,10 +62,7 @@ def encode_checkpoint(
     bar = tqdm(batches, desc=f"encoding {file}", unit="batch", disable=True if rank else None)
     with user_errors(f"checkpoint {file}", *MALFORMED_CONTENT):  # its model and tokenizer may not fit together
         encoded = _encode_batches(loaded, bar, device, precision)
-    if processes > 1:
-        gathered: Any = None if rank else [None] * processes
-        dist.gather_object(encoded, gathered)
-        encoded = [batch for part in gathered or () for batch in part]
+    encoded = _gather_batches(encoded)
     if rank:
         return None
     collection = dataset.collection
@@ -100,7 +97,12 @@ def hash_shards(collection: Collection) -> str:
 
 
 def validate(
-    model: nn.Module, batches: Iterable[EvaluationBatch], device: str | torch.device, precision: str = "fp32"
+    model: nn.Module,
+    batches: Iterable[EvaluationBatch],
+    device: str | torch.device,
+    precision: str = "fp32",
+    *,
+    gather: bool = False,
 ) -> dict[str, float]:
     """Return the metrics of all images and captions, as :func:`vl_plugins.retrieval.evaluate` does, on the CPU.
 
@@ -109,12 +111,19 @@ def validate(
         batches: of :func:`vl_plugins.data.evaluation_loader`.
         device: where the model is.
         precision: as open_clip's ``--precision``.
+        gather: set in all processes of torch's group, each with its own share of the batches. The first process returns
+            the metrics, exactly those of one process with all batches; the others return {}.
 
     Raises:
         UserError: the data cannot be read, or an embedding is not a finite unit vector.
     """
+    encoded = _encode_batches(model, batches, device, precision)
+    if gather:
+        encoded = _gather_batches(encoded)
+        if world_size() > 1 and dist.get_rank() > 0:
+            return {}
     # On the CPU, because open_clip lets GPUs round products to TF32, which moves ranks.
-    return evaluate([_features(model, _encode_batches(model, batches, device, precision), {})]).metrics["plain"]
+    return evaluate([_features(model, encoded, {})]).metrics["plain"]
 
 
 @torch.inference_mode()
@@ -130,6 +139,19 @@ def _encode_batches(
             texts = model.encode_text(batch.texts.to(device=device, non_blocking=True), normalize=True)
         encoded.append(batch._replace(images=images.float().cpu(), texts=texts.float().cpu()))
     return encoded
+
+
+def _gather_batches(encoded: list[EvaluationBatch]) -> list[EvaluationBatch]:
+    """Return the batches of all processes in the first one, and none in the others."""
+    processes = world_size()
+    if processes == 1:
+        return encoded
+    gathered: Any = [None] * processes if dist.get_rank() == 0 else None
+    dist.gather_object(encoded, gathered)
+    batches = []
+    for batches_of_process in gathered or ():
+        batches.extend(batches_of_process)
+    return batches
 
 
 def _features(model: Any, encoded: Sequence[EvaluationBatch], description: dict[str, Any], **ids: Any) -> Features:

@@ -5,7 +5,7 @@ from pytorch_metric_learning import distances, losses, miners, reducers, regular
 import vl_plugins
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
-from vl_plugins.losses import CrossBatchMemory, UnifiedLoss, VLCLoss
+from vl_plugins.losses import CrossBatchMemory, TripletHNLoss, UnifiedLoss, VLCLoss
 from vl_plugins.registry import (
     check_registered,
     create,
@@ -15,6 +15,7 @@ from vl_plugins.registry import (
 )
 from vl_plugins.regularizers import SetRegularizer
 
+TEMPERATURE = "unknown option temperature; scale = 1 / temperature"
 OURS = {"goal", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc"}
 
 
@@ -130,6 +131,13 @@ def test_specifications():
     ("kind", "name", "options", "message"),
     [
         ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); known: "),
+        ("loss", "vlc", {"temperature": 0.07}, f"loss 'vlc': {TEMPERATURE} = 14.3"),
+        ("loss", "unified", {"temperature": "x"}, f"loss 'unified': {TEMPERATURE}"),
+        ("loss", "triplet_hn", {"temperature": 0.07}, "loss 'triplet_hn': unknown option 'temperature'"),
+        ("loss", "smooth_chamfer", {"base": "vlc", "temperature": 0.1}, f"loss 'vlc': {TEMPERATURE} = 10"),
+        ("loss", "goal", {"scale": 5}, "loss 'goal': it has no scale; losses that have one: unified, vlc"),
+        ("loss", "triplet_sh", {"scale": "learned"}, "loss 'triplet_sh': it has no scale; losses that have one: "),
+        ("loss", "NTXentLoss", {"scale": 5}, "loss 'NTXentLoss': it has no scale; losses that have one: unified, vlc"),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
         ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
         ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),
@@ -143,3 +151,10 @@ def test_wrong_names_and_options(kind, name, options, message):
     with pytest.raises(UserError) as raised:
         create(kind, name, **options)
     assert str(raised.value).startswith(message)
+
+
+def test_classes_answer_a_temperature_and_a_scale_too():
+    with pytest.raises(TypeError, match=f"^UnifiedLoss: {TEMPERATURE} = 20$"):
+        UnifiedLoss(temperature=0.05)
+    with pytest.raises(TypeError, match=r"^TripletHNLoss: it has no scale; losses that have one: unified, vlc$"):
+        TripletHNLoss(scale=10)

@@ -4,7 +4,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from pytorch_metric_learning.distances import BaseDistance
+from pytorch_metric_learning.distances import (
+    BaseDistance,
+    CosineSimilarity,
+    DotProductSimilarity,
+    LpDistance,
+    SNRDistance,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -13,9 +19,32 @@ from vl_plugins.errors import number
 from vl_plugins.negatives import LEAST_NORM, MATRIX_BYTES, block_rows
 from vl_plugins.numerics import full_precision
 
-__all__ = ["ChamferSimilarity", "MILSimilarity", "MatchProbability", "SetDistance", "SmoothChamferSimilarity"]
+__all__ = [
+    "ChamferSimilarity",
+    "MILSimilarity",
+    "MatchProbability",
+    "SetDistance",
+    "SmoothChamferSimilarity",
+    "check_widths",
+]
 
+VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance)
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
+
+
+def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> None:
+    """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors that are of unequal widths.
+
+    A :class:`SetDistance` checks its sets itself, and nothing is known of any other distance.
+    """
+    if not isinstance(distance, VECTOR_DISTANCES):
+        return
+    for name, side in (("embeddings", embeddings), ("ref_emb", ref_emb)):
+        if side.ndim != 2:
+            raise ValueError(f"{name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
+    widths = embeddings.shape[1], ref_emb.shape[1]
+    if widths[0] != widths[1]:
+        raise ValueError(f"embeddings and ref_emb must have the same width, got {widths[0]} and {widths[1]}")
 
 
 class SetDistance(BaseDistance):
@@ -50,6 +79,7 @@ class SetDistance(BaseDistance):
         super().__init__(normalize_embeddings, is_inverted=True)
         self.set_size = number("set_size", set_size, least=1, kind=int)
         self.tiled = tiled
+        self.add_to_recordable_attributes(name="set_size")
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         """Return the similarities of a sets to C sets, (a, C).
@@ -101,8 +131,12 @@ class SetDistance(BaseDistance):
             widths = {query_emb.shape[1] // self.set_size}
         width = widths.pop() if len(widths) == 1 else 0
         if width == 0 or any(side.ndim not in (2, 3) or side.shape[-1] % width for side in sides):
-            shapes = [tuple(side.shape) for side in sides]
-            raise ValueError(f"embeddings must be sets (B, K, D) of one D, or packed as (B, K * D), got {shapes}")
+            names = ["embeddings", "ref_emb"][: len(sides)]
+            shapes = [str(tuple(side.shape)) for side in sides]
+            raise ValueError(
+                f"{' and '.join(names)} must be sets (B, K, D) of the same width D, or packed as (B, K * D), got "
+                f"{' and '.join(shapes)}"
+            )
         return [side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides]
 
 
@@ -179,6 +213,7 @@ class SmoothChamferSimilarity(ChamferSimilarity):
     def __init__(self, alpha: float = 16.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.alpha = number("alpha", alpha, above=0)
+        self.add_to_recordable_attributes(name="alpha")
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         return super().formula(self.alpha * cosines, weights, ref_weights) / self.alpha
@@ -229,6 +264,7 @@ class MatchProbability(SetDistance):
         self.learnable = learnable
         for name, value in (("scale", number("scale", scale)), ("shift", number("shift", shift))):
             setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.float32)) if learnable else value)
+        self.add_to_recordable_attributes(list_of_names=["scale", "shift"])
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
         probabilities = (self.scale * cosines + self.shift).sigmoid()

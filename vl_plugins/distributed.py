@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from vl_plugins.distances import check_widths
 from vl_plugins.negatives import label_pairs
-from vl_plugins.numerics import eager, full_precision
+from vl_plugins.numerics import as_labels, eager, full_precision
 
 __all__ = ["DistributedLoss", "all_gather_rows", "stop_processes", "world_size"]
 
@@ -51,19 +52,24 @@ class DistributedLoss(nn.Module):
 
         Args:
             embeddings, ref_emb: (B, D) and (k B, D) of this process; or one set, with labels.
-            labels, ref_labels: ids in the whole job, equal for what belongs together. Without ``ref_labels``, rows
-                k i to k i + k - 1 of ``ref_emb`` belong to row i of the embeddings; without labels too, to no other.
+            labels, ref_labels: ids in the whole job, equal for what belongs together: tensors, numpy arrays or lists of
+                integers. Without ``ref_labels``, rows k i to k i + k - 1 of ``ref_emb`` belong to row i of the
+                embeddings; without labels too, to no other.
             miner: of pytorch-metric-learning, called on the joined batch.
             options: others of the loss's call, such as ``scale``. Those with rows, such as ``slots``, are gathered too.
 
         Raises:
-            ValueError: texts that are no multiple of the images, labels of another length, or labels that are 0 to
-                B - 1 in each of several processes and would join strangers. Only the first calls are checked for this.
+            ValueError: embeddings of unequal widths; texts that are no multiple of the images; labels that are NaN, of
+                another type or length; or labels that are 0 to B - 1 in each of several processes and would join
+                strangers. Only the first calls are checked for this.
         """
-        if labels is not None and self.calls < CHECKED_CALLS and world_size() > 1:
+        if ref_emb is not None:
+            check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
+        has_ids = labels is not None
+        labels, ref_labels = _pair_labels(embeddings, labels, ref_emb, ref_labels)
+        if has_ids and self.calls < CHECKED_CALLS and world_size() > 1:
             self.calls += 1
             _check_ids(labels)
-        labels, ref_labels = _pair_labels(embeddings, labels, ref_emb, ref_labels)
         embeddings, *others = full_precision(embeddings, *([] if ref_emb is None else [ref_emb]))
         own = (embeddings, labels) if ref_emb is None else (embeddings, labels, *others, ref_labels)
         rows = {name: value for name, value in options.items() if isinstance(value, Tensor) and value.ndim > 1}
@@ -126,24 +132,22 @@ class _AllGatherRows(torch.autograd.Function):
         return grad.split(ctx.counts)[distributed.get_rank()], None
 
 
-def _pair_labels(
-    embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _pair_labels(embeddings: Tensor, labels: Any, ref_emb: Tensor | None, ref_labels: Any) -> tuple[Tensor, Any]:
     """Return the labels of both sides; those that are not given follow from the order of the rows."""
     if labels is None:
         if ref_emb is None or ref_labels is not None:
             raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
         rank = distributed.get_rank() if world_size() > 1 else 0
         labels = torch.arange(len(embeddings), device=embeddings.device) + rank * 2**32  # those of no other process
-    if ref_emb is not None and ref_labels is None:
+    labels = as_labels("labels", labels, embeddings)
+    if ref_emb is None:
+        if ref_labels is not None:
+            raise ValueError("ref_labels must be None without ref_emb")
+        return labels, None
+    if ref_labels is None:
         ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
-    for name, side_labels, side in (("labels", labels, embeddings), ("ref_labels", ref_labels, ref_emb)):
-        rows = 0 if side is None else len(side)
-        if side_labels is not None and len(side_labels) != rows:
-            raise ValueError(f"{name} must have the length {rows}, got {len(side_labels)}")
-    labels = labels.to(embeddings.device)
     # A copy: for pytorch-metric-learning, one object with both names means one set.
-    return labels, None if ref_labels is None else ref_labels.to(embeddings.device, copy=True)
+    return labels, as_labels("ref_labels", ref_labels, ref_emb).clone()
 
 
 def _check_ids(labels: Tensor) -> None:

@@ -7,9 +7,10 @@ from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
+from vl_plugins.distances import check_widths
 from vl_plugins.errors import number
 from vl_plugins.negatives import label_pairs
-from vl_plugins.numerics import full_precision
+from vl_plugins.numerics import as_labels, full_precision
 
 __all__ = ["HardestNegativeMiner"]
 
@@ -37,6 +38,26 @@ class HardestNegativeMiner(BaseMiner):
     def __init__(self, k: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.k = number("k", k, least=1, kind=int)
+        self.add_to_recordable_attributes(name="k")
+
+    def forward(
+        self, embeddings: Tensor, labels: Any, ref_emb: Tensor | None = None, ref_labels: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return anchors, positives and negatives, index tensors (T,).
+
+        Args:
+            embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
+            labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists.
+
+        Raises:
+            ValueError: embeddings of unequal widths, or labels that are missing, NaN, of another type or length.
+        """
+        labels = as_labels("labels", labels, embeddings)
+        if ref_emb is not None:
+            check_widths(self.distance, embeddings, ref_emb)
+            ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
+        triplets: tuple[Tensor, Tensor, Tensor] = super().forward(embeddings, labels, ref_emb, ref_labels)
+        return triplets
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor

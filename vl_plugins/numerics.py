@@ -1,13 +1,17 @@
-"""Numbers in float32 at least, and functions that ``torch.compile`` does not trace."""
+"""Labels and embeddings as the losses compute with them, and functions that ``torch.compile`` does not trace."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["eager", "full_precision"]
+__all__ = ["as_labels", "eager", "full_precision"]
+
+# Types that torch sorts and compares on every device.
+LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
@@ -19,6 +23,42 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:
+    """Return labels as a tensor (B,) on the device of the embeddings.
+
+    Args:
+        name: of the argument, for the message of an error.
+        labels: (B,), a tensor, a numpy array, or a list of numbers. Floating-point labels are checked for NaN, which
+            waits for their device; integers need no check.
+        embeddings: (B, ...).
+
+    Raises:
+        ValueError: another type or length, or NaN, which is equal to no label.
+    """
+    if not isinstance(labels, Tensor):
+        labels = _label_tensor(name, labels)
+    rows = len(embeddings)
+    if labels.shape != (rows,):
+        shape = len(labels) if labels.ndim == 1 else tuple(labels.shape)
+        raise ValueError(f"{name} must have the length {rows}, got {shape}")
+    if labels.is_floating_point() and labels.isnan().any():
+        raise ValueError(f"{name} must be numbers, got NaN")
+    if labels.dtype not in LABEL_TYPES:
+        labels = labels.double() if labels.is_floating_point() else labels.long()
+    return labels.to(embeddings.device)
+
+
+def _label_tensor(name: str, labels: Any) -> Tensor:
+    expected = f"{name} must be a tensor, an array or a list of integers"
+    is_array = hasattr(labels, "__array__")
+    if not is_array and not isinstance(labels, (list, tuple)):
+        raise ValueError(f"{expected}, got {None if labels is None else type(labels).__name__}")
+    try:
+        return torch.tensor(np.asarray(labels) if is_array else labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{expected}: {error}") from error
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from numbers import Real
 from typing import Any
 
 from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
@@ -25,8 +26,10 @@ __all__ = [
     "find",
     "format_options",
     "list_losses",
+    "losses_with_scale",
     "names",
     "options_of",
+    "scale_advice",
 ]
 
 GROUP = "vl_plugins.losses"
@@ -111,9 +114,52 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
         }
         return factory(**options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
-        unknown = [option for option in options if option not in known]
-        reason = unknown_name("option", unknown[0], known) if unknown else str(error) or type(error).__name__
+        reason = _reason(kind, options, known) or str(error) or type(error).__name__
         raise UserError(f"{kind} {name!r}: {reason}") from error
+
+
+def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return what is wrong with the first option that a class does not have; empty if it has them all."""
+    for option, value in options.items():
+        if option not in known:
+            advice = scale_advice(option, value, known) if kind == "loss" else None
+            return advice or str(unknown_name("option", option, known))
+    return ""
+
+
+def scale_advice(option: str, value: Any, options: Mapping[str, Any]) -> str | None:
+    """Return what to do instead of giving a loss a temperature, or a scale that it does not have.
+
+    Args:
+        option, value: that the loss does not have.
+        options: those that it has.
+
+    Returns:
+        A part of an error message, or None for another option.
+
+    >>> scale_advice("temperature", 0.07, {"scale": 50.0})
+    'unknown option temperature; scale = 1 / temperature = 14.3'
+    """
+    if option == "scale" and "scale" not in options:
+        return f"it has no scale; losses that have one: {', '.join(losses_with_scale())}"
+    if option == "temperature" and "scale" in options and "temperature" not in options:
+        temperature = float(value) if isinstance(value, Real) else 0.0
+        scale = f" = {1 / temperature:.3g}" if temperature > 0 else ""
+        return f"unknown option temperature; scale = 1 / temperature{scale}"
+    return None
+
+
+def losses_with_scale() -> tuple[str, ...]:
+    """Return the names of the registered losses that have an option ``scale``."""
+    with_scale = []
+    for name in list_losses():
+        try:
+            loss = find("loss", name)
+        except UserError:  # of another distribution, which cannot be loaded
+            continue
+        if "scale" in options_of(loss):
+            with_scale.append(name)
+    return tuple(with_scale)
 
 
 def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:

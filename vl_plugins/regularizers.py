@@ -125,6 +125,7 @@ class DiversityRegularizer(SetRegularizer):
     def __init__(self, scale: float = 2.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.scale = number("scale", scale, above=0)
+        self.add_to_recordable_attributes(name="scale")
 
     def forward(self, embeddings: Tensor) -> Tensor:
         return self.join(embeddings).diversity(self.scale)
@@ -163,6 +164,7 @@ class MMDRegularizer(SetRegularizer):
     def __init__(self, gamma: float = 0.5, **kwargs: Any):
         super().__init__(**kwargs)
         self.gamma = number("gamma", gamma, above=0)
+        self.add_to_recordable_attributes(name="gamma")
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         if ref_emb is None:
@@ -192,6 +194,7 @@ class UniformityRegularizer(SetRegularizer):
     def __init__(self, t: float = 2.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.t = number("t", t, above=0)
+        self.add_to_recordable_attributes(name="t")
 
     def forward(self, embeddings: Tensor) -> Tensor:
         joined = self.join(embeddings)

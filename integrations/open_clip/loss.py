@@ -15,6 +15,7 @@ from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_
 from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.losses.triplet import HardestNegativeLoss
 from vl_plugins.numerics import eager
+from vl_plugins.registry import losses_with_scale
 
 __all__ = ["TwoTowerLoss", "build_loss"]
 
@@ -138,6 +139,8 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     kinds = [kind for kind in ("miner", "reducer", "distance") if getattr(args, kind)]
     chosen = {kind: {"name": getattr(args, kind), **getattr(args, f"{kind}_kwargs")} for kind in kinds}
     loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
+    if learned_scale and not hasattr(getattr(loss, "base", loss), "scale"):
+        raise UserError(f"loss {args.loss!r} has no scale; losses that have one: {', '.join(losses_with_scale())}")
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")

@@ -1,8 +1,9 @@
 """Configuration of a training: dataclasses that OmegaConf fills from a YAML file and checks."""
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.errors import UserError
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, number, user_errors
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
 
-__all__ = ["Config", "DataConfig", "StageConfig", "TowerConfig", "parse_config", "read_config", "split"]
+__all__ = [
+    "Config",
+    "DataConfig",
+    "StageConfig",
+    "TowerConfig",
+    "config_errors",
+    "parse_config",
+    "read_config",
+    "split",
+]
 
 Component = Any  # a name, or a mapping of name and options; OmegaConf has no type for this union
 
@@ -129,6 +139,11 @@ class Config:
         """All stages, at least one."""
         return self.stages or [self.training]
 
+    @property
+    def stage_keys(self) -> list[str]:
+        """The key of each stage in the file, for messages of errors."""
+        return [f"stages.{number}" for number in range(len(self.stages))] or ["training"]
+
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file, or one of ``configs/pytorch_metric_learning`` by its name; see :func:`parse_config`.
@@ -151,8 +166,8 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         overrides: values by dotted path, such as ``{"data.batch_size": 64, "stages.0.epochs": 1}``.
 
     Raises:
-        UserError: a key is missing or unknown, or a value has the wrong type or range; the message names it. Or the
-            loss is ``module:Class``, and not one of the ``overrides``.
+        UserError: a key is missing or unknown, or a value has the wrong type or is out of its range; the message names
+            it. Or the loss is ``module:Class``, and not one of the ``overrides``.
     """
     overrides = overrides or {}
     try:
@@ -169,7 +184,44 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
     check_max_image_pixels(config.data.max_image_pixels)
     if not {"loss", "loss.name"} & overrides.keys():
         check_registered(config.loss)
+    _check_ranges(config)
     return config
+
+
+def _check_ranges(config: Config) -> None:
+    values = [
+        ("data.batch_size", config.data.batch_size, 1),
+        ("data.chunk_size", config.data.chunk_size, 1),
+        ("data.workers", config.data.workers, 0),
+        ("dim", config.dim, 1),
+        ("seed", config.seed, 0),
+        ("log_every", config.log_every, 1),
+    ]
+    for key, stage in zip(config.stage_keys, config.schedule, strict=True):
+        values.append((f"{key}.epochs", stage.epochs, 0))
+    for key, value, least in values:
+        if value is not None:
+            with config_errors(key):
+                number(key, value, least=least, kind=int)
+    if config.seed >= 2**32:
+        raise UserError(f"seed must be below 2^32, got {config.seed}")
+
+
+@contextlib.contextmanager
+def config_errors(key: str, expected: Sequence[type[Exception]] = MALFORMED_CONTENT) -> Iterator[None]:
+    """Raise errors of the block as a :class:`UserError` whose message begins with a key of the configuration.
+
+    Args:
+        key: such as ``"training.optimizer"``.
+        expected: what wrong values raise, besides the errors of parsers.
+    """
+    try:
+        with user_errors(key, *expected):
+            yield
+    except UserError as error:
+        if str(error).startswith(key):
+            raise
+        raise UserError(f"{key}: {error}") from error
 
 
 def split(component: Any) -> tuple[str, dict[str, Any]]:

@@ -1,21 +1,21 @@
-"""Towers, loss and miner as one module, and the optimizer and schedule of a stage."""
+"""Towers, loss and miner as one module."""
 
-import warnings
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
-from vl_plugins.errors import one_of
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, split
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of
+from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner, create_miner
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
+from vl_plugins.registry import create
 
-__all__ = ["Objective", "build_objective", "make_optimizer", "make_scheduler"]
+__all__ = ["Objective", "build_objective"]
 
 
 class Objective(nn.Module):
@@ -59,6 +59,30 @@ class Objective(nn.Module):
         """Return the parts of the towers and the ``"loss"``."""
         return {**self.towers.parts(), "loss": self.loss}
 
+    @torch.no_grad()
+    def try_batch(self, images: Tensor, texts: Tensor, labels: Tensor) -> None:
+        """Encode and compare a few images, each with one text, for what is wrong only when it is called.
+
+        Nothing is changed: the towers are in evaluation mode, and the loss, which may have a queue, is a copy.
+
+        Raises:
+            UserError: a tower does not take its inputs, or the loss or miner not the embeddings of both.
+        """
+        self.eval()
+        with config_errors("image"):
+            images, image_slots = self.towers.image(images)
+        with config_errors("text"):
+            texts, text_slots = self.towers.text(texts)
+        slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
+        compare = copy.deepcopy(self.compare.loss)
+        # Errors of a loss of the user's own are bugs, which keep their traceback.
+        is_users_own = not type(self.loss).__module__.startswith(("vl_plugins.", "pytorch_metric_learning."))
+        expected = () if is_users_own else MALFORMED_CONTENT
+        with config_errors("loss" if compare.miner is None else "loss and miner", expected):
+            loss = compare(images, labels, None, texts, labels.clone(), **slots)
+            if not isinstance(loss, Tensor) or loss.ndim > 0:
+                raise UserError("loss: its reducer returns no single number")
+
     def set_mode(self, stage: StageConfig) -> None:
         """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode."""
         parts = self.parts()
@@ -84,43 +108,20 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
         pretrained: whether to load pretrained weights and word vectors; otherwise all are random.
 
     Raises:
-        ValueError: an unknown name or option, or an option out of its range. Hosts raise other errors.
+        UserError: an unknown name or option, or a wrong value; the message begins with its key.
     """
     seed_everything(config.seed)  # of the parameters of the loss
-    chosen = {kind: getattr(config, kind) for kind in ("miner", "reducer", "distance")}
-    loss, miner = create_loss_and_miner(config.loss, sets=config.head is not None, **chosen)
+    sets = config.head is not None
+    components = {}
+    for kind in ("reducer", "distance"):
+        specification = getattr(config, kind)
+        if specification is not None:
+            with config_errors(kind):
+                components[kind] = create(kind, specification)
+    with config_errors("loss"):
+        loss, _ = create_loss_and_miner(config.loss, sets=sets, **components)
+    with config_errors("miner"):
+        miner = create_miner(config.miner, loss, sets)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
-    towers.similarity = loss.distance if config.head is not None else None
+    towers.similarity = loss.distance if sets else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
-
-
-def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
-    """Return the optimizer of what :meth:`Objective.set_mode` left trainable; each part is a group."""
-    name, options = split(stage.optimizer)
-    groups = []
-    for part, module in objective.parts().items():
-        if trained := [parameter for parameter in module.parameters() if parameter.requires_grad]:
-            groups.append({"params": trained, "part": part})
-    optimizer: Optimizer = getattr(torch.optim, name)(groups, **options)
-    for group in optimizer.param_groups:
-        group["lr"] *= stage.lr_scale.get(group["part"], 1)
-    return optimizer
-
-
-def make_scheduler(
-    stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int, epochs: int = 0
-) -> tuple[lr_scheduler.LRScheduler, int]:
-    """Return the learning rate scheduler of a stage, and the number of training steps between its own.
-
-    The steps of the first ``epochs`` are repeated, not saved, so a schedule that was changed continues as if it had
-    been so from the beginning.
-    """
-    name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
-    by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
-    scheduler = getattr(lr_scheduler, name)(optimizer, **options)
-    interval = steps_per_epoch if by == "epoch" else 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not made these steps
-        for _ in range(epochs * steps_per_epoch // interval):
-            scheduler.step()
-    return scheduler, interval

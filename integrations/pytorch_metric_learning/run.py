@@ -6,29 +6,32 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, ProjectConfiguration, send_to_device
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, send_to_device
 from omegaconf import OmegaConf
 from timm.layers import convert_sync_batchnorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, training_loader
 from vl_plugins.data.files import write_complete, write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.errors import UserError
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.encoding import validate
-from vl_plugins.integrations.loading import read_torch_file
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import FORMAT, VERSION, describe, load_objective
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective, make_optimizer, make_scheduler
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import describe, load_objective
+from vl_plugins.integrations.pytorch_metric_learning.config import Config
+from vl_plugins.integrations.pytorch_metric_learning.loaders import (
+    make_training_loader,
+    make_validation_loader,
+    read_batches,
+    trial_batch,
+)
+from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective
+from vl_plugins.integrations.pytorch_metric_learning.resuming import in_first_process, read_state
+from vl_plugins.integrations.pytorch_metric_learning.stages import Stage, remaining_stages
 from vl_plugins.retrieval import format_metrics_table
 
 __all__ = ["Run", "make_accelerator"]
@@ -64,8 +67,7 @@ def make_accelerator(
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder and os.path.join(folder, "logs")),
         kwargs_handlers=[
             # An embedder that pools otherwise leaves the pooling of its trunk without gradients.
-            DistributedDataParallelKwargs(static_graph=True),
-            InitProcessGroupKwargs(timeout=timedelta(hours=12)),  # the others wait while the first one evaluates
+            DistributedDataParallelKwargs(static_graph=True)
         ],
     )
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:  # accelerate would train without a scaler
@@ -83,8 +85,9 @@ class Run:
 
     The folder holds ``config.yaml``, ``results.jsonl`` with the metrics of each epoch (of
     :func:`vl_plugins.integrations.encoding.validate`), ``logs/`` of trackers, ``latest.pt`` with the whole state, and
-    ``best.pt``, the model with the best RSUM. The first process evaluates and writes; nothing is written before
-    training starts. Random numbers of an epoch depend on seed, epoch and process alone.
+    ``best.pt``, the model with the best RSUM. All processes evaluate their share; the first one reads what is resumed,
+    and writes. Nothing is written before training starts. Random numbers of an epoch depend on seed, epoch and process
+    alone.
 
     Args:
         config: what to train.
@@ -102,15 +105,29 @@ class Run:
     ):
         self.config, self.folder = config, Path(folder)
         self.accelerator = accelerator or make_accelerator()
-        self._saved = self._read_latest(resume)
-        self.history: list[dict[str, Any]] = self._saved.get("history", [])
-        self.objective = load_objective(config, self._saved) if self._saved else build_objective(config)
+        file = self.folder / LATEST
+        state = in_first_process(self.accelerator, lambda: read_state(self.folder, file, resume))
+        self.history: list[dict[str, Any]] = [] if state is None else state["history"]
+        if state is None:
+            self.objective = build_objective(config)
+        else:
+            self._warn_of_changes(state)
+            with user_errors(f"{file} does not fit the configuration", *MALFORMED_CONTENT):
+                self.objective = load_objective(config, state)
+                if self.accelerator.scaler is not None and state["scaler"]:
+                    self.accelerator.scaler.load_state_dict(state["scaler"])
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
         self.objective.to(self.accelerator.device)
-        self.loader, self.validation = self._loaders()
-        for stage in config.schedule:
-            self._start(stage, epochs=1)  # for errors of later stages
+        if config.data.batch_size * self.accelerator.num_processes == 1:
+            raise UserError("data.batch_size: a loss compares images, and there is only one; give at least 2")
+        self.loader = make_training_loader(config, self.objective.towers)
+        self._try_batch(self.loader.dataset)
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.validation = make_validation_loader(config, self.objective.towers, rank, world_size)
+        optimizer_state = None if state is None else state["optimizer"]
+        epochs, steps = len(self.history), len(self.loader)
+        self.stages = remaining_stages(config, self.objective, steps, epochs, optimizer_state)
 
     def train(self) -> list[dict[str, Any]]:
         """Train the epochs that are left of all stages; return the metrics of each epoch, in the first process."""
@@ -120,68 +137,67 @@ class Run:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_file(self.folder / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))).encode())
-        self.accelerator.init_trackers("vl_plugins", init_kwargs=options)
-        last = 0
-        for number, stage in enumerate(self.config.schedule, 1):
-            first, last = last, last + stage.epochs
-            if len(self.history) < last:
-                epochs = f"epochs {len(self.history) + 1} to {last}, frozen: {', '.join(stage.freeze) or 'nothing'}"
-                logger.info(f"stage {number} of {len(self.config.schedule)}: {epochs}")
-                self._train_stage(stage, first, last)
+        with user_errors("--report-to", *MALFORMED_CONTENT):
+            self.accelerator.init_trackers("vl_plugins", init_kwargs=options)
+        while self.stages:
+            self._train_stage(self.stages.pop(0))
         self.accelerator.end_training()
         return self.history
 
-    def _start(self, stage: StageConfig, epochs: int) -> tuple[Optimizer, LRScheduler, int]:
-        self.objective.set_mode(stage)
-        optimizer = make_optimizer(stage, self.objective)
-        return optimizer, *make_scheduler(stage, optimizer, len(self.loader), epochs)
+    def _try_batch(self, dataset: Any) -> None:
+        classes = getattr(self.objective.loss, "num_classes", None)
+        images = int(dataset.collection.labels.max()) + 1
+        if classes is not None and images > classes:
+            raise UserError(f"loss: num_classes must be at least {images}, since each image is a class; got {classes}")
+        batch = send_to_device(trial_batch(dataset), self.accelerator.device)
+        self.objective.try_batch(*batch)
 
-    def _train_stage(self, stage: StageConfig, first: int, last: int) -> None:
-        optimizer, scheduler, interval = self._start(stage, len(self.history) - first)
-        if self._saved and len(self.history) > first:  # a new stage has a new optimizer
-            saved, groups = self._saved["optimizer"], optimizer.state_dict()["param_groups"]
-            if [group["part"] for group in groups] != [group["part"] for group in saved["param_groups"]]:
-                raise UserError("--resume: this stage trains other parts than before; use a new --out")
-            # Rates and other options are those of the configuration, which may have changed.
-            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-        model, prepared = self.accelerator.prepare(self.objective, optimizer)
-        if self._saved and self.accelerator.scaler is not None and self._saved["scaler"]:
-            self.accelerator.scaler.load_state_dict(self._saved["scaler"])
-        self._saved = {}
-        while len(self.history) < last:
-            self._train_epoch(stage, model, prepared, scheduler, interval)
+    def _train_stage(self, stage: Stage) -> None:
+        frozen = ", ".join(stage.config.freeze) or "nothing"
+        epochs = f"epochs {len(self.history) + 1} to {stage.last}"
+        logger.info(f"stage {stage.number} of {len(self.config.schedule)}: {epochs}, frozen: {frozen}")
+        self.objective.set_mode(stage.config)
+        model, optimizer = self.accelerator.prepare(self.objective, stage.optimizer)
+        while len(self.history) < stage.last:
+            self._train_epoch(stage, model, optimizer)
             self.history.append(self._evaluate())
             if self.accelerator.is_main_process:
-                self._write(optimizer)
+                self._write(stage.optimizer)
         self.accelerator.free_memory()
 
-    def _train_epoch(self, stage: StageConfig, model: Any, optimizer: Any, scheduler: Any, interval: int) -> None:
+    def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> None:
         accelerator, epoch = self.accelerator, len(self.history) + 1
-        self.objective.set_mode(stage)
+        self.objective.set_mode(stage.config)
         self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
-        bar = tqdm(self.loader, desc=f"epoch {epoch}", disable=not accelerator.is_main_process)
+        batches = read_batches("data.train", self.loader)
+        bar = tqdm(batches, desc=f"epoch {epoch}", total=len(self.loader), disable=not accelerator.is_main_process)
         for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
             loss = model(*send_to_device(batch, accelerator.device))
             accelerator.backward(loss)
-            if (stage.clip_grad_norm or 0) > 0:
-                accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.clip_grad_norm)
+            if (stage.config.clip_grad_norm or 0) > 0:
+                accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             if step % self.config.log_every == 0:
                 rates = {f"lr/{group['part']}": group["lr"] for group in optimizer.param_groups}
                 accelerator.log({"train/loss": loss.item(), **rates}, step=step)
-            if (step + 1) % interval == 0:
-                scheduler.step()
+            if (step + 1) % stage.interval == 0:
+                stage.scheduler.step()
         if not loss.isfinite():
             raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
 
     def _evaluate(self) -> dict[str, Any]:
         """Return the number of an epoch and, in the first process, its metrics."""
         epoch, metrics = len(self.history) + 1, {}
-        if self.validation is not None and self.accelerator.is_main_process:
+        if self.validation is not None:
+            towers = self.objective.towers.eval()
+            for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
+                broadcast(buffer)
+            batches = read_batches("data.val", self.validation)
             precision = PRECISIONS[self.accelerator.mixed_precision]
-            metrics = validate(self.objective.towers.eval(), self.validation, self.accelerator.device, precision)
+            metrics = validate(towers, batches, self.accelerator.device, precision, gather=True)
+        if metrics:
             logger.info(format_metrics_table({f"epoch {epoch}": metrics}))
             values = {f"val/{name}": value for name, value in metrics.items()}
             self.accelerator.log(values, step=epoch * len(self.loader) - 1)
@@ -199,55 +215,13 @@ class Run:
                 torch.save(content, stream)
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
 
-    def _read_latest(self, resume: bool) -> dict[str, Any]:
-        """Return the content of ``latest.pt``, or nothing for a new run; warn of changes since."""
-        file = self.folder / LATEST
-        if not file.exists():
-            return {}
-        if not resume:
-            raise UserError(f"{self.folder} holds an earlier run; give another folder with --out, or --resume")
-        saved = read_torch_file(file)
-        if not isinstance(saved, dict) or (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
-            raise UserError(
-                f"{file} is not of this version; one of 0.2 can be evaluated, but not resumed: use a new --out"
-            )
+    def _warn_of_changes(self, state: dict[str, Any]) -> None:
         # An earlier version may have had fewer options.
-        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved["config"]))
+        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), state["config"]))
         before = asdict(earlier)
-        changed = [name for name, value in asdict(self.config).items() if value != before[name]]
+        changed = []
+        for name, value in asdict(self.config).items():
+            if value != before[name]:
+                changed.append(name)
         if changed and self.accelerator.is_main_process:
-            logger.warning(f"resuming after epoch {saved['epoch']} with changes in: {', '.join(changed)}")
-        return saved
-
-    def _loaders(self) -> tuple[DataLoader, DataLoader | None]:
-        data = self.config.data
-        training = self._dataset(data.train, is_train=True)
-        sampler = CaptionSampler(
-            training.collection,
-            data.batch_size,
-            captions_per_image=data.captions_per_image,
-            seed=self.config.seed,
-            distinct_captions=not data.allow_duplicate_captions,
-        )
-        classes = getattr(self.objective.loss, "num_classes", None)
-        if classes is not None and (found := int(training.collection.labels.max()) + 1) > classes:
-            raise UserError(f"loss: num_classes must be at least {found}, since each image is a class; got {classes}")
-        validation = None
-        if data.val:
-            dataset = self._dataset(data.val, is_train=False)
-            validation = evaluation_loader(dataset, data.batch_size, workers=data.workers)
-        return training_loader(training, sampler, workers=data.workers), validation
-
-    def _dataset(self, shards: str, *, is_train: bool) -> ShardDataset:
-        towers, data = self.objective.towers, self.config.data
-        transform = towers.image.trunk.image_transform(is_train)
-        dataset = ShardDataset(
-            shards,
-            transform,
-            towers.tokenizer,
-            inputs=data.inputs,
-            on_error=data.on_read_error,
-            max_image_pixels=data.max_image_pixels,
-        )
-        dataset[0]  # raises an error before training, also with "skip"
-        return dataset
+            logger.warning(f"resuming after epoch {len(self.history)} with changes in: {', '.join(changed)}")

@@ -19,7 +19,7 @@ from vl_plugins.encoders import (
     read_word_vectors,
 )
 from vl_plugins.errors import check_sizes, one_of
-from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, split
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, TowerConfig, config_errors, split
 from vl_plugins.modules import SetHead, SetPrediction, SetPredictionOutput
 from vl_plugins.registry import options_of
 
@@ -105,35 +105,43 @@ def _normalized(embeddings: Tensor, normalize: bool) -> Tensor:
 def build_towers(config: Config, vocabulary: Vocabulary | None, *, pretrained: bool) -> TwoTowers:
     """Return the towers of :func:`~vl_plugins.integrations.pytorch_metric_learning.build_objective`."""
     words: dict[str, Any] = {}
-    name, options = split(config.text.trunk)
+    with config_errors("text.trunk"):
+        name, options = split(config.text.trunk)
     if name == "gru":
         if vocabulary is None:
             captions = read_collection(config.data.train).captions
-            vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
+            with config_errors("text.vocabulary"):
+                vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
         path = options.get("word_vectors")
-        vectors = read_word_vectors(path, vocabulary) if path and pretrained else None
+        with config_errors("text.trunk.word_vectors"):
+            vectors = read_word_vectors(path, vocabulary) if path and pretrained else None
         words = {"vocabulary_size": len(vocabulary), "word_vectors": vectors}
     torch.manual_seed(config.seed)
     check_sizes("configuration", [asdict(config.image), asdict(config.text), config.dim, config.head])
+    # In this order, because each draws weights from the same random numbers.
     image_trunk = _trunk("image", config.image, {}, pretrained)
     text_trunk = _trunk("text", config.text, words, pretrained)
-    image, text = _tower(config, config.image, image_trunk), _tower(config, config.text, text_trunk)
+    image = _tower("image", config, config.image, image_trunk)
+    text = _tower("text", config, config.text, text_trunk)
     return TwoTowers(image, text, vocabulary, config.data.inputs)
 
 
 def _trunk(side: str, settings: TowerConfig, words: dict[str, Any], pretrained: bool) -> Any:
-    name, options = split(settings.trunk)
-    factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
-    if not pretrained:
-        options |= {option: None for option in ("pretrained", "weights") if option in options_of(factory)}
-    return factory(**options | words)
+    with config_errors(f"{side}.trunk"):
+        name, options = split(settings.trunk)
+        factory = TRUNKS[side][one_of(f"{side}.trunk", name, TRUNKS[side])]
+        if not pretrained:
+            options |= {option: None for option in ("pretrained", "weights") if option in options_of(factory)}
+        return factory(**options | words)
 
 
-def _tower(config: Config, settings: TowerConfig, trunk: Any) -> Tower:
-    embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
+def _tower(side: str, config: Config, settings: TowerConfig, trunk: Any) -> Tower:
+    with config_errors(side):
+        embedder = Embedder(trunk.local_width, trunk.pooled_width, config.dim, settings.pooling, settings.projection)
     if config.head is None:
         return Tower(trunk, embedder, None)
-    name, options = split(config.head)
-    one_of("head", name, ["set"])
-    prediction = SetPrediction(**{"dim": config.dim, "local_dim": embedder.local_width, **options})
-    return Tower(trunk, embedder, SetHead(prediction))
+    with config_errors("head"):
+        name, options = split(config.head)
+        one_of("head", name, ["set"])
+        prediction = SetPrediction(**{"dim": config.dim, "local_dim": embedder.local_width, **options})
+        return Tower(trunk, embedder, SetHead(prediction))

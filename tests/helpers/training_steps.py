@@ -6,7 +6,7 @@ from vl_plugins.encoders import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning import build_objective, read_config
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser, overrides
 from vl_plugins.integrations.pytorch_metric_learning.config import Config
-from vl_plugins.integrations.pytorch_metric_learning.objective import make_optimizer, make_scheduler
+from vl_plugins.integrations.pytorch_metric_learning.stages import make_optimizer, make_scheduler
 
 
 def config_of_command(argv):

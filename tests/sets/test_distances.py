@@ -120,7 +120,7 @@ def test_numbers_of_the_match_probability():
     ],
 )
 def test_shapes_that_do_not_match(query, other, set_size):
-    with pytest.raises(ValueError, match="embeddings must be sets"):
+    with pytest.raises(ValueError, match="embeddings and ref_emb must be sets"):
         distances.MILSimilarity(set_size=set_size)(torch.ones(query), torch.ones(other))
 
 

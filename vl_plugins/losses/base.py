@@ -8,9 +8,11 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
 
+from vl_plugins.distances import check_widths
 from vl_plugins.errors import number
 from vl_plugins.negatives import MATRIX_BYTES, cosines, label_pairs, matrix_maximum, maximum, soft_maximum
-from vl_plugins.numerics import eager, full_precision
+from vl_plugins.numerics import as_labels, eager, full_precision
+from vl_plugins.registry import losses_with_scale, options_of, scale_advice
 
 __all__ = ["PairLoss", "Pairs"]
 
@@ -74,7 +76,12 @@ class PairLoss(BaseMetricLossFunction):
     - ``"matrix"``: none; :meth:`matrix_losses` computes the loss from all similarities.
     """
 
+    _has_checked_scale = False  # a tensor on a device, in an earlier call
+
     def __init__(self, symmetric: bool = True, tiled: bool | None = None, **kwargs: Any):
+        for option in {"scale", "temperature"} & kwargs.keys():
+            if advice := scale_advice(option, kwargs[option], options_of(type(self))):
+                raise TypeError(f"{type(self).__name__}: {advice}")
         super().__init__(**kwargs)
         self.symmetric = symmetric
         self.tiled = tiled
@@ -134,40 +141,40 @@ class PairLoss(BaseMetricLossFunction):
 
         Args:
             embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
-            labels, ref_labels: (A,) and (C,); may be left out with an ``indices_tuple``.
+            labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists. They may be left out with an
+                ``indices_tuple``.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
-            scale: instead of the loss's own: a number, or a tensor of one element, which receives a gradient, such as
-                ``model.logit_scale.exp()``.
+            scale: instead of the loss's own, > 0: a number, or a tensor of one element, which receives a gradient, such
+                as ``model.logit_scale.exp()``. Reading a tensor of a GPU would wait for the GPU in each call, so only
+                the first call does; a later scale that is not > 0 gives NaN.
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
 
         Raises:
-            ValueError: labels missing or too many or few, a ``scale`` for a loss that has none, or ``tiled=True`` where
-                all similarities are needed.
+            ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a
+                ``scale`` that is not > 0, or for a loss that has none; or ``tiled=True`` where all similarities are
+                needed.
         """
         one_set = ref_emb is None or ref_emb is embeddings
-        sides: Any = embeddings, embeddings if one_set else ref_emb
-        ids: Any = labels, labels if one_set and ref_labels is None else ref_labels
-        if one_set and ids[0] is not ids[1] and not torch.equal(*ids):
-            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-        for name, side, of_side in zip(("labels", "ref_labels"), sides, ids, strict=True):
-            shape, expected = getattr(of_side, "shape", None), side.shape[:1]
-            if shape != expected and not (of_side is None and indices_tuple is not None):
-                raise ValueError(f"{name} must be a tensor of the shape {expected}, got {shape}")
-        in_blocks = indices_tuple is None and self.negatives in ("max", "logsumexp") and self._is_plain()
+        ref_emb = embeddings if ref_emb is None else ref_emb
+        by_labels = indices_tuple is None
+        check_widths(self.distance, embeddings, ref_emb)
+        labels, ref_labels = _checked_labels(embeddings, labels, ref_emb, ref_labels, by_labels)
+        in_blocks = by_labels and self.negatives in ("max", "logsumexp") and self._is_plain()
         if self.tiled and not in_blocks:
             raise ValueError(
                 "tiled=True needs labels, a plain CosineSimilarity or DotProductSimilarity, and a loss of the (soft) "
                 f"maximum of the negatives; got {self.distance} and negatives {self.negatives!r}"
             )
-        both = (self.symmetric and indices_tuple is None if symmetric is None else symmetric) and not one_set
+        if symmetric is None:
+            symmetric = self.symmetric and by_labels
+        both = symmetric and not one_set
         scale = self._scale(scale)
         with torch.autocast(embeddings.device.type, enabled=False):
-            x, y = full_precision(*sides)
-            ids = [None if of_side is None else of_side.to(x.device) for of_side in ids]
+            x, y = full_precision(embeddings, ref_emb)
             if in_blocks:
-                info = self._losses_in_blocks(x, y, ids[0], ids[1], scale, one_set, both)
+                info = self._losses_in_blocks(x, y, labels, ref_labels, scale, one_set, both)
             elif indices_tuple is None:
-                same = ids[0][:, None] == ids[1]
+                same = labels[:, None] == ref_labels
                 positive_mask = same.clone().fill_diagonal_(False) if one_set else same
                 info = self._losses_of_masks(self._similarities(x, y), positive_mask, ~same, scale, both)
             else:
@@ -177,7 +184,7 @@ class PairLoss(BaseMetricLossFunction):
                 takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
                 term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
                 loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
-            return self._reduce(loss_dict, ids[0], [x] if one_set else [x, y], scale)
+            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
 
     def from_similarities(
         self,
@@ -305,8 +312,19 @@ class PairLoss(BaseMetricLossFunction):
         if scale is None:
             return getattr(self, "scale", 1.0)
         if not hasattr(self, "scale"):
-            raise ValueError(f"{type(self).__name__} has no scale")
-        return scale.reshape(()) if isinstance(scale, Tensor) else number("scale", scale, above=0)
+            names = ", ".join(losses_with_scale())
+            raise ValueError(f"{type(self).__name__} has no scale; losses that have one: {names}")
+        if not isinstance(scale, Tensor):
+            return number("scale", scale, above=0)
+        if scale.numel() != 1:
+            raise ValueError(f"scale must be a number or a tensor of one element, got the shape {tuple(scale.shape)}")
+        scale = scale.reshape(())
+        is_on_cpu = scale.device.type == "cpu"
+        if is_on_cpu or not self._has_checked_scale:
+            number("scale", scale.item(), above=0)  # waits for the device
+            self._has_checked_scale = not is_on_cpu
+            return scale
+        return torch.where(scale > 0, scale, torch.nan)
 
     def _is_plain(self) -> bool:
         distance = self.distance  # a subclass may compute something else
@@ -315,6 +333,33 @@ class PairLoss(BaseMetricLossFunction):
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
+
+
+def _checked_labels(embeddings: Tensor, labels: Any, ref_emb: Tensor, ref_labels: Any, by_labels: bool) -> Any:
+    """Return the labels of both sides as tensors, which may be None unless pairs are chosen ``by_labels``."""
+    one_set = ref_emb is embeddings
+    if by_labels or labels is not None or (one_set and ref_labels is not None):
+        labels = as_labels("labels", labels, embeddings)
+    if one_set and ref_labels is None:
+        return labels, labels
+    if ref_labels is not None:
+        ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
+        if one_set and not _are_equal(labels, ref_labels):
+            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+    elif by_labels:
+        raise ValueError(f"ref_labels must be given with ref_emb{_advice_on_ref_labels(len(embeddings), len(ref_emb))}")
+    return labels, ref_labels
+
+
+def _are_equal(labels: Any, ref_labels: Any) -> bool:
+    return labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))
+
+
+def _advice_on_ref_labels(rows: int, ref_rows: int) -> str:
+    if rows == 0 or ref_rows == 0 or ref_rows % rows != 0:
+        return ""
+    captions = ref_rows // rows
+    return f"; with {captions} rows of ref_emb for each row of the embeddings, labels.repeat_interleave({captions})"
 
 
 def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class GOALLoss(HardestNegativeLoss):
         self.offset, self.lam = number("offset", offset), number("lam", lam)
         self.margin, self.alpha = number("margin", margin, least=0), number("alpha", alpha, least=0)
         self.beta, self.eps = number("beta", beta, least=0), number("eps", eps, least=0)
+        numbers = ["margin", "tau", "offset", "alpha", "beta", "lam", "eps"]
+        self.add_to_recordable_attributes(list_of_names=numbers)
         if not (self.distance.is_inverted or (triplet_weight != "cir" and pair_weight == "con")):
             raise ValueError(
                 f"triplet_weight {triplet_weight!r} with pair_weight {pair_weight!r} needs a similarity such as "

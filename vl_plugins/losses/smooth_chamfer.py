@@ -9,9 +9,9 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
-from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
+from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
 from vl_plugins.errors import number
-from vl_plugins.numerics import eager, full_precision
+from vl_plugins.numerics import as_labels, eager, full_precision
 from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
@@ -80,6 +80,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.base = base
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
+        self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
 
     def __getattr__(self, name: str) -> Any:
         if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
@@ -106,6 +107,13 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
         ref_emb = None if ref_emb is embeddings else ref_emb
+        if ref_emb is not None:
+            check_widths(self.distance, embeddings, ref_emb)
+        # Here too, because the base may be a loss of pytorch-metric-learning.
+        if labels is not None:
+            labels = as_labels("labels", labels, embeddings)
+        if ref_emb is not None and ref_labels is not None:
+            ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
         ref_emb = other[0] if other else None

@@ -33,6 +33,7 @@ class HardestNegativeLoss(PairLoss):
         super().__init__(**kwargs)
         self.warmup_steps = number("warmup_steps", warmup_steps, least=0, kind=int)
         self.step = 0
+        self.add_to_recordable_attributes(name="warmup_steps")
 
     @property
     def negatives(self) -> str:  # type: ignore[override]
@@ -88,6 +89,7 @@ class TripletHNLoss(HardestNegativeLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
+        self.add_to_recordable_attributes(name="margin")
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         return (self.margin + negative - positive).relu()
@@ -112,5 +114,6 @@ class TripletSHLoss(PairLoss):
     def __init__(self, margin: float = 0.2, **kwargs: Any):
         super().__init__(**kwargs)
         self.margin = number("margin", margin, least=0)
+        self.add_to_recordable_attributes(name="margin")
 
     pair_loss = TripletHNLoss.pair_loss

@@ -72,6 +72,7 @@ class UnifiedLoss(PairLoss):
         self.relative = _function(relative)
         if weights is not None or relative is not None:
             self.negatives = "matrix"
+        self.add_to_recordable_attributes(list_of_names=["margin", "scale"])
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         margin = self.margin
@@ -119,6 +120,7 @@ class VLCLoss(PairLoss):
     def __init__(self, scale: float = 50.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.scale = number("scale", scale, above=0)
+        self.add_to_recordable_attributes(name="scale")
 
     def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
         return softplus(pairs.scale * (negative - positive), threshold=60)

@@ -7,7 +7,7 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
-from vl_plugins.numerics import full_precision
+from vl_plugins.numerics import as_labels, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
@@ -31,8 +31,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         miner: a miner of pytorch-metric-learning, or None.
 
     Raises:
-        ValueError: a mask of another shape, more embeddings to queue than ``memory_size``, or a miner of the easiest
-            positive, the anchor's own copy.
+        ValueError: embeddings of another width than ``embedding_size``; labels that are NaN, of another type or length;
+            a mask of another shape; more embeddings to queue than ``memory_size``; or a miner of the easiest positive,
+            the anchor's own copy.
 
     Reference:
         Wang et al. 2020, Cross-Batch Memory for Embedding Learning.
@@ -55,6 +56,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         indices_tuple: tuple[Tensor, ...] | None = None,
         enqueue_mask: Tensor | None = None,
     ) -> Any:
+        if embeddings.shape[1:] != (self.embedding_size,):
+            raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
+        labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
         queued = len(labels) if enqueue_mask is None else int(enqueue_mask.sum())
@@ -103,9 +107,18 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
             negatives are among ``ref_emb`` only, as in CLIP; a loss of this package then adds the other direction,
             unless its own ``symmetric`` is False.
 
+    Raises:
+        ValueError: in a call, embeddings of unequal shapes.
+
     >>> from vl_plugins.losses import UnifiedLoss
     >>> SelfSupervisedLoss(UnifiedLoss(), symmetric=False)(torch.eye(3), torch.eye(3).roll(1, dims=0))
     tensor(2.4000)
     """
 
     check_loss_support = CrossBatchMemory.check_loss_support
+
+    def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
+        if embeddings.shape != ref_emb.shape:
+            shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
+            raise ValueError(f"embeddings and ref_emb must have the same shape, got {shapes}")
+        return super().forward(embeddings, ref_emb)

@@ -10,7 +10,8 @@ from vl_plugins import create_loss
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.integrations.pytorch_metric_learning import build_objective, make_accelerator, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.config import StageConfig
-from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, make_optimizer, make_scheduler
+from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
+from vl_plugins.integrations.pytorch_metric_learning.stages import make_optimizer, make_scheduler
 
 IMAGES, REGIONS, WIDTH, DIM, CAPTIONS = 8, 3, 6, 8, 2
 LABELS = torch.tensor([0, 1, 2, 3, 4, 1, 6, 7])  # image 5 is of the group of image 1

@@ -139,28 +139,6 @@ def test_only_runs_of_this_version_are_resumed(trained, tmp_path):
         train({**plain, "stages": [{"epochs": 4, "freeze": ["text_trunk"]}]}, tmp_path, resume=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": {"train": "none-000000.tar"}}, "do not exist"),
-        ({"stages": [{}, {"freeze": ["cnn"]}]}, "unknown part 'cnn'"),
-        (
-            {"loss": {"name": "ProxyAnchorLoss", "num_classes": 15, "embedding_size": 16}, "one_set": True},
-            "at least 16",
-        ),
-        ({"stages": [{}, {"lr_scheduler": {"name": "StepLR", "step_size": "one"}}]}, "unsupported operand"),
-        (
-            {"image": {"trunk": {"name": "features", "width": 4}, "pooling": "avg"}, "data": {"inputs": "features"}},
-            r"image 0, in .*: it has no features, expected npy",
-        ),
-    ],
-)
-def test_errors_come_before_anything_is_written(toy_shards, tmp_path, changes, message):
-    with pytest.raises((TypeError, UserError), match=message):
-        train(settings(toy_shards, **changes), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_before_a_checkpoint(toy_shards, tmp_path):
     plain = settings(toy_shards, training={"optimizer": {"name": "SGD", "lr": 1e30}})
     with pytest.raises(UserError, match="the loss is nan at the end of epoch 1"):

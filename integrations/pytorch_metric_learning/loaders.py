@@ -1,0 +1,94 @@
+"""Loaders of a training: batches for training and evaluation, and a few images for trial calls."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.pytorch_metric_learning.config import Config, config_errors
+from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
+
+__all__ = ["make_training_loader", "make_validation_loader", "read_batches", "trial_batch"]
+
+TRIAL_IMAGES = 4
+
+
+def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
+    """Return a loader of the batches of this process.
+
+    Raises:
+        UserError: the shards cannot be read, or an option of ``data`` is wrong.
+    """
+    data = config.data
+    dataset = _dataset(config, data.train, towers, is_train=True)
+    with config_errors("data"):
+        sampler = CaptionSampler(
+            dataset.collection,
+            data.batch_size,
+            captions_per_image=data.captions_per_image,
+            seed=config.seed,
+            distinct_captions=not data.allow_duplicate_captions,
+        )
+        return training_loader(dataset, sampler, workers=data.workers)
+
+
+def make_validation_loader(config: Config, towers: TwoTowers, rank: int, world_size: int) -> DataLoader | None:
+    """Return a loader of the evaluation batches of this process, or None without ``data.val``.
+
+    Raises:
+        UserError: the shards cannot be read, or their first image.
+    """
+    data = config.data
+    if not data.val:
+        return None
+    dataset = _dataset(config, data.val, towers, is_train=False)
+    dataset[0]  # raises an error before training, also with "skip"
+    return evaluation_loader(dataset, data.batch_size, workers=data.workers, rank=rank, world_size=world_size)
+
+
+def trial_batch(dataset: ShardDataset) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images, texts and labels of the first few images, each with its first caption.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    draws = [Draw(image, (0,)) for image in range(min(TRIAL_IMAGES, len(dataset)))]
+    with config_errors("data"):
+        return dataset.collate(dataset.__getitems__(draws))
+
+
+def read_batches(key: str, loader: DataLoader) -> Iterator[Any]:
+    """Yield the batches of a loader; a worker that was killed, perhaps for lack of memory, is a ``UserError``.
+
+    Args:
+        key: of the configuration, for the message.
+        loader: of training or evaluation.
+    """
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(f"{key}: {error}") from error
+        yield batch
+
+
+def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) -> ShardDataset:
+    transform = towers.image.trunk.image_transform(is_train)
+    data = config.data
+    with config_errors("data"):
+        return ShardDataset(
+            shards,
+            transform,
+            towers.tokenizer,
+            inputs=data.inputs,
+            on_error=data.on_read_error,
+            max_image_pixels=data.max_image_pixels,
+        )

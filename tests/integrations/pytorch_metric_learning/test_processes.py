@@ -1,0 +1,72 @@
+"""Trainings in two processes: each has a folder of its own, and both evaluate."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import yaml
+
+from tests.helpers.pml_settings import IMAGE_TRUNK, settings
+from tests.helpers.processes import in_processes
+from vl_plugins.data import ShardDataset, evaluation_loader
+from vl_plugins.integrations.encoding import validate
+from vl_plugins.integrations.loading import load_model
+from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
+from vl_plugins.integrations.pytorch_metric_learning.run import LATEST
+
+# Batch norm has other statistics in each process.
+IMAGE = {"trunk": IMAGE_TRUNK, "pooling": "avg", "projection": "residual_mlp"}
+
+
+def train(rank, plain, folder):
+    """Return the weights of this process, which has a folder of its own, and the metrics of each epoch."""
+    run = Run(parse_config(plain), folder / str(rank), make_accelerator(device="cpu"), resume=True)
+    history = run.train()
+    return {"weights": dict(run.objective.state_dict()), "history": history}
+
+
+def test_all_processes_continue_after_the_epoch_of_the_first_one(toy_shards, tmp_path):
+    """Only its folder has ``latest.pt``, as on nodes without a shared disk."""
+    short, longer = (settings(toy_shards, training={"epochs": epochs}) for epochs in (1, 2))
+    in_processes(train, 2, short, tmp_path / "resumed", joined=False)
+    assert (tmp_path / "resumed" / "0" / LATEST).exists()
+    assert not (tmp_path / "resumed" / "1" / LATEST).exists()
+    resumed = in_processes(train, 2, longer, tmp_path / "resumed", joined=False)
+    whole = in_processes(train, 2, longer, tmp_path / "whole", joined=False)
+    assert [metrics["epoch"] for metrics in resumed[0]["history"]] == [1, 2]
+    assert resumed[0]["history"] == whole[0]["history"]
+    for process in (*resumed, whole[1]):
+        torch.testing.assert_close(process["weights"], whole[0]["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_metrics_are_those_of_the_checkpoint_in_one_process(batch_size, toy_shards, tmp_path):
+    """Of 8 images: two batches in one process and one in the other, or one and none."""
+    plain = settings(toy_shards, image=IMAGE, data={"batch_size": batch_size}, training={"epochs": 1})
+    first, second = in_processes(train, 2, plain, tmp_path, joined=False)
+    model, transform, tokenizer = load_model(tmp_path / "0" / LATEST)
+    dataset = ShardDataset(plain["data"]["val"], transform, tokenizer)
+    assert len(dataset) == 8
+    metrics = validate(model, evaluation_loader(dataset, batch_size), "cpu")
+    assert first["history"] == [{**metrics, "epoch": 1}]
+    assert second["history"] == [{"epoch": 1}]
+    torch.testing.assert_close(second["weights"], first["weights"], rtol=0, atol=0)
+
+
+def run_command(rank, config, folder):
+    """Return the exit status of this process, and what it prints."""
+    command = ["--config", config, "--resume", "--device", "cpu", "--out", folder / str(rank)]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = main([*map(str, command)])
+    return status, stderr.getvalue()
+
+
+def test_a_checkpoint_that_the_first_process_cannot_read_ends_all(toy_shards, tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / LATEST).write_bytes(b"nothing")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(toy_shards)))
+    for status, printed in in_processes(run_command, 2, tmp_path / "config.yaml", tmp_path, joined=False):
+        assert status == 2
+        (line,) = [line for line in printed.splitlines() if "error: " in line]
+        assert f"{tmp_path}/0/{LATEST}: it is damaged" in line

@@ -1,0 +1,188 @@
+"""Calls whose embeddings, labels or scale do not fit: an error that names the argument."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from pytorch_metric_learning.losses import NTXentLoss
+
+from vl_plugins import create_loss, list_losses
+from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
+from vl_plugins.distributed import DistributedLoss
+from vl_plugins.integrations.cross_modal import CrossModalLoss
+from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, UnifiedLoss
+from vl_plugins.miners import HardestNegativeMiner
+
+LABELS = torch.tensor([0, 1, 2])
+PAIRS = (LABELS, LABELS, LABELS, LABELS.roll(1))
+LOSSES = pytest.mark.parametrize("name", list_losses())
+WITH_SCALE, WITHOUT_SCALE = ("unified", "vlc"), ("goal", "smooth_chamfer", "triplet_hn", "triplet_sh")
+UNEQUAL_WIDTHS = r"embeddings and ref_emb must .*, got .*4\b.* and .*6\b"
+
+
+def call_of(width=4, ref_width=4, **changes):
+    generator = torch.Generator().manual_seed(0)
+    sides = {
+        "embeddings": torch.randn(3, width, generator=generator),
+        "ref_emb": torch.randn(3, ref_width, generator=generator),
+    }
+    return {**sides, "labels": LABELS, "ref_labels": LABELS.clone(), **changes}
+
+
+def callables():
+    """Everything that compares embeddings with ``ref_emb`` by labels."""
+    for name in list_losses():
+        yield name, create_loss(name)
+        yield f"{name}, across processes", create_loss(name, gather_across_devices=True)
+    for loss in (NTXentLoss(), create_loss("unified")):
+        yield f"{type(loss).__name__}, both ways", DistributedLoss(CrossModalLoss(loss))
+        yield f"{type(loss).__name__}, one set", DistributedLoss(CrossModalLoss(loss, one_set=True))
+    yield "base of the host", SmoothChamferLoss(NTXentLoss())
+    yield "miner", HardestNegativeMiner()
+
+
+CALLABLES = pytest.mark.parametrize("compare", [pytest.param(value, id=name) for name, value in callables()])
+
+
+@CALLABLES
+def test_unequal_widths(compare):
+    with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):
+        compare(**call_of(4, 6))
+
+
+@LOSSES
+def test_unequal_widths_by_pairs(name):
+    with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):
+        create_loss(name)(**call_of(4, 6), indices_tuple=PAIRS)
+
+
+@pytest.mark.parametrize("distance", ["LpDistance", "DotProductSimilarity", "SNRDistance"])
+def test_unequal_widths_by_other_distances(distance):
+    with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):
+        create_loss("unified", distance=distance)(**call_of(4, 6))
+
+
+@pytest.mark.parametrize("distance", [ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity])
+@pytest.mark.parametrize("shape", [(3, 2), (3,)], ids=["sets", "packed"])
+def test_unequal_widths_of_sets(distance, shape):
+    with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):
+        distance()(torch.ones(*shape, 4), torch.ones(*shape, 6))
+
+
+def test_widths_of_the_wrappers():
+    call = call_of(4, 6)
+    with pytest.raises(ValueError, match=r"embeddings must be \(B, 6\), got \(3, 4\)"):
+        CrossBatchMemory(UnifiedLoss(), embedding_size=6)(call["embeddings"], LABELS)
+    for symmetric in (True, False):
+        with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):
+            SelfSupervisedLoss(UnifiedLoss(), symmetric=symmetric)(call["embeddings"], call["ref_emb"])
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_sh", "goal"])
+def test_sets_without_a_distance_of_sets(name):
+    with pytest.raises(ValueError, match=r"embeddings must be \(B, D\) for CosineSimilarity, got \(3, 2, 4\)"):
+        create_loss(name)(torch.ones(3, 2, 4), LABELS)
+
+
+@CALLABLES
+def test_labels_of_numpy_and_lists(compare):
+    """They are those of a tensor, also where they are unsigned or truth values."""
+    tensor = torch.tensor([0, 1, 1])
+    expected = compare(**call_of(labels=tensor, ref_labels=tensor.clone()))
+    for labels in (tensor.numpy(), tensor.tolist(), tensor.numpy().astype("u1"), tensor.bool()):
+        actual = compare(**call_of(labels=labels, ref_labels=labels))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_labels_that_torch_does_not_sort_in_a_large_batch(dtype):
+    labels = torch.arange(300) % 2
+    embeddings = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+    loss = create_loss("triplet_hn")
+    assert torch.equal(loss(embeddings, labels.to(dtype)), loss(embeddings, labels)) > 0
+
+
+WRONG_LABELS = [
+    ({"labels": torch.tensor([0, torch.nan, 1])}, "labels must be numbers, got NaN"),
+    ({"ref_labels": np.array([np.nan, 1, 2])}, "ref_labels must be numbers, got NaN"),
+    ({"labels": "abc"}, "labels must be a tensor, an array or a list of integers, got str"),
+    ({"labels": ["a", "b", "c"]}, "labels must be a tensor, an array or a list of integers: "),
+    ({"ref_labels": {0: 1}}, "ref_labels must be a tensor, an array or a list of integers, got dict"),
+    ({"labels": LABELS[:2]}, "labels must have the length 3, got 2"),
+    ({"ref_labels": LABELS[:, None]}, r"ref_labels must have the length 3, got \(3, 1\)"),
+]
+
+
+@CALLABLES
+@pytest.mark.parametrize(("change", "message"), WRONG_LABELS)
+def test_wrong_labels(compare, change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        compare(**call_of(**change))
+
+
+@LOSSES
+def test_missing_labels(name):
+    loss, call = create_loss(name), call_of()
+    one_set = {"labels": None, "ref_emb": None}
+    for change in ({"labels": None}, one_set, one_set | {"indices_tuple": PAIRS}):
+        with pytest.raises(ValueError, match="labels must be a tensor, an array or a list of integers, got None"):
+            loss(**call | change)
+    five = torch.ones(15, 4)
+    with pytest.raises(ValueError, match=r"ref_labels must be given .* with 5 rows .*, labels.repeat_interleave\(5\)"):
+        loss(call["embeddings"], LABELS, ref_emb=five)
+    with pytest.raises(ValueError, match=r"ref_labels must be given with ref_emb$"):
+        loss(call["embeddings"], LABELS, ref_emb=five[:4])
+
+
+WRONG_SCALES = [
+    (-1, "must be a finite number > 0, got -1"),
+    (0.0, "must be a finite number > 0, got 0.0"),
+    ("learned", "must be a finite number > 0, got 'learned'"),
+    (torch.tensor(-2.0, requires_grad=True), "must be a finite number > 0, got -2.0"),
+    (torch.tensor([0.0]), "must be a finite number > 0, got 0.0"),
+    (torch.tensor(torch.nan), "must be a finite number > 0, got nan"),
+    (torch.ones(2), r"must be a number or a tensor of one element, got the shape \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("scale", "message"), WRONG_SCALES)
+@pytest.mark.parametrize("name", WITH_SCALE)
+def test_a_scale_that_is_not_above_zero(name, scale, message):
+    loss, call = create_loss(name), call_of()
+    for compare in (loss, DistributedLoss(loss), DistributedLoss(CrossModalLoss(loss)), SmoothChamferLoss(loss)):
+        with pytest.raises(ValueError, match=f"^scale {message}"):
+            compare(**call, scale=scale)
+    masks = torch.eye(3, dtype=torch.bool), ~torch.eye(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=f"^scale {message}"):
+        loss.from_similarities(torch.eye(3), *masks, scale=scale)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SCALE)
+def test_a_scale_for_a_loss_without_one(name):
+    for compare in (create_loss(name), create_loss(name, gather_across_devices=True)):
+        with pytest.raises(ValueError, match=r"has no scale; losses that have one: unified, vlc$"):
+            compare(**call_of(), scale=5.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_SCALE)
+def test_a_scale_on_a_gpu(name):
+    """It is checked in the first call; later ones do not wait for it, and give NaN."""
+    call = {key: value.cuda() for key, value in call_of().items()}
+    scale = torch.tensor(5.0, device="cuda", requires_grad=True)
+    with pytest.raises(ValueError, match=r"scale must be a finite number > 0, got -5\.0"):
+        create_loss(name)(**call, scale=-scale)
+    loss = create_loss(name)
+    expected = loss(**call, scale=5.0)
+    for _ in range(2):
+        torch.testing.assert_close(loss(**call, scale=scale), expected)
+    assert loss(**call, scale=-scale).isnan()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss(**call, scale=scale).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
