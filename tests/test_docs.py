@@ -15,7 +15,7 @@ import torch
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.examples.lightning_module import RetrievalModule
-from vl_plugins.integrations.open_clip.flags import parse_args
+from vl_plugins.integrations.open_clip.flags import EXCLUDED, NOT_OURS, flag, parse_args
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +121,18 @@ def test_flags_exist(capsys):
     named = {flag for page in pages for flag in re.findall(r"`(--[a-z-]+)", page.read_text(encoding="utf-8"))}
     assert len(named) > 20
     assert named - others <= known
+
+
+def test_the_guide_and_the_help_list_the_flags_that_raise_errors(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    epilog = capsys.readouterr().out.partition("flags of open_clip that raise an error beside ours:")[2]
+    guide = (ROOT / "docs/guides/open_clip.md").read_text(encoding="utf-8")
+    names = [name for group in EXCLUDED.values() for name in group] + list(NOT_OURS)
+    assert len(names) > 15
+    for name in names:
+        assert f"`{flag(name)}`" in guide
+        assert flag(name) in epilog.split()
 
 
 def test_the_configuration_of_the_pml_guide(tmp_path):

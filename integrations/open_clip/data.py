@@ -15,7 +15,14 @@ from open_clip_train.data import DataInfo
 from open_clip_train.distributed import is_master
 from torch import Tensor
 
-from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data import (
+    CaptionSampler,
+    ShardDataset,
+    evaluation_loader,
+    read_batches,
+    read_collection,
+    training_loader,
+)
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.index import Collection, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
@@ -88,7 +95,7 @@ class TrainingData:
     def __iter__(self) -> Iterator[Any]:
         per_step = self.steps.batches.maxlen or 1
         self.steps.batches.clear()
-        for index, batch in enumerate(self.data.dataloader):
+        for index, batch in enumerate(read_batches("--train-data", self.data.dataloader)):
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
             if self.is_ours:
                 images, texts, ids = batch

@@ -18,7 +18,7 @@ from vl_plugins import __version__
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
-from vl_plugins.registry import find, options_of
+from vl_plugins.registry import check_registered, find, options_of
 
 __all__ = ["ResumedRun", "check_fits", "load_optimizer", "read_resumed_run", "settings_of"]
 
@@ -54,6 +54,10 @@ class ResumedRun(NamedTuple):
         """
         if "epoch" not in self.content or args.allow_other_loss:
             return []  # weights alone, or a training that is meant to differ
+        with user_errors(f"--resume {self.file}: its settings are damaged", *MALFORMED_CONTENT):
+            return self._settle(args)
+
+    def _settle(self, args: Namespace) -> list[str]:
         if self.settings is None:
             return [f"--resume {self.file}: its loss is not recorded, so the training goes on as the flags say"]
         lines = []
@@ -73,7 +77,10 @@ class ResumedRun(NamedTuple):
 
     def _settle_component(self, args: Namespace, kind: str) -> None:
         recorded, chosen = self.settings.get(kind), getattr(args, kind)  # type: ignore[union-attr]
+        if not isinstance(recorded, (str, type(None))):
+            raise UserError(f"--resume {self.file}: its --{kind} is {recorded!r}, which is no name")
         if chosen is None:
+            check_registered(recorded)  # a file must not name code to import
             setattr(args, kind, recorded)
         elif chosen != recorded:
             trained_with = f"--{kind} {recorded}" if recorded else f"no --{kind}"
@@ -136,7 +143,8 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
             file = trainer.get_latest_checkpoint(folder, remote=False)
     if file in (None, "latest") or "://" in file:
         return None
-    content = read_checkpoint(file)
+    with user_errors(f"--resume {file}: it holds no weights", *MALFORMED_CONTENT):
+        content = read_checkpoint(file)
     if not isinstance(content, Mapping):
         raise UserError(f"--resume {file}: it holds no weights")
     recorded = content.get("args")

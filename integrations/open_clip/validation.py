@@ -7,7 +7,7 @@ from unittest import mock
 
 from open_clip_train import train
 
-from vl_plugins.data import ShardDataset
+from vl_plugins.data import ShardDataset, read_batches
 from vl_plugins.integrations.encoding import validate
 
 __all__ = ["evaluate"]
@@ -37,7 +37,8 @@ def evaluate(
             return metrics
         unwrapped = model.get_trainable_module() if hasattr(model, "get_trainable_module") else model
         unwrapped = getattr(unwrapped, "module", unwrapped)
-        found = validate(unwrapped, data["val"].dataloader, args.device, args.precision)
+        batches = read_batches("--val-data", data["val"].dataloader)
+        found = validate(unwrapped, batches, args.device, args.precision)
         return {**metrics, **found, "epoch": epoch}
 
     rest = {name: split for name, split in data.items() if name != "val"}

@@ -1,17 +1,13 @@
 """Loaders of a training: batches for training and evaluation, and a few images for trial calls."""
 
-from collections.abc import Iterator
-from typing import Any
-
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
-from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 
-__all__ = ["make_training_loader", "make_validation_loader", "read_batches", "trial_batch"]
+__all__ = ["make_training_loader", "make_validation_loader", "trial_batch"]
 
 TRIAL_IMAGES = 4
 
@@ -58,26 +54,6 @@ def trial_batch(dataset: ShardDataset) -> tuple[Tensor, Tensor, Tensor]:
     draws = [Draw(image, (0,)) for image in range(min(TRIAL_IMAGES, len(dataset)))]
     with config_errors("data"):
         return dataset.collate(dataset.__getitems__(draws))
-
-
-def read_batches(key: str, loader: DataLoader) -> Iterator[Any]:
-    """Yield the batches of a loader; a worker that was killed, perhaps for lack of memory, is a ``UserError``.
-
-    Args:
-        key: of the configuration, for the message.
-        loader: of training or evaluation.
-    """
-    batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(f"{key}: {error}") from error
-        yield batch
 
 
 def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) -> ShardDataset:

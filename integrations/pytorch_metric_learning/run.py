@@ -17,6 +17,7 @@ from timm.layers import convert_sync_batchnorm
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from vl_plugins.data import read_batches
 from vl_plugins.data.files import write_complete, write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
@@ -26,7 +27,6 @@ from vl_plugins.integrations.pytorch_metric_learning.config import Config
 from vl_plugins.integrations.pytorch_metric_learning.loaders import (
     make_training_loader,
     make_validation_loader,
-    read_batches,
     trial_batch,
 )
 from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective

@@ -12,7 +12,7 @@ _MODULES = {
     "caption_table": ("Columns", "read_table"),
     "captions": ("CaptionedImage", "RejectedImage", "normalize_caption"),
     "index": ("Collection", "expand_shards", "read_collection"),
-    "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader"),
+    "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader", "read_batches"),
     "hub": ("read_hugging_face",),
     "inspection": ("inspect_shards", "verify_shards"),
     "sampler": ("CaptionSampler", "training_loader"),

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -211,3 +211,23 @@ def _collate_evaluation(tokenizer: Callable[[list[str]], Tensor], items: Sequenc
     numbers = torch.tensor([len(item.captions) for item in items])
     image_of_caption = torch.arange(len(items)).repeat_interleave(numbers)
     return EvaluationBatch(stack_inputs([item.image for item in items]), texts, image_of_caption, items[0].index)
+
+
+def read_batches(subject: str, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader; a worker that was killed, perhaps for lack of memory, is a ``UserError``.
+
+    Args:
+        subject: the flag or the key of a configuration that names the data, for the message.
+        loader: of training or evaluation.
+    """
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(f"{subject}: {error}") from error
+        yield batch

@@ -71,6 +71,9 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     only_txt: int = 0
 
 
+HEAD_DECODER = msgspec.json.Decoder(IndexHead)  # made once, because threads read the indexes of many shards
+
+
 def index_file(shard: str) -> str:
     """Return the location of a shard's index, such as ``s3://bucket/__index__/coco-train-000000.tar.jsonl``."""
     folder, name = posixpath.split(shard)
@@ -108,7 +111,7 @@ def read_head(shard: str) -> IndexHead:
     """
     try:
         with _open_index(shard) as stream:
-            head = msgspec.json.decode(stream.readline(), type=IndexHead)
+            head = HEAD_DECODER.decode(stream.readline())
     except NO_INDEX:
         return scan_shard(shard)[0]
     if (size := _size(shard)) != head.size:

@@ -40,6 +40,7 @@ WRONG = [
     ({"seed": -1}, "seed must be an integer >= 0, got -1"),
     ({"seed": 2**32}, "seed must be below 2.32, got 4294967296"),
     ({"data": {"batch_size": 0}}, "data.batch_size must be an integer >= 1, got 0"),
+    ({"data": {"batch_size": 1}}, "data.batch_size: a loss compares images, and there is only one; give at least 2"),
     ({"data": {"chunk_size": 0}}, "data.chunk_size must be an integer >= 1, got 0"),
     # Loss, miner, reducer and distance
     ({"loss": {"name": "unified", "marginn": 1}}, "loss 'unified': unknown option 'marginn'"),
