@@ -1,18 +1,42 @@
 """Print the tests of the files that differ from the last commit: ``python -m tests.of_changes``.
 
 ``make check`` runs them before a commit. A test file belongs to a source file if it is named after it, such as
-``tests/data/test_index.py`` of ``vl_plugins/data/index.py``. Where there is none, the test files that import the module
-belong to it, those first that name it most often. The whole suite is for ``make test``.
+``tests/data/test_index.py`` of ``vl_plugins/data/index.py``. Where there is none, :data:`TESTS` lists them, or else
+those belong to it that import the module, the ones first that name it most often. The whole suite is for ``make test``.
 """
 
+import fnmatch
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["changed_files", "tests_of"]
+__all__ = ["changed_files", "related_tests"]
 
 ROOT = Path(__file__).parents[1]
-# Test files that are taken for a module without one of its own; more would take minutes.
+# Quick tests of source files that have none of their own name, by pattern.
+LOSSES = ("tests/losses/test_formulas.py", "tests/losses/test_operations.py", "tests/losses/test_wrong_calls.py")
+TESTS = {
+    "vl_plugins/losses/*.py": LOSSES,
+    "vl_plugins/negatives.py": LOSSES,
+    "vl_plugins/numerics.py": LOSSES,
+    "vl_plugins/untraced.py": LOSSES,
+    "vl_plugins/miners.py": ("tests/losses/test_miner.py",),
+    "vl_plugins/modules/positions.py": ("tests/sets/test_set_prediction.py",),
+    "vl_plugins/commands/encode.py": ("tests/commands/test_evaluate.py",),
+    "vl_plugins/data/limits.py": ("tests/data/test_samples.py",),
+    "vl_plugins/retrieval/norms.py": ("tests/retrieval/test_ranks.py",),
+    "vl_plugins/tables.py": ("tests/retrieval/test_metrics.py", "tests/test_benchmarks.py"),
+    "integrations/open_clip/models.py": ("tests/integrations/open_clip/test_wrong_input.py",),
+    "integrations/open_clip/pictures.py": ("tests/integrations/open_clip/test_data.py",),
+    "integrations/open_clip/resume.py": ("tests/integrations/open_clip/test_resuming.py",),
+    "integrations/open_clip/train.py": ("tests/integrations/open_clip/test_failures.py",),
+    "integrations/pytorch_metric_learning/*.py": ("tests/integrations/pytorch_metric_learning/test_wrong_options.py",),
+    "integrations/sentence_transformers/*.py": ("tests/integrations/sentence_transformers/test_trainer.py",),
+    "integrations/examples/*.py": ("tests/integrations/examples/test_loops_on_shards.py",),
+    "benchmarks/compare/*.py": ("tests/test_compare.py",),
+    "benchmarks/*.py": ("tests/test_benchmarks.py",),
+}
+# Test files that are taken for a module of no pattern; more would take minutes.
 MOST_IMPORTERS = 3
 
 
@@ -28,7 +52,7 @@ def changed_files() -> list[Path]:
     return files
 
 
-def tests_of(files: Iterable[Path]) -> list[Path]:
+def related_tests(files: Iterable[Path]) -> list[Path]:
     """Return the test files of some Python files, and modules whose doctests run, all relative to the checkout."""
     tests = []
     for file in files:
@@ -37,7 +61,7 @@ def tests_of(files: Iterable[Path]) -> list[Path]:
             continue
         if file.parts[0] == "vl_plugins" and ">>>" in (ROOT / file).read_text(encoding="utf-8"):
             tests.append(file)
-        tests += _named_after(file) or _importers(file)
+        tests += _named_after(file) or _of_pattern(file) or _importers(file)
     return list(dict.fromkeys(tests))
 
 
@@ -46,6 +70,13 @@ def _named_after(file: Path) -> list[Path]:
     test_files = sorted((ROOT / "tests").rglob(f"test_{file.stem}.py"))
     mirrored = [test_file for test_file in test_files if test_file.parent.name == file.parent.name]
     return [test_file.relative_to(ROOT) for test_file in mirrored or test_files]
+
+
+def _of_pattern(file: Path) -> list[Path]:
+    for pattern, tests in TESTS.items():
+        if fnmatch.fnmatch(file.as_posix(), pattern):
+            return [Path(test) for test in tests]
+    return []
 
 
 def _importers(file: Path) -> list[Path]:
@@ -63,4 +94,4 @@ def _importers(file: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print("\n".join(map(str, tests_of(changed_files()))))
+    print("\n".join(map(str, related_tests(changed_files()))))

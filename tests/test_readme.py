@@ -65,10 +65,11 @@ def test_the_change_is_one_module_and_one_flag():
     assert [word for word in before if word not in after] == ["open_clip_train.main"]
 
 
-def test_the_open_clip_command(tmp_path, toy_shards):
-    """Two processes, a small model, toy shards."""
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_open_clip_command(tmp_path, toy_shards, processes):
+    """With a small model and toy shards."""
     command = changed_command("+")
-    command[command.index("--nproc_per_node") + 1] = "2"
+    command[command.index("--nproc_per_node") + 1] = str(processes)
     small = "--model vl-tiny --device cpu --precision fp32 --batch-size 16 --workers 0 --epochs 1 --name run".split()
     small += ["--pretrained", "", "--train-data", f"{toy_shards}/toy-train-{{000000..000007}}.tar"]
     small += ["--val-data", f"{toy_shards}/toy-val-{{000000..000002}}.tar"]
