@@ -54,15 +54,15 @@ def changed_files() -> list[Path]:
 
 def related_tests(files: Iterable[Path]) -> list[Path]:
     """Return the test files of some Python files, and modules whose doctests run, all relative to the checkout."""
-    tests = []
+    tests, doctests = [], []
     for file in files:
         if file.parts[0] == "tests":
             tests += [file] if file.name.startswith("test_") else []
             continue
         if file.parts[0] == "vl_plugins" and ">>>" in (ROOT / file).read_text(encoding="utf-8"):
-            tests.append(file)
+            doctests.append(file)
         tests += _named_after(file) or _of_pattern(file) or _importers(file)
-    return list(dict.fromkeys(tests))
+    return list(dict.fromkeys([*tests, *doctests]))  # pytest imports a module of doctests again
 
 
 def _named_after(file: Path) -> list[Path]:
