@@ -66,12 +66,14 @@ class ResumedRun(NamedTuple):
             lines += self._settle_options(args, kind)
         for name in READER:
             recorded = self.settings.get(name)
-            if not getattr(args, name):
-                setattr(args, name, recorded)
-            elif getattr(args, name) != recorded:
-                lines.append(f"--resume {self.file}: {flag(name)} {getattr(args, name)} in place of {recorded}")
+            chosen = getattr(args, name)
+            if not chosen:
+                setattr(args, name, recorded or chosen)
+            elif chosen != recorded:
+                lines.append(f"--resume {self.file}: {flag(name)} {chosen} in place of {recorded}")
         version = self.settings.get("version", "0.3")
-        if version.split(".")[:2] != __version__.split(".")[:2]:
+        is_of_our_reader = self.settings.get("captions_per_image") is not None
+        if is_of_our_reader and version.split(".")[:2] != __version__.split(".")[:2]:
             lines.append(f"--resume {self.file}: it is of vl_plugins {version}; images may come in another order now")
         return lines
 

@@ -19,8 +19,11 @@ from tests.helpers.open_clip_training import (
     small_shard_flags,
 )
 from tests.helpers.processes import in_processes
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import train as launched
+from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.launcher import main
+from vl_plugins.integrations.open_clip.resume import ResumedRun
 
 
 @pytest.fixture
@@ -153,6 +156,19 @@ def test_other_options_are_listed_in_one_line(resume, folder, capfd):
     settings = read_checkpoint(folder, 2)["args"]
     assert settings["loss_kwargs"].items() >= {"symmetric": True, "margin": 0.1, "scale": 20}.items()
     assert (settings["loss"], settings["captions_per_image"]) == ("unified", "all")
+
+
+def test_nothing_is_noted_of_a_run_of_open_clip_alone():
+    """Its params.txt has no option of ours."""
+    options = parse_args(["--resume", "epoch_1.pt"])
+    assert ResumedRun("epoch_1.pt", {"epoch": 1}, {"model": "RN50"}).settle(options) == []
+    assert options == parse_args(["--resume", "epoch_1.pt"])
+
+
+def test_a_checkpoint_names_no_code():
+    options = parse_args(["--resume", "epoch_1.pt"])
+    with pytest.raises(UserError, match="files name registered losses only"):
+        ResumedRun("epoch_1.pt", {"epoch": 1}, {"loss": "planted:Loss"}).settle(options)
 
 
 @pytest.mark.gpu
