@@ -311,9 +311,16 @@ class Collection:
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
         starts = self.starts[images]
         ends = starts + self.sizes[images]
-        # Asynchronous file systems request the ranges. Others open each file, and read megabytes ahead by default.
-        options = {} if isinstance(files, AsyncFileSystem) else {"cache_type": "none"}
-        return files.cat_ranges(paths, starts.tolist(), ends.tolist(), on_error="return", **options)
+        if isinstance(files, AsyncFileSystem):
+            return files.cat_ranges(paths, starts.tolist(), ends.tolist(), on_error="return")
+        contents: list[bytes | Exception] = []
+        for path, start, end in zip(paths, starts.tolist(), ends.tolist(), strict=True):
+            try:
+                # Without a cache, because the default one reads megabytes ahead.
+                contents.append(files.cat_file(path, start=start, end=end, cache_type="none"))
+            except Exception as error:
+                contents.append(error)
+        return contents
 
     def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
         """Return the names, captions and files of an image that :meth:`read` has read.
