@@ -8,6 +8,7 @@ It needs Linux.
 """
 
 import argparse
+import contextlib
 import csv
 import os
 import pickle
@@ -79,7 +80,9 @@ def write_plainly(folder: Path) -> None:
         for row in csv.DictReader(stream):
             captions[row["image"]].append(row["caption"])
     (folder / "shards").mkdir()
-    with webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=SAMPLES_PER_SHARD, verbose=0) as shards:
+    # It prints the name of each shard; early versions have no option for that.
+    writer = webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=SAMPLES_PER_SHARD)
+    with contextlib.redirect_stdout(sys.stderr), writer as shards:
         for index, (file, texts) in enumerate(captions.items()):
             data = (folder / "pictures" / file).read_bytes()
             metadata = {"image_id": index, "captions": texts}

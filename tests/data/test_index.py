@@ -115,7 +115,7 @@ class TestOtherShards:
     """Shards of other programs, without an index."""
 
     def test_webdatasets_writer(self, tmp_path):
-        with webdataset.ShardWriter(f"{tmp_path}/x-%06d.tar", maxcount=2, verbose=0) as writer:
+        with webdataset.ShardWriter(f"{tmp_path}/x-%06d.tar", maxcount=2) as writer:
             for index in range(4):
                 picture = Image.new("RGB", (4, 4), (index, 0, 0))
                 writer.write({"__key__": f"a/{index}", "png": picture, "txt": f"caption {index}"})
