@@ -81,8 +81,8 @@ def write_plainly(folder: Path) -> None:
             captions[row["image"]].append(row["caption"])
     (folder / "shards").mkdir()
     # It prints the name of each shard; early versions have no option for that.
-    writer = webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=SAMPLES_PER_SHARD)
-    with contextlib.redirect_stdout(sys.stderr), writer as shards:
+    quiet = contextlib.redirect_stdout(sys.stderr)
+    with quiet, webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=SAMPLES_PER_SHARD) as shards:
         for index, (file, texts) in enumerate(captions.items()):
             data = (folder / "pictures" / file).read_bytes()
             metadata = {"image_id": index, "captions": texts}
