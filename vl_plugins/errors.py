@@ -70,7 +70,8 @@ class MissingExtraError(UserError, ImportError):
 def exit_status(program: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Run a command and return its exit status.
 
-    A ``UserError`` or ``OSError`` ends in one line on standard error and status 2, Ctrl-C in one line and status 130.
+    A ``UserError``, an ``OSError`` or a failed connection ends in one line on standard error and status 2, Ctrl-C in
+    one line and status 130.
     Any other exception is a bug or a failure of the machine: it keeps its traceback, which ends the process with
     status 1. ``VL_PLUGINS_TRACEBACK=1`` shows the traceback of user errors, too.
 
@@ -86,20 +87,16 @@ def exit_status(program: str, run: Callable[[], int | None], interrupted: str = 
         return run() or 0
     except BrokenPipeError:
         raise
-    except (UserError, OSError) as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        print(f"{_rank_label()}{program}: error: {message(error)}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {interrupted}", file=sys.stderr)
         return 130  # as shells report a process that Ctrl-C ended
     except Exception as error:
-        if is_network_error(error) and not os.environ.get(TRACEBACK):
+        is_foreseen = isinstance(error, (UserError, OSError)) or is_network_error(error)
+        if is_foreseen and not os.environ.get(TRACEBACK):
             print(f"{_rank_label()}{program}: error: {message(error)}", file=sys.stderr)
             return 2
-        if not hasattr(error, "add_note"):
+        if not hasattr(error, "add_note"):  # before Python 3.11, tracebacks have no notes
             for note in getattr(error, "__notes__", []):
                 print(f"{_rank_label()}{note}", file=sys.stderr)
         if not _rank_label():
