@@ -182,7 +182,10 @@ def test_the_launcher_resumes_0_3_with_the_loss_and_the_reader_of_the_run(versio
     """The checkpoint is of epoch 5 of 8, with a learned scale and a margin of 0.1, which params.txt has."""
     assert launch([*LAUNCH_0_3.split(), "--resume", "latest"]) == 0
     assert_trained("learned", 8)
-    assert notes(capfd) == ["it is of vl_plugins 0.3; images may come in another order now"]
+    assert notes(capfd) == [
+        "--loss unified of the run, with its options, is used",
+        "it is of vl_plugins 0.3; images may come in another order now",
+    ]
     settings = read_torch_file("logs/learned/checkpoints/epoch_8.pt")["args"]
     expected = {"loss": "unified", "captions_per_image": "all", "allow_duplicate_captions": True, "head": None}
     assert {name: settings[name] for name in expected} == expected

@@ -132,6 +132,12 @@ def test_specifications():
     [
         ("loss", "vlc", {"scael": 1}, "loss 'vlc': unknown option 'scael' (did you mean 'scale'?); known: "),
         ("loss", "vlc", {"temperature": 0.07}, f"loss 'vlc': {TEMPERATURE} = 14.3"),
+        (
+            "loss",
+            "unified",
+            {"scale": "learned"},
+            "scale=learned is an option of the launcher; in Python, call the loss",
+        ),
         ("loss", "unified", {"temperature": "x"}, f"loss 'unified': {TEMPERATURE}"),
         ("loss", "triplet_hn", {"temperature": 0.07}, "loss 'triplet_hn': unknown option 'temperature'"),
         ("loss", "smooth_chamfer", {"base": "vlc", "temperature": 0.1}, f"loss 'vlc': {TEMPERATURE} = 10"),

@@ -165,8 +165,11 @@ def is_network_error(error: Exception) -> bool:
 
 
 def _is_parser_error(error: Exception) -> bool:
-    """Return whether a parser of a file or a check of an argument raised this error."""
-    return isinstance(error, PARSER_ERRORS) or _is_of_packages(error, PARSERS)
+    """Return whether a parser of a file or a check of an argument raised this error.
+
+    Tokenizers of Hugging Face raise ``Exception`` itself.
+    """
+    return type(error) is Exception or isinstance(error, PARSER_ERRORS) or _is_of_packages(error, PARSERS)
 
 
 def _is_of_packages(error: Exception, classes: Mapping[str, Sequence[str]]) -> bool:

@@ -8,13 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_labels", "eager", "full_precision"]
+__all__ = ["as_labels", "check_tensors", "eager", "full_precision"]
 
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
+
+
+def check_tensors(**arguments: Any) -> None:
+    """Raise ``ValueError`` for an argument that is no tensor, such as an array of numpy."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -106,6 +106,10 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
         raise UserError(f"{kind} must be a name or a mapping with name: NAME, got {specification!r}")
     factory = find(kind, name, imports)
     known = options_of(factory)
+    if kind == "loss" and "scale" in known and options.get("scale") == "learned":
+        raise UserError(
+            "scale=learned is an option of the launcher; in Python, call the loss with scale=model.logit_scale.exp()"
+        )
     try:
         components = {
             option: create(KIND_OF_OPTION[option], value)

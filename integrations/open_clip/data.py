@@ -1,6 +1,7 @@
 """Our readers in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
 
 import logging
+import os
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from vl_plugins.data import (
     training_loader,
 )
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.index import Collection, make_head
+from vl_plugins.data.index import Collection, expand_braces, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record
 from vl_plugins.errors import UserError, user_errors
@@ -142,6 +143,14 @@ def check_columns(option: str, file: str, args: Namespace) -> None:
             )
 
 
+def check_shards(option: str, pattern: str) -> None:
+    """Raise ``UserError`` if local shards for open_clip's own reader do not exist."""
+    shards = [shard for part in pattern.split("::") for shard in expand_braces(part)]
+    missing = [shard for shard in shards if ":" not in shard and not os.path.exists(shard)]  # no program or URL
+    if missing:
+        raise UserError(f"{option} {pattern}: {len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
+
+
 def read_splits(args: Namespace) -> dict[str, Collection]:
     """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
 
@@ -161,6 +170,8 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
             if reader is host_data.get_csv_dataset:
                 check_columns(flag(split), path, args)
             if not (args.loss or args.captions_per_image):
+                if reader is host_data.get_wds_dataset:
+                    check_shards(flag(split), path)
                 continue
             if reader is host_data.get_wds_dataset:
                 collection = read_collection(path)

@@ -118,6 +118,8 @@ class _Parser(CommandParser):
     def _words(self, file: Path, given: Namespace) -> list[str]:
         """Return a configuration file as a command line."""
         config = read_yaml(file)
+        if not isinstance(config, Mapping):
+            raise UserError(f"{file}: expected flags and their values, such as 'loss: unified', got {config!r:.80}")
         config = {str(key).replace("_", "-"): value for key, value in config.items()}
         actions = {name[2:]: action for action in self._actions for name in action.option_strings}
         words = []

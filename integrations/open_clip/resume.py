@@ -20,7 +20,7 @@ from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_
 from vl_plugins.integrations.open_clip.flags import KINDS, flag
 from vl_plugins.registry import check_registered, find, options_of
 
-__all__ = ["ResumedRun", "check_fits", "load_optimizer", "read_resumed_run", "settings_of"]
+__all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
 
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
@@ -61,9 +61,14 @@ class ResumedRun(NamedTuple):
         if self.settings is None:
             return [f"--resume {self.file}: its loss is not recorded, so the training goes on as the flags say"]
         lines = []
+        adopted = []
         for kind in COMPONENTS:
+            if getattr(args, kind) is None and self.settings.get(kind) is not None:
+                adopted.append(f"--{kind} {self.settings[kind]}")
             self._settle_component(args, kind)
             lines += self._settle_options(args, kind)
+        if adopted:
+            lines.append(f"--resume {self.file}: {' '.join(adopted)} of the run, with its options, is used")
         for name in READER:
             recorded = self.settings.get(name)
             chosen = getattr(args, name)
@@ -115,6 +120,13 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     if args.loss is not None:
         settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
     return settings
+
+
+def describe_settings(args: Namespace) -> str:
+    """Return the options of the loss and the reader that are in force, for the log."""
+    settings = settings_of(args)
+    options = " ".join(f"{name}={value}" for name, value in settings["loss_kwargs"].items())
+    return f"{options}; captions per image: {args.captions_per_image}"
 
 
 def _plain_defaults(loss: str) -> dict[str, Any]:

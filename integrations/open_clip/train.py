@@ -34,6 +34,7 @@ from vl_plugins.integrations.open_clip.pictures import image_opener
 from vl_plugins.integrations.open_clip.resume import (
     ResumedRun,
     check_fits,
+    describe_settings,
     load_optimizer,
     read_resumed_run,
     settings_of,
@@ -132,13 +133,18 @@ class _Launch:
         args, loss = self.args, self.loss
         if loss is not None:
             compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
-            logging.info(f"Training with the loss of vl_plugins: {args.loss}; a process compares {compared} of all")
+            logging.info(f"Training with the loss of vl_plugins: {args.loss}; {describe_settings(args)}")
+            logging.info(f"Each process compares {compared} of all processes")
         if is_master(args):
             for note in self.notes:
                 logging.warning(note)
-        # Weights of another model, a file that is no checkpoint, or an unknown tag raise a RuntimeError or KeyError.
-        expected = MALFORMED_CONTENT if pretrained or has_schema(name) else ()
-        with user_errors(f"--pretrained {pretrained}" if pretrained else f"--model {name}", *expected):
+        subject = f"--pretrained {pretrained}" if pretrained else f"--model {name}"
+        if args.aug_cfg:
+            subject += f" or --aug-cfg {args.aug_cfg}"
+        # Weights of another model, a file that is no checkpoint, or an unknown tag raise a RuntimeError or KeyError,
+        # and wrong settings of the augmentation nearly anything.
+        expected = MALFORMED_CONTENT if pretrained or has_schema(name) or args.aug_cfg else ()
+        with user_errors(subject, *expected):
             file = Path(pretrained or "")
             content = read_checkpoint(file) if file.is_file() and file.suffix not in OTHER_FORMATS else {}
             has_heads = args.head and any("image_head." in key for key in content.get("state_dict", content))
@@ -187,6 +193,8 @@ def _check(args: Namespace) -> None:
         add_model_config(args.model_config)
     for model in filter(None, (args.distill_model, args.model)):
         check_model(model)
+    with user_errors(f"--device {args.device}", RuntimeError):
+        torch.device(args.device)
     _check_components(args)
     if args.loss:
         _check_loss(args)

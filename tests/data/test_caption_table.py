@@ -228,6 +228,15 @@ SIGNS = st.lists(st.sampled_from(['"', "'", "\n", "\r", "\r\n", "\t", ",", ";", 
 CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(str.strip)
 
 
+def test_parquet_is_named(tmp_path):
+    file = tmp_path / "captions.csv"
+    file.write_bytes(b"PAR1\x15\x04\x15\x80")
+    with pytest.raises(
+        UserError, match=r"captions\.csv is Parquet, not text: give its folder to `vl-plugins shards hugging"
+    ):
+        list(read_table(file))
+
+
 @settings(max_examples=40)
 @given(st.lists(st.lists(CAPTIONS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
 def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, random_order):

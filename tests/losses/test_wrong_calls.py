@@ -57,6 +57,13 @@ def test_unequal_widths_by_pairs(name):
         create_loss(name)(**call_of(4, 6), indices_tuple=PAIRS)
 
 
+@LOSSES
+def test_embeddings_of_numpy(name):
+    embeddings = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="embeddings must be a tensor, got ndarray"):
+        create_loss(name)(embeddings.numpy(), torch.arange(4), ref_emb=embeddings, ref_labels=torch.arange(4))
+
+
 @pytest.mark.parametrize("distance", ["LpDistance", "DotProductSimilarity", "SNRDistance"])
 def test_unequal_widths_by_other_distances(distance):
     with pytest.raises(ValueError, match=UNEQUAL_WIDTHS):

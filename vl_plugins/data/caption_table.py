@@ -172,6 +172,8 @@ def _read_csv(file: Path) -> Table:
     # "sig": spreadsheets put a byte order mark first. "surrogateescape": to find the line that is not UTF-8.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         header = stream.readline()
+        if header.startswith("PAR1"):
+            raise UserError(f"{file} is Parquet, not text: give its folder to `vl-plugins shards hugging-face`")
         delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
         options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
         if delimiter[1:] == " ":

@@ -100,7 +100,7 @@ def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]
         stream.seek(archive.offset)
         rest = stream.read(tarfile.RECORDSIZE)
         if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise ValueError("an archive ends with zeros")
+            raise ValueError("it is cut off, or something follows its end; write the shard again")
     if sample is not None:
         yield sample
 

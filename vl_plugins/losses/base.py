@@ -11,7 +11,7 @@ from torch import Tensor
 from vl_plugins.distances import check_widths
 from vl_plugins.errors import number
 from vl_plugins.negatives import MATRIX_BYTES, cosines, label_pairs, matrix_maximum, maximum, soft_maximum
-from vl_plugins.numerics import as_labels, eager, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import losses_with_scale, options_of, scale_advice
 
 __all__ = ["PairLoss", "Pairs"]
@@ -157,6 +157,7 @@ class PairLoss(BaseMetricLossFunction):
         one_set = ref_emb is None or ref_emb is embeddings
         ref_emb = embeddings if ref_emb is None else ref_emb
         by_labels = indices_tuple is None
+        check_tensors(embeddings=embeddings, ref_emb=ref_emb)
         check_widths(self.distance, embeddings, ref_emb)
         labels, ref_labels = _checked_labels(embeddings, labels, ref_emb, ref_labels, by_labels)
         in_blocks = by_labels and self.negatives in ("max", "logsumexp") and self._is_plain()

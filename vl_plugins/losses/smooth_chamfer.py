@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
 from vl_plugins.errors import number
-from vl_plugins.numerics import as_labels, eager, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
@@ -107,7 +107,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
         ref_emb = None if ref_emb is embeddings else ref_emb
+        check_tensors(embeddings=embeddings)
         if ref_emb is not None:
+            check_tensors(ref_emb=ref_emb)
             check_widths(self.distance, embeddings, ref_emb)
         # Here too, because the base may be a loss of pytorch-metric-learning.
         if labels is not None:

@@ -31,6 +31,7 @@ CONFIG = {
 }
 YAML = {
     "bracket": "loss: [",
+    "list": "- loss\n- unified\n",
     "key": "los: unified\n",
     "twice": "loss: unified\nloss: vlc\n",
     "object": "loss: !!python/object/apply:print [code has run]\n",
@@ -119,6 +120,7 @@ FLAGS = {
     f"{SETS} --val-data plain.tar": "--val-data plain.tar: to validate sets, give shards",
     f"{LOSS} --siglip": "--loss does not support --siglip",
     f"{LOSS} --dataset-resampled": "--dataset-resampled is for open_clip's reader",
+    "--device 3": "--device 3: Invalid device string: '3'",
     "--los unified": "ambiguous option: --los could match",
 }
 FILES = {
@@ -137,6 +139,7 @@ FILES = {
     "--resume other_optimizer.pt": "--resume other_optimizer.pt: the state of the optimizer does not fit: ",
     "--resume cut_state.pt": r"the state of the optimizer does not fit: exp_avg is \(1,\), expected ",
     "--config bracket.yaml": 'bracket.yaml: not valid YAML: while parsing .* in "bracket.yaml", line 1, column 8',
+    "--config list.yaml": "list.yaml: expected flags and their values, such as 'loss: unified', got ",
     "--config object.yaml": "object.yaml: not valid YAML",
     "--config twice.yaml": "twice.yaml: not valid YAML: a key is given twice: loss, loss",
     "--config key.yaml": "unknown key in key.yaml 'los' (did you mean 'loss'?)",
@@ -161,6 +164,7 @@ DATA = {
     f"{LOSS} --train-data pipe:cat --dataset-type webdataset": "pipe:cat",
     f"{LOSS} --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
     f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
+    "--train-data plain.tar::no-{0..1}.tar --dataset-type webdataset": "2 of 3 shards do not exist: no-0.tar",
     "--train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
     f"{TRAIN} {LOSS} --val-data columns.tsv": "--val-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
     "--config pipe_in_braces.yaml": "'p{i..i}pe:echo code has run' is no local path",
