@@ -22,9 +22,10 @@ def test_two_commands_set_everything_up(tmp_path):
     """What they would run in a new checkout: each says what it downloads, then installs, then does its work."""
     first, second = commands(README)[:2]
     steps = []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
     for command in (first, second):
-        variables = [f"VENV={tmp_path}/venv", "PYTHON=python3"]
-        printed = subprocess.run([*command, "--dry-run", *variables], cwd=ROOT, capture_output=True, text=True)
+        words = [*command, "--dry-run", "--no-print-directory", f"VENV={tmp_path}/venv", "PYTHON=python3"]
+        printed = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert printed.returncode == 0, printed.stderr
         assert printed.stdout.index("3 GB of downloads, 6 GB on the disk") < printed.stdout.index("-m venv")
         steps.append(printed.stdout)
