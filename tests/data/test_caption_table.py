@@ -237,7 +237,7 @@ def test_parquet_is_named(tmp_path):
         list(read_table(file))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.lists(CAPTIONS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
 def test_captions_come_back_as_they_were(tmp_path_factory, captions_of_images, random_order):
     """Also when the rows of an image are apart."""

@@ -56,6 +56,10 @@ def each_way(names):
 
 EACH = pytest.mark.parametrize("name", NAMES)
 SOME, SOME_WAYS = pytest.mark.parametrize("name", ONE_OF_EACH), each_way(ONE_OF_EACH)
+# One loss of each kind of `negatives`: the base class computes what is tested with these. The others are long forms.
+ONE_OF_A_KIND = ("unified", "triplet_hn", "triplet_sh", "goal cir sig_ms")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ONE_OF_EACH if name not in ONE_OF_A_KIND]
+EACH_KIND = pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *SLOW])
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +95,8 @@ def test_a_matrix_of_similarities(name):
         torch.testing.assert_close(torch.autograd.grad(found, leaves_of(call)), tuple(gradients))
     if "goal" not in name:
         leaf = similarities.detach().requires_grad_()
-        assert torch.autograd.gradgradcheck(lambda s: make_loss(name).from_similarities(s, *masks_of(call)), leaf)
+        loss, masks = make_loss(name), masks_of(call)
+        assert torch.autograd.gradgradcheck(lambda s: loss.from_similarities(s, *masks), leaf, fast_mode=True)
         values = make_loss(name, reducer=reducers.DoNothingReducer()).from_similarities(leaf, *masks_of(call))
         by_hand = [value for _, value in values_of(name, leaf, call)]
         torch.testing.assert_close(values["loss"]["losses"], torch.stack(by_hand))
@@ -215,7 +220,7 @@ def test_finite_at_the_extremes(name):
                 assert not gradient.view(4, 5, 2)[:, 3].any()
 
 
-@SOME
+@EACH_KIND
 def test_distances_and_miners(name):
     formulas = {
         "CosineSimilarity": similarity.cosine,
@@ -250,7 +255,7 @@ def is_mined(name, call):
     return len(pairs[0]) > 0 and len(pairs[-1]) > 0 and shows_something(name, call)
 
 
-@SOME
+@EACH_KIND
 def test_reducers_and_regularizers(name):
     for key, reducer in components.all_of("reducer").items():
         for what, call in calls(candidates=len(LABELS)):
