@@ -88,6 +88,7 @@ def test_shards_are_read_and_written(capsys):
         data.read([(torch.zeros(2), None), (torch.zeros(1), None)], 4)
 
 
+@pytest.mark.slow
 def test_memory_of_an_image(capsys):
     from benchmarks import data  # needs webdataset, which `make gpu` does without
 

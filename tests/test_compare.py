@@ -28,6 +28,7 @@ def changed_checkout(tmp_path):
     return checkout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
 def test_a_changed_formula_is_found(changed_checkout, capsys):
     """In the loss that has it; another one is the same."""

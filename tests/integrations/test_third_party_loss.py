@@ -85,7 +85,10 @@ def test_plot_gradients_finds_a_module_in_the_current_folder(tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("name", "option"), [("squared_hinge", "tiled=True"), ("sigmoid", "bias=-5")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("squared_hinge", "tiled=True"), pytest.param("sigmoid", "bias=-5", marks=pytest.mark.slow)],
+)
 def test_a_loss_of_ones_own_trains_in_both_hosts(name, option, toy_shards, tmp_path, caplog):
     """Those of the guide: with several captions, a miner, a reducer, and the scale of the model."""
     caplog.set_level("INFO")

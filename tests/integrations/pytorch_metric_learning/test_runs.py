@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_numbers(traine
     torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("by", "length"), [("epoch", 4), ("iteration", 16)])
+@pytest.mark.parametrize(("by", "length"), [pytest.param("epoch", 4, marks=pytest.mark.slow), ("iteration", 16)])
 def test_a_run_is_extended(by, length, toy_shards, tmp_path, caplog):
     """With a schedule of the final length, it is the longer run; what changed is one warning.
 
