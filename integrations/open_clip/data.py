@@ -48,7 +48,7 @@ class Steps:
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
         self.batches: deque[Tensor] = deque(maxlen=batches_per_step)
-        self._batches_per_step = batches_per_step
+        self.batches_per_step = batches_per_step
         self._step_of_passes = -1
         self._passes = 0
 
@@ -62,12 +62,12 @@ class Steps:
 
         open_clip calls the loss ``batches_per_step`` times in a step, each time with the gradients of one batch.
         """
-        if self._batches_per_step == 1:
+        if self.batches_per_step == 1:
             return True
         if self._step_of_passes != self.number:
             self._step_of_passes, self._passes = self.number, 0
         self._passes += 1
-        return self._passes % self._batches_per_step == 0
+        return self._passes % self.batches_per_step == 0
 
 
 class TrainingData:
@@ -94,7 +94,7 @@ class TrainingData:
         seed_everything(derived_seed(*self.seed, epoch))
 
     def __iter__(self) -> Iterator[Any]:
-        per_step = self.steps.batches.maxlen or 1
+        per_step = self.steps.batches_per_step
         self.steps.batches.clear()
         for index, batch in enumerate(read_batches("--train-data", self.data.dataloader)):
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
