@@ -72,13 +72,16 @@ def comparison_notes(differences: Differences, baseline: str, judged: bool = Fal
     sample = "other queries to the same candidates" if judged else "another test set of this kind"
     if not checkpoints_only:
         sample += " and other seeds"
-    held = "the true difference" if len(rows) == 1 else "the true differences of all rows"
-    notes = [f"{label} decides. In 95 of 100 repetitions with {sample}, the intervals hold {held}."]
+    held = "the interval holds the true difference"
+    if len(rows) > 1:
+        held = "the intervals hold the true differences of all rows"
+    notes = [f"{label} decides. In 95 of 100 repetitions with {sample}, {held}."]
     if checkpoints_only:
-        names = "" if len(checkpoints_only) == len(rows) else f"{', '.join(checkpoints_only)}: "
+        few = "With fewer than three seeds on a side"
+        if len(checkpoints_only) < len(rows):
+            few = f"{', '.join(checkpoints_only)}: with fewer than three seeds on a side"
         notes.append(
-            f"{names}With fewer than three seeds on a side, this is about these checkpoints and not about the methods: "
-            "another training may differ by more."
+            f"{few}, this is about these checkpoints and not about the methods: another training may differ by more."
         )
     least_certain = max(rows.values(), key=lambda row: row.smallest())
     notes.append(_resolution(least_certain, label))
