@@ -6,7 +6,7 @@ number of all its right answers, a tool averages over the queries one of
 .. math:: [h_q(K) > 0], \qquad h_q(K) / R_q, \qquad h_q(K) / K
 
 Tools also differ in the images and captions that are compared, in the right answers, and in the order of ties.
-:mod:`vl_plugins.retrieval.tools` has a sentence for each rule, and :mod:`vl_plugins.retrieval.places` the places of right answers.
+:mod:`vl_plugins.retrieval.tools` has a sentence for each rule.
 
 All rules are applied to similarities that this project computes: in float32 at least, where equal embeddings tie
 exactly. The tools compute plain products, in which equal embeddings may differ in the last bits. So their own numbers
