@@ -96,7 +96,7 @@ NOT_READ = "set VL_PLUGINS_TRACEBACK=1"
         (pickle.dumps(Exploit()), NOT_READ),
         (npz(**BOTH | {"image_features": np.array([Exploit()], dtype=object)}), NOT_READ),
         (npz(image_features=IMAGES), "caption_features, image_of_caption, got image_features"),
-        (npz(**BOTH | {"image_features": np.array(["a"])}), "can't convert"),
+        (npz(**BOTH | {"image_features": np.array(["a"])}), "image_features must have real numbers, got an array of type <U1"),
         (npz(**BOTH | {"caption_features": CAPTIONS[:, :5]}), "one width, got (4, 6) and (8, 5)"),
         (npz(**BOTH | {"image_of_caption": np.arange(8.0)}), "integers as image_of_caption"),
         (npz(**BOTH, image_ids=np.arange(3)), "an id of each of the 4 images"),
