@@ -60,7 +60,9 @@ def _short_warnings(program: str) -> Iterator[None]:
     """Print each ``InputWarning`` as one line on standard error, and other warnings as Python does."""
     show_any = warnings.showwarning
 
-    def show(message: Any, category: type, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         if issubclass(category, InputWarning):
             print(f"{program}: warning: {message}", file=sys.stderr)
         else:

@@ -165,5 +165,5 @@ def _vectors(column: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     if len(lengths) > 1:
         raise UserError(f"{name} must have one length, that of all vectors, got {lengths[0]} and {lengths[1]}")
     width = lengths[0] if lengths else 0
-    vectors = numbers.to_numpy(zero_copy_only=False).reshape(len(lists), width)
-    return vectors, column.is_valid().to_numpy(zero_copy_only=False)
+    vectors = np.array(numbers.to_numpy(zero_copy_only=False))  # a copy, since pyarrow's arrays are read-only
+    return vectors.reshape(len(lists), width), column.is_valid().to_numpy(zero_copy_only=False)
