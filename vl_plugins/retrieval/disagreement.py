@@ -1,4 +1,4 @@
-r"""Where two models differ: groups of captions on which one model gains or loses most, and queries only one model finds.
+r"""Where two models differ: groups of captions on which one model gains or loses most; queries that one alone finds.
 
 Let :math:`d_q` be the difference of two models in R@1 on query q, in percent; with several seeds, R@1 of a query is the
 share of the seeds that find it. A group of n of the Q queries deviates from all queries by
