@@ -153,9 +153,11 @@ def test_csv_and_parquet_are_read_as_equal_tables(tmp_path):
         with PerQueryTable(file) as table:
             table.add("plain", "clip", 0, 0, fold, features)
             table.add("plain", "other", 0, 0, fold, features)
-    texts = dict.fromkeys(("query", "image", "best_right", "best_wrong"), str)
-    table = pandas.read_csv(files[0], dtype=texts, keep_default_na=False, float_precision="round_trip")
-    pandas.testing.assert_frame_equal(table, pandas.read_parquet(files[1]), check_exact=True, check_dtype=False)
+    table = pandas.read_csv(files[0], dtype=str, keep_default_na=False)
+    expected = pandas.read_parquet(files[1])
+    for name, column in expected.items():
+        convert = str if pandas.api.types.is_string_dtype(column) else column.dtype.type
+        assert table[name].map(convert).tolist() == column.tolist()
     assert len(table) == 2 * (12 + 36)
 
 
@@ -189,6 +191,7 @@ def test_rows_are_written_as_they_come(tmp_path):
     assert [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] == [12, 36] * 3
 
 
+@pytest.mark.filterwarnings("error")  # of a writer that writes once more when it is garbage
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 @pytest.mark.parametrize("error", [OSError("of another file"), KeyboardInterrupt(), ZeroDivisionError()])
 def test_after_an_error_nothing_is_left_behind_and_the_error_stays_as_it_is(suffix, error, tmp_path):
@@ -203,10 +206,12 @@ def test_after_an_error_nothing_is_left_behind_and_the_error_stays_as_it_is(suff
     with pytest.raises(type(error)) as caught:
         write_and_fail()
     assert caught.value is error
+    error.with_traceback(None)  # which holds the table
+    del caught
+    gc.collect()
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.filterwarnings("error")  # of a writer that writes once more when it is garbage
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 @pytest.mark.parametrize("limit", [0, 100, 10_000])
 def test_a_disk_that_becomes_full_is_an_error_that_names_the_file(suffix, limit, tmp_path):
@@ -229,8 +234,6 @@ def test_a_disk_that_becomes_full_is_an_error_that_names_the_file(suffix, limit,
     with pytest.raises(UserError) as caught:
         write_on_small_disk()
     assert str(caught.value) == f"cannot write {file}: File too large"
-    del caught
-    gc.collect()
     assert [*tmp_path.iterdir()] == []
 
 
