@@ -120,7 +120,7 @@ def test_what_the_images_resolve():
 
 
 def test_judged_answers_hold_the_gallery_fixed():
-    first, *_ = comparison_notes({"a": of_model()}, "clip", judged=True)
+    first, *_ = comparison_notes({"a": of_model()}, judged=True)
     assert first == (
         "mAP@R decides. In 95 of 100 repetitions with other queries to the same candidates, the interval holds the "
         "true difference."
