@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from vl_plugins.retrieval.ranks import Ranks
+import torch
+
+from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
 from vl_plugins.tables import align_columns
 
-__all__ = ["format_metrics_table", "metrics_table", "retrieval_metrics"]
+__all__ = ["format_metrics_table", "hubness", "metrics_table", "retrieval_metrics"]
 
 RECALL_AT = (1, 5, 10)
 DIRECTIONS = {"image_to_text": "i2t", "text_to_image": "t2i"}
@@ -51,6 +53,50 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dic
     hardest = [part.negative_similarity[:, 0].double().mean().item() for part in ranks]
     metrics |= {"positive_similarity": sum(positive) / 2, "hardest_negative_similarity": sum(hardest) / 2}
     return metrics
+
+
+def hubness(ranks: DirectionRanks, candidates: int, k: int = 10) -> float:
+    r"""Return the skewness of how often each candidate is among the first K answers of a query.
+
+    With :math:`N` that number of a candidate, it is :math:`\mathrm{E}(N - \bar N)^3 / \mathrm{E}((N - \bar N)^2)^{3/2}`
+    (Radovanović et al. 2010, "Hubs in Space", section 2). Around 0 no candidate stands out. Above about 3 a few
+    candidates, the hubs, are among the first of very many queries. Where all candidates are equally frequent it is 0.
+
+    Args:
+        ranks: with the first K wrong candidates of each query at least.
+        candidates: how many there are.
+        k: how many answers of each query count.
+
+    Raises:
+        ValueError: ranks have fewer wrong candidates.
+
+    >>> from vl_plugins.retrieval import retrieval_ranks
+    >>> ranks = retrieval_ranks(torch.eye(4), torch.eye(4)[[0, 1, 0, 0]], torch.arange(4))
+    >>> round(hubness(ranks.text_to_image, 4, k=1), 4)
+    0.8165
+    """
+    if ranks.negatives.shape[1] < min(k, candidates):
+        first = f"the first {ranks.negatives.shape[1]} wrong candidates"
+        raise ValueError(f"ranks have {first} of each query, but {k} are needed")
+    queries = len(ranks.queries)
+    device = ranks.negatives.device
+    # The place of right answer number i, from 0, is 1 + i + the number of wrong ones that are as similar at least.
+    first_positive = torch.searchsorted(ranks.positive_query, torch.arange(queries, device=device))
+    number = torch.arange(len(ranks.positives), device=device) - first_positive[ranks.positive_query]
+    negative_similarity = ranks.negative_similarity[ranks.positive_query, :k]
+    wrong_before = (negative_similarity >= ranks.positive_similarity[:, None]).sum(dim=1)
+    is_positive_shown = number + wrong_before < k
+    shown_positives = torch.zeros(queries, dtype=torch.int64, device=device)
+    shown_positives.index_add_(0, ranks.positive_query, is_positive_shown.long())
+    negatives = ranks.negatives[:, :k]
+    is_negative_shown = torch.arange(negatives.shape[1], device=device) < k - shown_positives[:, None]
+    shown = torch.cat([ranks.positives[is_positive_shown], negatives[is_negative_shown & (negatives >= 0)]])
+    deviation = shown.bincount(minlength=candidates).double()
+    deviation -= deviation.mean()
+    variance = deviation.square().mean()
+    if variance == 0:
+        return 0.0
+    return (deviation.pow(3).mean() / variance**1.5).item()
 
 
 def metrics_table(results: Mapping[str, Mapping[str, float]], judged: bool = False) -> list[list[str]]:
