@@ -216,7 +216,7 @@ class Study:
 def versus_baseline(difference: Difference) -> str:
     """Return a difference with its interval, and whether it is resolved."""
     interval = f"{difference.mean:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]"
-    return interval if difference.is_resolved else f"{interval}, not resolved"
+    return interval if difference.resolved else f"{interval}, not resolved"
 
 
 def once(command: str, folder: Path) -> None:

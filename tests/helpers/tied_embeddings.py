@@ -1,4 +1,4 @@
-"""Features whose similarities tie, and whose products are exact in float32, so that every program sees the same ties."""
+"""Features whose similarities tie. Their products are exact in float32, so that every program sees the same ties."""
 
 import random
 

@@ -170,7 +170,7 @@ def test_intervals_are_those_of_loops_over_the_formulas(world, ours, theirs):
         assert difference.freedom == pytest.approx(freedom, rel=1e-9)
         assert (difference.seed_error is None) == (min(ours, theirs) < 3)
         assert (difference.seeds, difference.images) == ((ours, theirs), 60)
-        assert difference.gallery_is_fixed == ("precision" in metric)
+        assert difference.fixed_gallery == ("precision" in metric)
 
 
 def test_intervals_of_several_models_hold_together(world):
@@ -192,7 +192,7 @@ def test_models_that_agree_on_all_queries_have_an_interval(world):
     step = 100 * 60 / len(world.image_of_caption)
     expected = stats.t.ppf(0.975, 59) * math.sqrt(2) * step / 60
     assert difference["text_to_image_R@1"].half_width == pytest.approx(expected)
-    assert not difference["text_to_image_R@1"].is_resolved
+    assert not difference["text_to_image_R@1"].resolved
 
 
 def test_what_images_resolve():

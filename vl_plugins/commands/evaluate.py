@@ -97,13 +97,13 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.confidence is not None:
         if not arguments.suspects:
             raise UserError("--confidence is for --suspects")
-        if not 0 < arguments.confidence < 1:
-            raise UserError(f"--confidence must be between 0 and 1, got {arguments.confidence}")
-    tables = [file for file in (arguments.per_query, arguments.suspects) if file]
-    if tables:
-        from vl_plugins.retrieval.per_query import check_table_file
+        from vl_plugins.retrieval.per_query import check_confidence
 
-        for file in tables:
+        check_confidence(arguments.confidence)
+    for file in (arguments.per_query, arguments.suspects):
+        if file:
+            from vl_plugins.retrieval.per_query import check_table_file
+
             check_table_file(file)
 
 

@@ -102,7 +102,7 @@ class Difference:
         freedom: degrees of freedom of both errors together.
         images: number of images.
         seeds: numbers of seeds of the method and of the baseline.
-        gallery_is_fixed: the interval is about other queries to the same candidates, as for precisions. Otherwise it is
+        fixed_gallery: the interval is about other queries to the same candidates, as for precisions. Otherwise it is
             about other test sets.
     """
 
@@ -116,7 +116,7 @@ class Difference:
     freedom: float
     images: int
     seeds: tuple[int, int]
-    gallery_is_fixed: bool
+    fixed_gallery: bool
 
     @property
     def mean(self) -> float:
@@ -129,7 +129,7 @@ class Difference:
         return (self.high - self.low) / 2
 
     @property
-    def is_resolved(self) -> bool:
+    def resolved(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
@@ -366,7 +366,7 @@ def _compare_with(
             freedom=freedom[row].item(),
             images=images,
             seeds=seeds,
-            gallery_is_fixed=method[0].blocked[row] is None,
+            fixed_gallery=method[0].blocked[row] is None,
         )
     return differences
 

@@ -22,7 +22,7 @@ def deciding_metric(judged: bool) -> str:
 
 def verdict(difference: Difference) -> str:
     """Return what the interval says: ``better``, ``worse`` or ``not resolved``."""
-    if not difference.is_resolved:
+    if not difference.resolved:
         return "not resolved"
     return "better" if difference.mean > 0 else "worse"
 

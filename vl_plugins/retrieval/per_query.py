@@ -68,7 +68,7 @@ class PerQueryTable:
     Use it to look for the queries on which a model fails, to group them by properties of your own, or to join the ranks
     of several models. A row has the columns
 
-    - ``protocol``, ``model``, ``seed`` (from 0), ``fold`` (from 0);
+    - ``protocol``, ``model``, ``seed`` (from 1), ``fold`` (from 1);
     - ``direction``: ``image_to_text`` or ``text_to_image``;
     - ``query``: id of the query as text, or its index where the features have no ids;
     - ``image``: id of the query, or of the image that the query describes;
@@ -91,7 +91,7 @@ class PerQueryTable:
     Example::
 
         with PerQueryTable("queries.parquet") as table:
-            table.add("plain", "clip", 0, 0, fold, features)
+            table.add("plain", "clip", 1, 1, fold, features)
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -111,7 +111,7 @@ class PerQueryTable:
 
         Args:
             protocol, model: names.
-            seed, fold_number: numbers from 0.
+            seed, fold_number: numbers from 1.
             fold: its ranks need at least one wrong candidate of each query (``top``).
             features: of the model, whole, with the ids; ``fold`` has the indices of its part.
 
