@@ -71,17 +71,13 @@ def write_report(
             compared = compare_models(comparison, collection)
         for model_comparison in compared:
             images |= model_comparison.shown_images()
-    metrics_tables = []
-    for judged, results in enumerate(tables):
-        if results:
-            metrics_tables.append(metrics_table(results, bool(judged)))
     pictures = {}
     if collection is not None:
         pictures = thumbnails(collection, images, max_image_pixels)
     page = _template("report.html.jinja").render(
         title=title,
         settings=settings,
-        tables=metrics_tables,
+        tables=_metrics_tables(tables),
         model=model,
         comparison=comparison,
         compared=compared,
@@ -92,6 +88,15 @@ def write_report(
         version=__version__,
     )
     write_file(file, page.encode(errors="replace"))  # file names may hold bytes of no encoding
+
+
+def _metrics_tables(tables: Sequence[Mapping[str, Mapping[str, float]]]) -> list[list[list[str]]]:
+    """Return the rows of each table that has results; the second one is of what ECCV Caption judges."""
+    rows_of_tables = []
+    for judged, results in enumerate(tables):
+        if results:
+            rows_of_tables.append(metrics_table(results, bool(judged)))
+    return rows_of_tables
 
 
 def _template(name: str) -> Any:
