@@ -100,7 +100,7 @@ def test_tables_by_hand():
     ],
 )
 def test_notes_say_what_the_interval_is_about(models, notes):
-    assert comparison_notes(models, "clip")[:-1] == notes
+    assert comparison_notes(models)[:-1] == notes
 
 
 def test_what_the_images_resolve():
@@ -111,9 +111,9 @@ def test_what_the_images_resolve():
     expected = (
         "These 300 images resolve a difference of 4.3 in RSUM in 4 of 5 cases; half of it takes about 1,200 images."
     )
-    assert comparison_notes(models, "clip")[-1] == expected
+    assert comparison_notes(models)[-1] == expected
     noisy = {"a": {**of_model(), "rsum": replace(close, seed_error=5.0, seeds=(3, 3), low=-9.0)}}
-    assert comparison_notes(noisy, "clip")[-1] == (
+    assert comparison_notes(noisy)[-1] == (
         "These 300 images and these seeds resolve a difference of 12.4 in RSUM in 4 of 5 cases; half of it takes more "
         "seeds."
     )

@@ -323,7 +323,7 @@ def _comparison(protocol: str, models: Models, baseline: str, differences: Diffe
         baseline=compared.pop(baseline),
         models=list(compared.values()),
         table=[verdict + detail[1:] for verdict, detail in zip(verdicts, details, strict=True)],
-        notes=comparison_notes(differences[result], baseline, judged=result == JUDGED),
+        notes=comparison_notes(differences[result], judged=result == JUDGED),
     )
 
 

@@ -201,25 +201,26 @@ def image_values(ranks: Ranks, image_of_caption: Tensor, images: int) -> ImageVa
         for k in RECALL_AT:
             name = f"{direction}_R@{k}"
             blocked[name] = _blocked_queries(direction_ranks, image_of_query, image_of_candidate, images, k)
-    recalls = [f"{direction}_R@{k}" for direction in directions for k in RECALL_AT]
+    values[RSUM] = torch.stack([values[name] for name in blocked]).sum(dim=0)
+    steps[RSUM] = max(steps[name] for name in blocked)
+    blocked[RSUM] = _sum_of_blocked(list(blocked.values()), images)
     precisions = [f"{direction}_{PRECISION}" for direction in directions]
-    values[RSUM] = torch.stack([values[name] for name in recalls]).sum(dim=0)
-    steps[RSUM] = max(steps[name] for name in recalls)
-    blocked[RSUM] = _sum_of_blocked([blocked[name] for name in recalls], images)
     values[PRECISION] = torch.stack([values[name] for name in precisions]).mean(dim=0)
     steps[PRECISION] = max(steps[name] for name in precisions) / 2
     return ImageValues(
         metrics=tuple(values),
         values=torch.stack(list(values.values())),
         steps=torch.tensor(list(steps.values()), dtype=torch.float64),
-        blocked=tuple(blocked.get(name) for name in values),
+        blocked=tuple(map(blocked.get, values)),
     )
 
 
 def _query_values(ranks: DirectionRanks) -> dict[str, Tensor]:
     """Return the values (Q,) of the queries by metric, in percent."""
     rank = ranks.rank.cpu()
-    values = {f"R@{k}": 100 * (rank <= k).double() for k in RECALL_AT}
+    values = {}
+    for k in RECALL_AT:
+        values[f"R@{k}"] = 100 * (rank <= k).double()
     values[PRECISION] = 100 * ranks.average_precision.cpu()
     values[R_PRECISION] = 100 * ranks.r_precision.cpu()
     return values
@@ -316,13 +317,18 @@ def compare(runs: Mapping[str, Sequence[ImageValues]], baseline: str) -> dict[st
     if baseline not in runs:
         raise ValueError(f"the baseline {baseline!r} is none of {', '.join(runs)}")
     methods = [name for name in runs if name != baseline]
-    every_run = [run for seeds in runs.values() for run in seeds]
-    shapes = {(run.metrics, run.values.shape[1]) for run in every_run}
-    if not methods or not all(runs.values()) or len(shapes) > 1:
+    sizes = set()
+    for seeds in runs.values():
+        for run in seeds:
+            sizes.add((run.metrics, run.values.shape[1]))
+    if not methods or not all(runs.values()) or len(sizes) > 1:
         raise ValueError("a comparison needs two methods or more, and runs of each with the same images and metrics")
-    if every_run[0].values.shape[1] < 2:
+    if runs[baseline][0].values.shape[1] < 2:
         raise ValueError("a comparison needs two images or more")
-    return {name: _compare_with(runs[name], runs[baseline], len(methods)) for name in methods}
+    differences = {}
+    for name in methods:
+        differences[name] = _compare_with(runs[name], runs[baseline], comparisons=len(methods))
+    return differences
 
 
 def _compare_with(

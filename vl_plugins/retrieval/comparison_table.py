@@ -49,7 +49,9 @@ def comparison_tables(differences: Differences, baseline: str, judged: bool = Fa
                 verdict(difference),
             ]
         )
-    columns = [PRECISION, R_PRECISION, "R@1"] if judged else [f"R@{k}" for k in RECALL_AT]
+    columns = [f"R@{k}" for k in RECALL_AT]
+    if judged:
+        columns = [PRECISION, R_PRECISION, "R@1"]
     heading = [""]
     metrics = []
     for direction, label in DIRECTIONS.items():
@@ -58,12 +60,14 @@ def comparison_tables(differences: Differences, baseline: str, judged: bool = Fa
             metrics.append(f"{direction}_{column}")
     details = [heading]
     for name, by_metric in differences.items():
-        cells = [f"{by_metric[metric].mean:+.1f} ± {by_metric[metric].half_width:.1f}" for metric in metrics]
-        details.append([name, *cells])
+        row = [name]
+        for metric in metrics:
+            row.append(f"{by_metric[metric].mean:+.1f} ± {by_metric[metric].half_width:.1f}")
+        details.append(row)
     return [verdicts, details]
 
 
-def comparison_notes(differences: Differences, baseline: str, judged: bool = False) -> list[str]:
+def comparison_notes(differences: Differences, judged: bool = False) -> list[str]:
     """Return sentences that say what the intervals mean, and what these images and seeds can resolve."""
     decides = deciding_metric(judged)
     label = LABELS[decides]
@@ -112,4 +116,4 @@ def format_comparison(differences: Differences, baseline: str, judged: bool = Fa
     for table in comparison_tables(differences, baseline, judged):
         for row in align_columns(table):
             lines.append("  ".join(row).rstrip())
-    return "\n".join(lines + comparison_notes(differences, baseline, judged))
+    return "\n".join(lines + comparison_notes(differences, judged))

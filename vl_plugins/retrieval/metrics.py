@@ -42,16 +42,24 @@ def retrieval_metrics(ranks: Ranks, recall_at: Sequence[int] = RECALL_AT) -> dic
     metrics: dict[str, float] = {}
     for name, direction in zip(DIRECTIONS, ranks, strict=True):
         rank = direction.rank.double()
-        values = {f"R@{k}": (rank <= k).double().mean() for k in recall_at}
-        values |= {"mean_rank": rank.mean(), "median_rank": rank.quantile(0.5)}
-        values["mean_average_precision_at_r"] = direction.average_precision.mean()
-        values["r_precision"] = direction.r_precision.mean()
-        metrics |= {f"{name}_{metric}": value.item() for metric, value in values.items()}
-    if {*RECALL_AT} <= {*recall_at}:
-        metrics["rsum"] = sum(100 * metrics[f"{name}_R@{k}"] for name in DIRECTIONS for k in RECALL_AT)
-    positive = [part.positive_similarity.double().mean().item() for part in ranks]
-    hardest = [part.negative_similarity[:, 0].double().mean().item() for part in ranks]
-    metrics |= {"positive_similarity": sum(positive) / 2, "hardest_negative_similarity": sum(hardest) / 2}
+        for k in recall_at:
+            metrics[f"{name}_R@{k}"] = (rank <= k).double().mean().item()
+        metrics[f"{name}_mean_rank"] = rank.mean().item()
+        metrics[f"{name}_median_rank"] = rank.quantile(0.5).item()
+        metrics[f"{name}_mean_average_precision_at_r"] = direction.average_precision.mean().item()
+        metrics[f"{name}_r_precision"] = direction.r_precision.mean().item()
+    if set(RECALL_AT) <= set(recall_at):
+        metrics["rsum"] = 0.0
+        for name in DIRECTIONS:
+            for k in RECALL_AT:
+                metrics["rsum"] += 100 * metrics[f"{name}_R@{k}"]
+    positive = 0.0
+    hardest = 0.0
+    for direction in ranks:
+        positive += direction.positive_similarity.double().mean().item()
+        hardest += direction.negative_similarity[:, 0].double().mean().item()
+    metrics["positive_similarity"] = positive / 2
+    metrics["hardest_negative_similarity"] = hardest / 2
     return metrics
 
 
@@ -109,16 +117,24 @@ def metrics_table(results: Mapping[str, Mapping[str, float]], judged: bool = Fal
     columns = {"R@1": "R@1", "R@5": "R@5", "R@10": "R@10", "median": "median_rank"}
     if judged:
         columns = {"mAP@R": "mean_average_precision_at_r", "R-P": "r_precision", "R@1": "R@1"}
-    keys = [f"{direction}_{metric}" for direction in DIRECTIONS for metric in columns.values()]
-    heading = [
-        f"{label} {column}" if number == 0 else column
-        for label in DIRECTIONS.values()
-        for number, column in enumerate(columns)
-    ]
-    rows = [["", *heading, *(["RSUM"] if not judged else [])]]
+    heading = [""]
+    keys = []
+    for direction, label in DIRECTIONS.items():
+        start = f"{label} "
+        for column, metric in columns.items():
+            heading.append(start + column)
+            keys.append(f"{direction}_{metric}")
+            start = ""
+    if not judged:
+        heading.append("RSUM")
+        keys.append("rsum")
+    rows = [heading]
     for name, metrics in results.items():
-        scale = {key: 1 if key.endswith("rank") else 100 for key in keys} | ({} if judged else {"rsum": 1})
-        rows.append([name, *(f"{scale[key] * metrics[key]:.1f}" if key in metrics else "-" for key in scale)])
+        row = [name]
+        for key in keys:
+            scale = 1 if key == "rsum" or key.endswith("rank") else 100
+            row.append(f"{scale * metrics[key]:.1f}" if key in metrics else "-")
+        rows.append(row)
     return rows
 
 
