@@ -15,8 +15,8 @@ the variance of D is
     + 2 \left(\frac{100}{n} \left(1 - \frac{n}{Q}\right)\right)^2 + 2 \left(\frac{100}{Q}\right)^2
 
 G is the effective number of images. With :math:`n_i` queries of image i in the group, the group has
-:math:`n^2 / \sum_i n_i^2` images, fewer than it touches if a few of them have most of its queries. The same holds for the
-queries outside, and G is the smaller one of the two numbers.
+:math:`n^2 / \sum_i n_i^2` images. These are fewer than it touches if a few of them have most of its queries. The same
+holds for the queries outside, and G is the smaller one of the two numbers.
 
 The last two terms are two queries more inside the group and two outside, one found by each model alone (Bonett and
 Price 2012, for paired proportions). Without them the interval has no width where the two models agree on each query.
@@ -178,8 +178,8 @@ def group_differences(
         hits, baseline_hits: (Q,) for each text query whether it is found first, or the share of the seeds that find it.
         image_of_query: (Q,) int64, the image that each caption describes.
         groups: positions of queries by name, each position once, as of :func:`caption_groups`.
-        fewest: groups with fewer queries are not tried, nor those outside of which there are fewer. Neither are groups of
-            one image, or of little more.
+        fewest: groups with fewer queries are not tried, nor those outside of which there are fewer. A group of one
+            image is not tried either.
 
     Returns:
         The group that deviates most clearly first.
