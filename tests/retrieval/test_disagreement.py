@@ -21,16 +21,17 @@ def loop_interval(hits, baseline_hits, owners, members, tried):
         difference.append(100 * ours - 100 * theirs)
     group_mean = math.fsum(difference[query] for query in members) / len(members)
     mean = math.fsum(difference) / len(difference)
-    inside, outside = set(), set()
+    inside, outside = dict.fromkeys(owners, 0), dict.fromkeys(owners, 0)
     influence = dict.fromkeys(owners, 0.0)
     for query, image in enumerate(owners):
         influence[image] -= (difference[query] - mean) / len(difference)
         if query in members:
             influence[image] += (difference[query] - group_mean) / len(members)
-            inside.add(image)
+            inside[image] += 1
         else:
-            outside.add(image)
-    images = min(len(inside), len(outside))
+            outside[image] += 1
+    counts = inside.values(), outside.values()
+    images = min(sum(side) ** 2 / sum(count * count for count in side) for side in counts)
     variance = images / (images - 1) * math.fsum(value * value for value in influence.values())
     variance += 2 * (100 / len(members) - 100 / len(difference)) ** 2 + 2 * (100 / len(difference)) ** 2
     return group_mean - mean, stats.t.ppf(1 - 0.025 / tried, images - 1) * math.sqrt(variance)

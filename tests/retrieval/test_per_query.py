@@ -237,6 +237,19 @@ def test_a_disk_that_becomes_full_is_an_error_that_names_the_file(suffix, limit,
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_table_is_written_in_its_block_only(tmp_path):
+    features = toy_features()
+    fold, _ = fold_of(features, torch.arange(12))
+    table = PerQueryTable(tmp_path / "queries.csv")
+    with pytest.raises(ValueError, match="`with` block"):
+        table.add("plain", "clip", 0, 0, fold, features)
+    with table:
+        pass
+    with pytest.raises(ValueError, match="`with` block"):
+        table.add("plain", "clip", 0, 0, fold, features)
+    assert read(tmp_path / "queries.csv") == []
+
+
 def test_an_unfinished_table_leaves_the_former_one(tmp_path):
     file = tmp_path / "queries.csv"
     file.write_text("former")

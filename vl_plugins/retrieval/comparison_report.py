@@ -167,6 +167,6 @@ def _lists(model: ComparedModel, baseline: ComparedModel) -> list[OneFinds]:
 
 
 def _one_finds(kind: str, finder: str, positions: Tensor, ours: DirectionRanks, theirs: DirectionRanks) -> OneFinds:
-    shown = positions[:EXAMPLES]
-    pairs = list(zip(examples_of(ours, shown), examples_of(theirs, shown), strict=True))
+    first = positions[:EXAMPLES]
+    pairs = list(zip(examples_of(ours, first), examples_of(theirs, first), strict=True))
     return OneFinds(kind, finder, len(positions), len(ours.queries), pairs)

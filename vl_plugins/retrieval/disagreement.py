@@ -9,10 +9,14 @@ An image with its captions is one draw, so queries of one image stay together. W
 
 .. math:: u_i = \frac{1}{n} \sum_{q \in i \cap g} (d_q - \bar{d}_g) - \frac{1}{Q} \sum_{q \in i} (d_q - \bar{d})
 
-and G the number of images with a query in the group or with one outside, whichever is smaller, the variance of D is
+the variance of D is
 
 .. math:: V = \frac{G}{G - 1} \sum_i u_i^2
     + 2 \left(\frac{100}{n} \left(1 - \frac{n}{Q}\right)\right)^2 + 2 \left(\frac{100}{Q}\right)^2
+
+G is the effective number of images. With :math:`n_i` queries of image i in the group, the group has
+:math:`n^2 / \sum_i n_i^2` images. These are fewer than it touches if a few of them have most of its queries. The same
+holds for the queries outside, and G is the smaller one of the two numbers.
 
 The last two terms are two queries more inside the group and two outside, one found by each model alone (Bonett and
 Price 2012, for paired proportions). Without them the interval has no width where the two models agree on each query.
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "caption_groups", "group_differences", "groups_of_shards", "only_one_finds"]
 
 FEWEST = 30  # captions of a group
+FEWEST_IMAGES = 2  # effective ones
 LEVEL = 0.95
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~" + "“”‘’„‚«»‹›…–—¡¿·。、，．！？；：।॥؟،؛"
 
@@ -173,7 +178,8 @@ def group_differences(
         hits, baseline_hits: (Q,) for each text query whether it is found first, or the share of the seeds that find it.
         image_of_query: (Q,) int64, the image that each caption describes.
         groups: positions of queries by name, each position once, as of :func:`caption_groups`.
-        fewest: groups with fewer queries are not tried, nor those outside of which there are fewer.
+        fewest: groups with fewer queries are not tried, nor those outside of which there are fewer. A group of one
+            image is not tried either.
 
     Returns:
         The group that deviates most clearly first.
@@ -192,7 +198,7 @@ def group_differences(
     tried = {}
     for name, queries in groups.items():
         is_large = fewest <= len(queries) <= len(value) - fewest
-        if is_large and _fewest_images(queries, owners) > 1:
+        if is_large and _effective_images(queries, owners) >= FEWEST_IMAGES:
             tried[name] = queries
     differences = []
     for name, queries in tried.items():
@@ -201,11 +207,14 @@ def group_differences(
     return differences
 
 
-def _fewest_images(queries: Tensor, owners: Tensor) -> int:
-    """Return the number of images with a query in the group, or that with one outside, whichever is smaller."""
-    inside = torch.zeros(len(owners), dtype=torch.bool)
-    inside[queries] = True
-    return min(len(owners[inside].unique()), len(owners[~inside].unique()))
+def _effective_images(queries: Tensor, owners: Tensor) -> float:
+    """Return the effective number of images G, given positions in the group and the image of each query."""
+    images = owners.bincount().double()
+    inside = owners[queries].bincount(minlength=len(images)).double()
+    outside = images - inside
+    of_group = inside.sum().square() / inside.square().sum()
+    of_others = outside.sum().square() / outside.square().sum()
+    return min(float(of_group), float(of_others))
 
 
 def _group(name: str, queries: Tensor, value: Tensor, baseline: Tensor, owners: Tensor, tried: int) -> Group:
@@ -216,7 +225,7 @@ def _group(name: str, queries: Tensor, value: Tensor, baseline: Tensor, owners: 
     influence = torch.zeros(int(owners.max()) + 1, dtype=torch.float64)
     influence.index_add_(0, owners[queries], (in_group - in_group.mean()) / members)
     influence.index_add_(0, owners, (difference.mean() - difference) / all_queries)
-    freedom = _fewest_images(queries, owners) - 1
+    freedom = _effective_images(queries, owners) - 1
     inside = 100 / members * (1 - members / all_queries)
     outside = 100 / all_queries
     of_images = (freedom + 1) / freedom * float(influence.square().sum())

@@ -71,20 +71,32 @@ def write_report(
             compared = compare_models(comparison, collection)
         for model_comparison in compared:
             images |= model_comparison.shown_images()
+    pictures = {}
+    if collection is not None:
+        pictures = thumbnails(collection, images, max_image_pixels)
     page = _template("report.html.jinja").render(
         title=title,
         settings=settings,
-        tables=[metrics_table(results, bool(judged)) for judged, results in enumerate(tables) if results],
+        tables=_metrics_tables(tables),
         model=model,
         comparison=comparison,
         compared=compared,
         charts=_charts(ranks),
         groups=groups,
         collection=collection,
-        pictures=thumbnails(collection, images, max_image_pixels) if collection else {},
+        pictures=pictures,
         version=__version__,
     )
     write_file(file, page.encode(errors="replace"))  # file names may hold bytes of no encoding
+
+
+def _metrics_tables(tables: Sequence[Mapping[str, Mapping[str, float]]]) -> list[list[list[str]]]:
+    """Return the rows of each table that has results; the second one is of what ECCV Caption judges."""
+    rows_of_tables = []
+    for judged, results in enumerate(tables):
+        if results:
+            rows_of_tables.append(metrics_table(results, bool(judged)))
+    return rows_of_tables
 
 
 def _template(name: str) -> Any:
@@ -97,30 +109,47 @@ def _template(name: str) -> Any:
 
 
 def _charts(ranks: Ranks) -> dict[str, str]:
-    """Return histograms of similarities and curves of Recall@K: URLs that hold SVG images, by what they show."""
-    figures = [new_figure(6, 3.6) for _ in range(2)]
-    left, right = (figure.subplots() for figure in figures)
-    similarities = {"right pairs": ranks.image_to_text.positive_similarity}
-    similarities |= {
-        f"hardest negative of each {query}": part.negative_similarity[:, 0]
-        for query, part in zip(("image", "caption"), ranks, strict=True)
+    """Return URLs that hold SVG images of similarities and recalls, by their titles."""
+    return {"similarities": _similarity_chart(ranks), "Recall@K by K": _recall_chart(ranks)}
+
+
+def _similarity_chart(ranks: Ranks) -> str:
+    """Return histograms of the similarities of right pairs and of hardest negatives."""
+    figure = new_figure(6, 3.6)
+    axes = figure.subplots()
+    similarities = {
+        "right pairs": ranks.image_to_text.positive_similarity,
+        "hardest negative of each image": ranks.image_to_text.negative_similarity[:, 0],
+        "hardest negative of each caption": ranks.text_to_image.negative_similarity[:, 0],
     }
-    similarities = {label: values[values.isfinite()] for label, values in similarities.items()}
-    bins = torch.linspace(*torch.cat([*similarities.values()]).aminmax(), 51).numpy()
+    for label, values in similarities.items():
+        similarities[label] = values[values.isfinite()]
+    low, high = torch.cat(list(similarities.values())).aminmax()
+    bins = torch.linspace(low, high, 51).numpy()
     for (label, values), color in zip(similarities.items(), COLORS, strict=False):
         weights = values.new_full((len(values),), 100 / max(1, len(values))).numpy()
-        left.hist(values.numpy(), bins, weights=weights, histtype="step", color=color, label=label)
-    for label, part, color in zip(("image to text", "text to image"), ranks, COLORS, strict=False):
-        share = 100 * torch.arange(1, len(part.rank) + 1) / len(part.rank)
-        right.plot(part.rank.sort().values, share, drawstyle="steps-post", color=color, label=label)
-    left.set(xlabel="similarity", ylabel="percent")
-    right.set(xlabel="K", ylabel="Recall@K in percent", xscale="log", ylim=(0, 100))
-    urls = {}
-    for figure, axes, what in zip(figures, (left, right), ("similarities", "Recall@K by K"), strict=True):
-        style_curves(axes)
-        axes.legend()
-        stream = io.BytesIO()
-        with require("matplotlib", extra="eval").rc_context({"svg.hashsalt": what}):  # equal bytes in every run
-            figure.savefig(stream, format="svg", metadata={"Date": None})
-        urls[what] = data_url("image/svg+xml", stream.getvalue())
-    return urls
+        axes.hist(values.numpy(), bins, weights=weights, histtype="step", color=color, label=label)
+    axes.set(xlabel="similarity", ylabel="percent")
+    return _svg_url(figure, axes, "similarities")
+
+
+def _recall_chart(ranks: Ranks) -> str:
+    """Return curves of Recall@K of both directions."""
+    figure = new_figure(6, 3.6)
+    axes = figure.subplots()
+    directions = {"image to text": ranks.image_to_text, "text to image": ranks.text_to_image}
+    for (label, direction), color in zip(directions.items(), COLORS, strict=False):
+        queries = len(direction.rank)
+        share = 100 * torch.arange(1, queries + 1) / queries
+        axes.plot(direction.rank.sort().values, share, drawstyle="steps-post", color=color, label=label)
+    axes.set(xlabel="K", ylabel="Recall@K in percent", xscale="log", ylim=(0, 100))
+    return _svg_url(figure, axes, "Recall@K by K")
+
+
+def _svg_url(figure: Any, axes: Any, salt: str) -> str:
+    style_curves(axes)
+    axes.legend()
+    stream = io.BytesIO()
+    with require("matplotlib", extra="eval").rc_context({"svg.hashsalt": salt}):  # equal bytes in every run
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return data_url("image/svg+xml", stream.getvalue())
