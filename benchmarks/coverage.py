@@ -1,6 +1,7 @@
 r"""How often the intervals of `vl_plugins.retrieval.compare` hold the true difference: simulations.
 
-    python -m benchmarks.coverage docs/studies/coverage.csv [--draws 2000] [--cells 'two methods' 'hubs']
+    python -m benchmarks.coverage docs/studies/coverage.csv [--draws 2000] [--worlds 'two methods' 'no hubs']
+    python -m benchmarks.coverage docs/studies/coverage.csv --table
 
 Each draw is a new test set, and from three seeds on, new seeds. The share of draws whose 95 % interval holds the true
 difference should be 95 %. Two kinds of worlds:
@@ -21,7 +22,7 @@ A model sees all with errors of its own and adds a popularity to each candidate,
 The larger the popularity, the stronger the hubs. Ranks are those of the whole matrix of similarities.
 
 One row for each world, number of images and number of seeds is appended to the file; rows that it has are not computed
-again.
+again. `--table` prints the tables of the guide "Is it better?" instead.
 """
 
 import argparse
@@ -280,20 +281,68 @@ def cells(draws: int) -> Iterator[tuple[str, int, int, int]]:
                 yield name, images, 1, max(1, draws // 5)
 
 
+def read_rows(file: Path) -> list[Coverage]:
+    """Return the rows of a table."""
+    rows = []
+    with file.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            values = {}
+            for field in fields(Coverage):
+                convert = {"str": str, "int": int, "float": float}[str(getattr(field.type, "__name__", field.type))]
+                values[field.name] = convert(row[field.name])
+            rows.append(Coverage(**values))
+    return rows
+
+
+def width_table(rows: Sequence[Coverage]) -> str:
+    """Return the half widths of RSUM's interval for two methods, by images and seeds, in Markdown."""
+    widths = {(row.images, row.seeds): row.half_width for row in rows if row.world == "two methods"}
+    images = sorted({number for number, _ in widths})
+    seeds = sorted({number for _, number in widths})
+    lines = ["| images | " + " | ".join(_seeds(number) for number in seeds) + " |"]
+    lines.append("|---:|" + "---:|" * len(seeds))
+    for number in images:
+        cells = [f"{widths[number, of_each]:.1f}" for of_each in seeds]
+        lines.append(f"| {number:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seeds(number: int) -> str:
+    return "one seed each" if number == 1 else f"{number} seeds each"
+
+
+def coverage_table(rows: Sequence[Coverage]) -> str:
+    """Return the percent of the draws whose interval held the true difference, in Markdown."""
+    lines = ["| world | images | seeds | draws | hubness | RSUM | recalls, lowest to highest |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for name in WORLDS:
+        for row in sorted(rows, key=lambda row: (row.images, row.seeds)):
+            if row.world == name:
+                recalls = sorted(map(float, row.recalls.split()))
+                hubs = "" if isinstance(WORLDS[name], ScoreWorld) else f"{row.hubness:.1f}"
+                cells = [name, f"{row.images:,}", str(row.seeds), f"{row.draws:,}", hubs, f"{row.rsum:.1f}"]
+                lines.append(f"| {' | '.join(cells)} | {recalls[0]:.1f} to {recalls[-1]:.1f} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="table, .csv; rows that it has are not computed again")
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--worlds", nargs="+", metavar="NAME", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--images", nargs="+", type=int, default=[150, 500, 1000, 5000])
+    parser.add_argument("--table", action="store_true", help="print the tables of the guide, and compute nothing")
     arguments = parser.parse_args(argv)
 
+    if arguments.table:
+        rows = read_rows(arguments.file)
+        print(f"{width_table(rows)}\n\n{coverage_table(rows)}")
+        return
     torch.set_num_threads(1)
     columns = [field.name for field in fields(Coverage)]
     if not arguments.file.exists():
         arguments.file.write_text(",".join(columns) + "\n")
-    with arguments.file.open(newline="") as stream:
-        done = {(row["world"], int(row["images"]), int(row["seeds"])) for row in csv.DictReader(stream)}
+    done = {(row.world, row.images, row.seeds) for row in read_rows(arguments.file)}
     for name, images, seeds, draws in cells(arguments.draws):
         if name not in arguments.worlds or images not in arguments.images or (name, images, seeds) in done:
             continue
