@@ -8,8 +8,10 @@ when it is started again, and one whose file got more losses, seeds or learning 
 table of a setting has all losses at the learning rate that is best for the baseline on validation, the second one each
 loss at its own best.
 
-Writes to --out: study.md with the tables, study.csv with a row for each run, and runs/ with what they are made from.
-Recalls are in percent. The checkpoint of a run is deleted once it is evaluated.
+Writes to --out: study.md with the tables, study.csv with a row for each run, and runs/ with what they are made from:
+for each run a compressed file with what each image contributes to each metric, from which anybody can compare the
+losses again. Recalls are in percent. The checkpoint of a run is deleted once it is evaluated. The intervals are those
+of `vl_plugins.retrieval.compare`.
 """
 
 import argparse
@@ -32,11 +34,17 @@ import yaml
 
 from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, exit_status
-from vl_plugins.retrieval import similarity_ranks
-from vl_plugins.retrieval.features import Features, load_features
+from vl_plugins.retrieval import Difference, ImageValues, compare
+from vl_plugins.retrieval.comparison import BlockedQueries
+from vl_plugins.retrieval.features import load_features
+from vl_plugins.retrieval.protocols import evaluate
 
-RECALLS = [f"{direction} R@{k}" for direction in ("i2t", "t2i") for k in (1, 5, 10)]
-RESAMPLES = 2000
+# Names of metrics in tables, by those of `retrieval_metrics`.
+RECALLS = {
+    f"{direction}_R@{k}": f"{label} R@{k}"
+    for direction, label in (("image_to_text", "i2t"), ("text_to_image", "t2i"))
+    for k in (1, 5, 10)
+}
 
 
 class Run(NamedTuple):
@@ -53,39 +61,65 @@ class Outcome(NamedTuple):
 
     command: str
     seconds: float  # wall time of the whole training command
-    val: np.ndarray  # (6, I), see image_recalls
-    test: np.ndarray
+    val: ImageValues
+    test: ImageValues
+
+    def save(self, file: Path) -> None:
+        """Write to a compressed ``.npz`` file, complete or not at all."""
+        arrays: dict[str, Any] = {"command": self.command, "seconds": self.seconds}
+        for split, values in (("val", self.val), ("test", self.test)):
+            for name, array in image_value_arrays(values).items():
+                arrays[f"{split}_{name}"] = array
+        stream = io.BytesIO()
+        np.savez_compressed(stream, **arrays)
+        write_file(file, stream.getbuffer())
+
+    @classmethod
+    def load(cls, file: Path) -> "Outcome":
+        """Read what :meth:`save` wrote."""
+        with np.load(file, allow_pickle=False) as arrays:
+            if "test_values" not in arrays:
+                raise UserError(f"{file} was written by version 0.3: delete it to train the run again")
+            splits = []
+            for split in ("val", "test"):
+                own = {name.removeprefix(f"{split}_"): arrays[name] for name in arrays if name.startswith(f"{split}_")}
+                splits.append(image_values_of_arrays(own))
+            return cls(str(arrays["command"]), float(arrays["seconds"]), splits[0], splits[1])
 
 
-def sum_recalls(recalls: np.ndarray) -> float:
-    """Return the RSUM of :func:`image_recalls`."""
-    return recalls.mean(axis=1).sum()
+def image_value_arrays(values: ImageValues) -> dict[str, np.ndarray]:
+    """Return image values as arrays; the entries of all blocked matrices are put after each other."""
+    metric_of_entry, entries = [], []
+    for metric, blocked in zip(values.metrics, values.blocked, strict=True):
+        if blocked is not None:
+            entries.append(blocked)
+            metric_of_entry.extend([metric] * len(blocked.gain))
+    return {
+        "metrics": np.array(values.metrics),
+        "values": values.values.numpy(),
+        "steps": values.steps.numpy(),
+        "has_blocked": np.array([blocked is not None for blocked in values.blocked]),
+        "blocked_metric": np.array(metric_of_entry, dtype=str),
+        "blocked_image": torch.cat([blocked.image for blocked in entries]).numpy(),
+        "blocked_by": torch.cat([blocked.blocked_by for blocked in entries]).numpy(),
+        "blocked_gain": torch.cat([blocked.gain for blocked in entries]).numpy(),
+    }
 
 
-def image_recalls(features: Features) -> np.ndarray:
-    """Return (6, I): what each image adds to RECALLS, with its captions, in percent; their means are the recalls."""
-    ranks = similarity_ranks(features.similarities(), features.image_of_caption)
-    found = [torch.stack([direction.rank <= k for k in (1, 5, 10)]).double() for direction in ranks]
-    images, captions = len(features.images), len(features.captions)
-    by_image = torch.zeros_like(found[0]).index_add_(1, features.image_of_caption, found[1]) * images / captions
-    return 100 * torch.cat([found[0], by_image]).numpy()
+def image_values_of_arrays(arrays: dict[str, np.ndarray]) -> ImageValues:
+    """Return the image values of :func:`image_value_arrays`."""
+    blocked: list[BlockedQueries | None] = []
+    for metric, has_blocked in zip(arrays["metrics"], arrays["has_blocked"], strict=True):
+        own = arrays["blocked_metric"] == metric
+        columns = (torch.from_numpy(arrays[name][own]) for name in ("blocked_image", "blocked_by", "blocked_gain"))
+        blocked.append(BlockedQueries(*columns) if has_blocked else None)
+    values, steps = torch.from_numpy(arrays["values"]), torch.from_numpy(arrays["steps"])
+    return ImageValues(tuple(arrays["metrics"].tolist()), values, steps, tuple(blocked))
 
 
-def difference(ours: Sequence[np.ndarray], baseline: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean difference in RSUM and its 95 % interval, given :func:`image_recalls` (6, I) of each seed.
-
-    The interval is the percentile bootstrap over seeds and test images together: an image is drawn with its captions,
-    and a seed with both of its runs. With few seeds it is too narrow rather than too wide.
-    """
-    rsum = np.stack([(x - y).sum(axis=0) for x, y in zip(ours, baseline, strict=True)])  # (S, I)
-    seed_weights, image_weights = map(_resamples, rsum.shape)
-    low, high = np.quantile((seed_weights @ rsum * image_weights).sum(axis=1), [0.025, 0.975])
-    return rsum.mean(), low, high
-
-
-def _resamples(number: int) -> np.ndarray:
-    """Return (RESAMPLES, number): the weights of seeds or images in samples with replacement."""
-    return np.random.default_rng(number).multinomial(number, np.full(number, 1 / number), size=RESAMPLES) / number
+def means(values: ImageValues) -> dict[str, float]:
+    """Return the metrics of a run in percent, by name."""
+    return dict(zip(values.metrics, values.values.mean(dim=1).tolist(), strict=True))
 
 
 class Study:
@@ -111,9 +145,8 @@ class Study:
             if not file.is_file():
                 print(f"{len(self.outcomes)} runs done, next: {run}", flush=True)
                 self.train(run, file)
-            with np.load(file) as arrays:
-                self.outcomes[run] = Outcome(**arrays)
-            if str(self.outcomes[run].command) != self.command(run):
+            self.outcomes[run] = Outcome.load(file)
+            if self.outcomes[run].command != self.command(run):
                 raise UserError(f"{file} was made by another command: {self.outcomes[run].command}")
         return self.outcomes[run]
 
@@ -128,7 +161,7 @@ class Study:
 
     def train(self, run: Run, file: Path) -> None:
         """Train and encode one run, and write its outcome."""
-        folder, command, recalls = self.folder(run), self.command(run), {}
+        folder, command, values = self.folder(run), self.command(run), {}
         started = time.perf_counter()
         once(command, folder)
         seconds = time.perf_counter() - started
@@ -136,10 +169,9 @@ class Study:
             features = folder / f"{split}.safetensors"
             encode = self.content["encode"].format(out=self.out, folder=folder, split=split, features=features)
             execute(encode, folder / "log")
-            recalls[split] = image_recalls(load_features(features))
-        stream = io.BytesIO()
-        np.savez_compressed(stream, **Outcome(command, seconds, **recalls)._asdict())
-        write_file(file, stream.getbuffer())
+            evaluation = evaluate([load_features(features)], for_comparison=True)
+            values[split] = evaluation.image_values()["plain"]
+        Outcome(command, seconds, values["val"], values["test"]).save(file)
         shutil.rmtree(folder)
 
     def best_lr(self, setting: str, loss: str) -> str:
@@ -147,27 +179,26 @@ class Study:
 
         def rsum(lr: str) -> float:
             runs = [Run(setting, loss, lr, seed) for seed in self.content["tuning_seeds"]]
-            return fmean(sum_recalls(self.outcome(run).val) for run in runs)
+            return fmean(means(self.outcome(run).val)["rsum"] for run in runs)
 
         return max(self.content["settings"][setting]["lr"], key=rsum)
 
     def table(self, setting: str, rates: dict[str, str]) -> str:
         """Return a table in Markdown of all losses, each at the learning rate given."""
         baseline, seeds = self.content["baseline"], self.content["seeds"]
-        rows = [f"| loss | lr | RSUM | − {baseline}, 95 % interval | {' | '.join(RECALLS)} |"]
+        rows = [f"| loss | lr | RSUM | − {baseline}, 95 % interval | {' | '.join(RECALLS.values())} |"]
         rows.append("|---|---|---|---|" + "---:|" * len(RECALLS))
+        runs = {}
         for loss, lr in rates.items():
-            ours, peers = (
-                [self.outcome(Run(setting, name, rates[name], seed)).test for seed in seeds]
-                for name in (loss, baseline)
-            )
-            versus = ""
-            if loss != baseline:
-                mean, low, high = difference(ours, peers)
-                versus = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" + ("" if low > 0 or high < 0 else ", not resolved")
-            rsums = [sum_recalls(recalls) for recalls in ours]
-            recalls = [f"{recall:.1f}" for recall in np.mean(ours, axis=(0, 2))]
-            cells = [loss, lr, f"{fmean(rsums):.1f} ± {stdev(rsums):.1f}", versus, *recalls]
+            runs[loss] = [self.outcome(Run(setting, loss, lr, seed)).test for seed in seeds]
+        differences = compare(runs, baseline) if len(runs) > 1 else {}
+        for loss, lr in rates.items():
+            metrics = [means(values) for values in runs[loss]]
+            rsums = [of_seed["rsum"] for of_seed in metrics]
+            spread = f" ± {stdev(rsums):.1f}" if len(rsums) > 1 else ""
+            recalls = [f"{fmean(of_seed[name] for of_seed in metrics):.1f}" for name in RECALLS]
+            versus = "" if loss == baseline else versus_baseline(differences[loss]["rsum"])
+            cells = [loss, lr, f"{fmean(rsums):.1f}{spread}", versus, *recalls]
             rows.append(f"| {' | '.join(cells)} |")
         return "\n".join(rows)
 
@@ -175,10 +206,17 @@ class Study:
         """Write ``study.csv``."""
         with (self.out / "study.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([*Run._fields, "val RSUM", "RSUM", *RECALLS, "seconds"])
-            for run, (_, seconds, val, test) in sorted(self.outcomes.items()):
-                numbers = [sum_recalls(val), sum_recalls(test), *test.mean(axis=1), seconds]
+            writer.writerow([*Run._fields, "val RSUM", "RSUM", *RECALLS.values(), "seconds"])
+            for run, outcome in sorted(self.outcomes.items()):
+                test = means(outcome.test)
+                numbers = [means(outcome.val)["rsum"], test["rsum"], *(test[name] for name in RECALLS), outcome.seconds]
                 writer.writerow([*run, *(f"{number:.3f}" for number in numbers)])
+
+
+def versus_baseline(difference: Difference) -> str:
+    """Return a difference with its interval, and whether it is resolved."""
+    interval = f"{difference.mean:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]"
+    return interval if difference.resolved else f"{interval}, not resolved"
 
 
 def once(command: str, folder: Path) -> None:

@@ -123,7 +123,7 @@ def test_declared_dependencies():
     assert sorted(line.partition(">")[0] for line in always) == ["pytorch-metric-learning", "torch"]
     extras = importlib.metadata.metadata("vl_plugins").get_all("Provides-Extra")
     expected = "open-clip pml data eval timm transformers lightning hub ray dask all dev docs"
-    expected += " sentence-transformers torchmetrics s3 eccv peers"
+    expected += " sentence-transformers torchmetrics s3 eccv judge peers"
     assert set(extras) == set(expected.split())
     scripts = importlib.metadata.entry_points(group="console_scripts", name="vl-plugins")
     assert {script.value for script in scripts} == {"vl_plugins.cli:main"}

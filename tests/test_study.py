@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from scipy import stats
 
 from benchmarks import study
 from benchmarks.study import Outcome, Run, Study
 from vl_plugins.cli import build_parser
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.pytorch_metric_learning import command_line
-from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
+from vl_plugins.retrieval import ImageValues, image_values, retrieval_ranks
+from vl_plugins.retrieval.comparison import BlockedQueries
 from vl_plugins.retrieval.features import Features
 
 CONTENT = {
@@ -44,26 +47,37 @@ def test_the_commands_of_a_study_can_be_parsed(name):
         build_parser().parse_args(words) if program == "vl-plugins" else parse_training(words[2:])
 
 
-def test_recalls_of_images_have_the_recalls_as_their_mean():
-    embeddings = torch.nn.functional.normalize(torch.randn(70, 8, generator=torch.Generator().manual_seed(0)), dim=1)
-    images, captions, image_of_caption = embeddings[:20], embeddings[20:], torch.arange(50) % 20
-    metrics = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption))
-    expected = [metrics[f"{direction}_R@{k}"] for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    features = Features(images=images, captions=captions, image_of_caption=image_of_caption)
-    np.testing.assert_allclose(study.image_recalls(features).mean(axis=1), 100 * np.array(expected), rtol=1e-12)
+def image_values_of(rsum, images=4):
+    """Image values of a model whose images all contribute the same."""
+    values = torch.full((2, images), float(rsum), dtype=torch.float64)
+    entry = BlockedQueries(torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.float64))
+    recalls = torch.full((len(study.RECALLS), images), rsum / 6, dtype=torch.float64)
+    names = ("rsum", "mean_average_precision_at_r", *study.RECALLS)
+    blocked = (entry, None, *[entry] * 6)
+    return ImageValues(names, torch.cat([values, recalls]), torch.ones(8, dtype=torch.float64), blocked)
 
 
-@pytest.mark.parametrize("shape", [(400, 1), (1, 400)], ids=["seeds", "images"])
-def test_the_interval_is_that_of_a_mean(shape):
-    """Of 400 independent numbers: 1.96 standard errors both ways."""
-    noise = np.random.default_rng(0).normal(size=shape)
-    ours, baseline = (3 + noise)[:, None] * np.eye(6)[0][:, None], np.zeros((shape[0], 6, shape[1]))
-    mean, low, high = study.difference(list(ours), list(baseline))
-    assert mean == pytest.approx(3 + noise.mean())
-    error = noise.std() / 20
-    assert (mean - low, high - mean) == pytest.approx((1.96 * error, 1.96 * error), rel=0.1)
-    # What both have, by seed and by image, is no part of it.
-    assert study.difference(list(ours + 1), list(ours)) == pytest.approx((6, 6, 6))
+def test_outcomes_are_kept_whole(tmp_path):
+    """What each image contributes, and which images block its queries."""
+    draws = torch.Generator().manual_seed(0)
+    owners = torch.arange(50) % 20
+    embeddings = torch.nn.functional.normalize(torch.randn(70, 8, generator=draws), dim=1)
+    ranks = retrieval_ranks(embeddings[:20], embeddings[20:], owners, top=12)
+    values = image_values(ranks, owners, 20)
+    Outcome("train", 1.5, image_values_of(3.0), values).save(tmp_path / "run.npz")
+    outcome = Outcome.load(tmp_path / "run.npz")
+    assert (outcome.command, outcome.seconds) == ("train", 1.5)
+    assert study.means(outcome.val)["rsum"] == 3.0
+    assert outcome.test.metrics == values.metrics
+    assert torch.equal(outcome.test.values, values.values)
+    assert torch.equal(outcome.test.steps, values.steps)
+    for loaded, saved in zip(outcome.test.blocked, values.blocked, strict=True):
+        assert (loaded is None) == (saved is None)
+        for column, expected in zip(loaded or (), saved or (), strict=True):
+            assert torch.equal(column, expected)
+    np.savez(tmp_path / "old.npz", command="train", seconds=1.0, val=np.zeros((6, 2)), test=np.zeros((6, 2)))
+    with pytest.raises(UserError, match=r"old.npz was written by version 0.3: delete it to train the run again"):
+        Outcome.load(tmp_path / "old.npz")
 
 
 def test_learning_rates_are_chosen_on_validation(tmp_path):
@@ -73,11 +87,13 @@ def test_learning_rates_are_chosen_on_validation(tmp_path):
     for loss, by_rate in rsums.items():
         for lr, (val, test) in by_rate.items():
             for seed in (0, 1):
-                recalls = (np.full((6, 4), rsum / 6) for rsum in (val - 300 * seed, test))
-                made.outcomes[Run("scratch", loss, lr, seed)] = Outcome("", 1.0, *recalls)
+                values = image_values_of(val - 300 * seed), image_values_of(test)
+                made.outcomes[Run("scratch", loss, lr, seed)] = Outcome("", 1.0, *values)
     assert [made.best_lr("scratch", loss) for loss in rsums] == ["1e-2", "1e-3"]
     table = made.table("scratch", {"clip": "1e-2", "unified": "1e-2"})
-    assert "| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+6.0, +6.0] | 16.0 |" in table
+    # Four images that agree: the interval is that of two queries more, of a step of 1 / 2 seeds in 4 images.
+    half = stats.t.ppf(0.975, 3) * (2 * 0.5**2 / 4**2) ** 0.5
+    assert f"| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+{6 - half:.1f}, +{6 + half:.1f}] | 16.0 |" in table
 
 
 def test_a_stopped_study_continues(tmp_path, monkeypatch, capsys):

@@ -1,12 +1,15 @@
 """The ``vl-plugins`` command. Each module of :mod:`vl_plugins.commands` adds one subcommand."""
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from vl_plugins import __version__
-from vl_plugins.errors import exit_status
+from vl_plugins.errors import InputWarning, exit_status
 from vl_plugins.integrations.command_lines import CommandParser
 
 __all__ = ["main"]
@@ -48,7 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    return arguments.run(arguments)
+    with _short_warnings(f"vl-plugins {arguments.command}"):
+        return arguments.run(arguments)
+
+
+@contextlib.contextmanager
+def _short_warnings(program: str) -> Iterator[None]:
+    """Print each ``InputWarning`` as one line on standard error, and other warnings as Python does."""
+    show_any = warnings.showwarning
+
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if issubclass(category, InputWarning):
+            print(f"{program}: warning: {message}", file=sys.stderr)
+        else:
+            show_any(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_any
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 __all__ = [
     "MALFORMED_CONTENT",
+    "InputWarning",
     "MissingExtraError",
     "UserError",
     "all_values",
@@ -65,6 +66,10 @@ class UserError(ValueError):
 
 class MissingExtraError(UserError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class InputWarning(UserWarning):
+    """Input that can be read, but may not be as its user means it; command lines print the message as one line."""
 
 
 def exit_status(program: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:

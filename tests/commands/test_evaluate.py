@@ -123,13 +123,15 @@ def test_an_ensemble_averages_similarities(flags, folder, encode, evaluate, caps
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     report = files[0].with_name("report.html")
     assert main([*arguments, "--report", str(report)]) == 0
-    first, _, *rows, last = capsys.readouterr().out.splitlines()
+    first, _, *rows = capsys.readouterr().out.splitlines()
     assert first == "plain: 24 images, 120 captions"
-    assert [row.split()[0] for row in rows] == [*results]
-    assert last.startswith("circular variance of the sets of sets: images 0.")
+    assert [row.split()[0] for row in rows[:4]] == [*results]
+    assert rows[4].startswith("circular variance of the sets of sets: images 0.")
+    assert rows[5:7] == ["", "plain, compared with sets:"]
+    assert [row.split()[0] for row in rows[8:11]] == ["ensemble", "epoch_1", "ours"]
     page = report.read_text()
-    assert "<title>Image-text retrieval of ensemble, protocol plain</title>" in page
-    assert page.count("data:image/jpeg;base64,") > 24
+    assert "<title>Image-text retrieval of 4 models, protocol plain</title>" in page
+    assert page.count("data:image/jpeg;base64,") == 24  # each picture once
     assert f"checkpoint {folder}/other.pt, " in page
 
 
@@ -151,6 +153,8 @@ def test_the_checkpoint_of_a_run_folder(folder, flags, tmp_path, capsys):
     checkpoints.mkdir(parents=True)
     for name in ("epoch_9.pt", "epoch_10.pt"):
         (checkpoints / name).symlink_to(folder / "epoch_1.pt")
+    assert main([*flags, "--checkpoint", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"run: {checkpoints}/epoch_10.pt\nplain: 24 images")
     assert main([*flags, "--checkpoint", str(run), "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert (result["file"], result["checkpoint"]) == (str(run), str(checkpoints / "epoch_10.pt"))
@@ -205,16 +209,23 @@ def test_features_of_other_shards(encode, toy_shards, tmp_path, capsys):
         (["--protocol", "plian"], "unknown protocol 'plian' (did you mean 'plain'?)"),
         (["--features", "no-such.npz"], "no-such.npz"),
         (["--checkpoint", "ensemble=a.pt"], "'ensemble' is the name of all models together"),
+        (
+            ["--checkpoint", "a={file}", "b={file}"],
+            "{file} is given twice: it cannot be compared with itself, as a and b",
+        ),
+        (["--checkpoint", "a={file}", "a={file}"], "{file} is given twice: it cannot be two seeds of a"),
         (["--shards", ""], "give --features, or --checkpoint with --shards"),
         ([], "give --features, or --checkpoint with --shards"),
     ],
 )
-def test_wrong_input(flags, tmp_path, capsys, change, message, monkeypatch):
+def test_wrong_input(flags, folder, tmp_path, capsys, change, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    file = str(folder / "epoch_1.pt")
+    change = [word.replace("{file}", file) for word in change]
     assert main([*flags, *change] if change else ["evaluate"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("vl-plugins evaluate: error: ")
-    assert message in line
+    assert message.replace("{file}", file) in line
     assert not list(tmp_path.iterdir())
 
 

@@ -1,13 +1,12 @@
-import base64
 import copy
 import io
 import math
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
+from tests.helpers.pages import NASTY, every, parse, picture_content, raw, text
 from vl_plugins.data import read_collection
 from vl_plugins.retrieval import report as report_module
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
@@ -15,26 +14,6 @@ from vl_plugins.retrieval.metrics import metrics_table
 from vl_plugins.retrieval.report import write_report
 
 pillow = pytest.importorskip("PIL.Image")
-
-NASTY = "</p><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><!-- <b>&amp; $x$ \u2028 ünï"
-
-
-def parse(file):
-    """The elements of a page, which is well-formed XML too."""
-    return ElementTree.fromstring(file.read_text())
-
-
-def every(node, tag="*", **attributes):
-    """The elements below with these attributes; ``class_`` for ``class``."""
-    return node.findall(f".//{tag}" + "".join(f"[@{name.strip('_')}='{value}']" for name, value in attributes.items()))
-
-
-def raw(node):
-    return "".join(node.itertext())
-
-
-def text(node):
-    return " ".join(raw(node).split())
 
 
 def examples(page):
@@ -93,7 +72,8 @@ def test_nothing_is_loaded_and_nothing_runs(report):
     page = parse(report)
     (policy,) = (meta.attrib["content"] for meta in every(page, "meta") if "http-equiv" in meta.attrib)
     assert policy.startswith("default-src 'none'; img-src data:;")
-    assert {element.attrib["src"].partition(";base64,")[0] for element in every(page) if "src" in element.attrib} == {
+    sources = [value for element in every(page) for name, value in element.attrib.items() if name in ("src", "href")]
+    assert {source.partition(";base64,")[0] for source in sources if not source.startswith("#picture-")} == {
         "data:image/jpeg",
         "data:image/svg+xml",
     }
@@ -134,7 +114,7 @@ def test_failures_are_worst_first_and_successes_by_their_lead(write, collection)
     ]
     for group, queries in zip(examples(page)[:2], by_image, strict=True):
         for example, (query, rank) in zip(group, queries, strict=True):
-            assert every(example[0], "img")[0].attrib["title"] == some.keys[query]
+            assert every(example[0], "svg")[0].attrib["aria-label"] == some.keys[query]
             assert text(example[0]) == f"rank {rank}, image {some.image_ids[query]}"
             order = sorted(range(4), key=lambda caption: -rows[query][caption])
             assert [text(item) for item in every(example[1], "li")] == [
@@ -146,9 +126,9 @@ def test_failures_are_worst_first_and_successes_by_their_lead(write, collection)
             assert text(example[0]) == f"{some.captions[query]} rank {rank}, caption {some.caption_ids[query]}"
     # Of equally similar images the wrong one comes first.
     answers = [
-        (image.attrib["title"], text(item))
+        (image.attrib["aria-label"], text(item))
         for item in every(examples(page)[2][0][1], "li")
-        for image in every(item, "img")
+        for image in every(item, "svg")
     ]
     assert answers == [
         (some.keys[1], "1 ✗ 0.300"),
@@ -178,8 +158,9 @@ def test_damaged_and_wide_pictures(write, collection, tmp_path):
     damaged, wide, *_ = collection.keys
     placeholder = next(node for node in every(page, "small") if text(node) == f"no picture of {damaged}")
     assert "not an image" in placeholder.attrib["title"]
-    (*_, image) = every(page, "img", title=wide)
-    with pillow.open(io.BytesIO(base64.b64decode(image.attrib["src"].partition(",")[2]))) as picture:
+    (*_, image) = every(page, "span", title=wide)
+    assert every(image, "svg")[0].attrib["viewBox"] == "0 0 160 1"
+    with pillow.open(io.BytesIO(picture_content(page, image))) as picture:
         assert picture.size == (160, 1)
 
 

@@ -1,20 +1,18 @@
 """``vl-plugins evaluate``: image-text retrieval of models on shards, or of saved features."""
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.encode import add_options, encode
-from vl_plugins.commands.run_names import run_names
-from vl_plugins.errors import UserError
+from vl_plugins.commands.run_names import named_runs
+from vl_plugins.errors import UserError, one_of
 
 __all__ = ["register", "run"]
 
 ENSEMBLE = "ensemble"
-JUDGED = "eccv-caption"
 EPILOG = """\
 protocols:
   plain         all images and all captions
@@ -28,27 +26,32 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the ``evaluate`` command."""
     parser = subparsers.add_parser(
         "evaluate",
-        help="measure image-text retrieval of checkpoints or features",
+        help="measure image-text retrieval of models, and compare them",
         usage="%(prog)s [options]",
         examples=[
             "vl-plugins evaluate --checkpoint logs/run/checkpoints/epoch_10.pt \\\n"
             "    --shards 'shards/coco-test-{000000..000004}.tar' --protocol coco-5k eccv",
-            "vl-plugins evaluate --features vit.safetensors other.npz --ensemble",
+            "vl-plugins evaluate --features clip=a.npz clip=b.npz clip=c.npz \\\n"
+            "    unified=d.npz unified=e.npz unified=f.npz --baseline clip",
         ],
         description="Rank all captions for each image and all images for each caption, and print Recall@1, 5 and 10, "
-        "median ranks and RSUM.",
+        "median ranks and RSUM. Two models or more are compared, with 95 % confidence intervals of the differences.",
         epilog=EPILOG,
     )
     add: Any = parser.add_argument_group("what to evaluate").add_argument
     several: Any = {"nargs": "+", "metavar": "[NAME=]FILE", "default": []}
-    add("--features", **several, help="embeddings of `vl-plugins encode` or another program, .npz or .safetensors")
+    features = "embeddings of `vl-plugins encode` or another program: .npz, .safetensors, .parquet or a folder of .npy"
+    add("--features", **several, help=f"{features}; a name that occurs again is another training seed of that model")
     checkpoints = "encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip"
     add("--checkpoint", **several, help=checkpoints)
     add("--model", metavar="NAME", help="open_clip model of all checkpoints (default: that of each run)")
     add("--shards", help="shards to encode, or that features are of; {000000..000004} for several")
+    add("--baseline", metavar="NAME", help="model that the others are compared with (default: the first)")
     add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
     add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
     add("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
+    per_caption = "--features have a row for each caption in which its image is repeated, as in VSE++"
+    add("--image-per-caption", action="store_true", help=per_caption)
     running = parser.add_argument_group("how to run")
     add_options(running)
     running.add_argument(
@@ -56,29 +59,61 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument_group("what to write").add_argument
     add("--json", action="store_true", help="print JSON, with recalls as fractions")
-    report = "write a report of the ensemble or the first model; with --shards it has examples"
+    add("--rules", action="store_true", help="also print the recalls that other tools' rules give, see the guide")
+    report = "write a report of the ensemble or the first model, and of differences; with --shards it has examples"
     add("--report", metavar="FILE.html", help=report)
+    add("--per-query", metavar="FILE", help="write a row for each query, .parquet or .csv")
+    suspects = "write captions for which the first model finds a wrong image first, .parquet or .csv; needs --shards"
+    add("--suspects", metavar="FILE", help=suspects)
+    add("--confidence", type=float, metavar="P", help="confidence of --suspects, between 0 and 1 (default: 0.5)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; progress bars go to standard error."""
-    files, checkpoints = arguments.features, arguments.checkpoint
-    if not (files or checkpoints) or (checkpoints and not arguments.shards):
-        raise UserError("give --features, or --checkpoint with --shards")
-    paths = run_names([*files, *checkpoints])
-    if ENSEMBLE in paths:
+    _check(arguments)
+    runs = named_runs([*arguments.features, *arguments.checkpoint])
+    names = list(dict.fromkeys(name for name, _ in runs))
+    if ENSEMBLE in names:
         raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
-    features, collection = _features(arguments, paths)
+    if arguments.baseline is not None:
+        if len(names) < 2:
+            raise UserError("--baseline: there is nothing to compare with; give two models or more")
+        one_of("baseline", arguments.baseline, names)
+    features, collection = _features(arguments, runs)
     if features:  # only the first process has them
-        _evaluate(arguments, paths, features, collection)
+        from vl_plugins.commands.evaluation import write_evaluation
+
+        write_evaluation(arguments, runs, features, collection)
     return 0
 
 
-def _features(arguments: argparse.Namespace, paths: Mapping[str, str]) -> tuple[Any, Any]:
-    """Return the features of each model, read or encoded, and the collection of the shards that they are of."""
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise an error for options that do not fit together, before anything is encoded."""
+    if not (arguments.features or arguments.checkpoint) or (arguments.checkpoint and not arguments.shards):
+        raise UserError("give --features, or --checkpoint with --shards")
+    if arguments.suspects and not arguments.shards:
+        raise UserError("--suspects writes captions, which only shards have: give --shards")
+    if arguments.confidence is not None:
+        if not arguments.suspects:
+            raise UserError("--confidence is for --suspects")
+        from vl_plugins.retrieval.per_query import check_confidence
+
+        check_confidence(arguments.confidence)
+    for file in (arguments.per_query, arguments.suspects):
+        if file:
+            from vl_plugins.retrieval.per_query import check_table_file
+
+            check_table_file(file)
+
+
+def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> tuple[list[Any], Any]:
+    """Return the features of each run, read or encoded, and the collection of the shards that they are of.
+
+    Features are only in the first process; in the others the list is empty.
+    """
     shards = arguments.shards
-    files, checkpoints = [*paths][: len(arguments.features)], [*paths][len(arguments.features) :]
+    files, checkpoints = runs[: len(arguments.features)], runs[len(arguments.features) :]
     collection: Any = None
     if shards:
         from vl_plugins.data import read_collection
@@ -89,82 +124,54 @@ def _features(arguments: argparse.Namespace, paths: Mapping[str, str]) -> tuple[
 
     for protocol in arguments.protocol if shards else ():
         check_images(protocol, len(collection), shards)
-    features = {}
+    features = []
     if os.environ.get("RANK", "0") == "0":  # its errors end the other processes, which wait for this one
-        features = {name: load_features(paths[name], normalize=arguments.normalize) for name in files}
+        _check_different_files(runs)
+        for _, path in files:
+            options = {"normalize": arguments.normalize, "image_per_caption": arguments.image_per_caption}
+            features.append(load_features(path, **options))
     if checkpoints:
-        encoded = encode(arguments, [paths[name] for name in checkpoints])
-        features |= {name: found for name, found in zip(checkpoints, encoded, strict=True) if found is not None}
-    if collection is None:
-        return features, None
-    from vl_plugins.integrations.encoding import hash_shards
+        for encoded in encode(arguments, [path for _, path in checkpoints]):
+            if encoded is not None:
+                features.append(encoded)
+    if collection is not None:
+        from vl_plugins.integrations.encoding import hash_shards
 
-    digest = hash_shards(collection)
-    for name, found in features.items():
-        found.check_same_items(collection, name, shards)
-        if found.description.get("shards_sha256", digest) != digest:
-            raise UserError(f"{name} and {shards} do not belong together: the pictures or captions differ")
+        digest = hash_shards(collection)
+        for (name, _), of_run in zip(runs, features, strict=False):
+            of_run.check_same_items(collection, name, shards)
+            if of_run.description.get("shards_sha256", digest) != digest:
+                raise UserError(f"{name} and {shards} do not belong together: the pictures or captions differ")
     return features, collection
 
 
-def _evaluate(arguments: argparse.Namespace, paths: Mapping[str, str], features: Any, collection: Any) -> None:
-    """Print the metrics of each model, then write the report."""
-    from vl_plugins.retrieval import format_metrics_table
-    from vl_plugins.retrieval.protocols import evaluate
-
-    ensemble = {ENSEMBLE: [*features.values()]} if arguments.ensemble else {}
-    results: dict[str, Any] = {}
-    shown: Any = None  # by the report
-    for name, members in (ensemble | {name: [found] for name, found in features.items()}).items():
-        results[name] = {}
-        for protocol in arguments.protocol:
-            options = {"device": arguments.ranking_device, "progress": sys.stderr.isatty()}
-            options["with_ranks"] = arguments.report is not None and shown is None
-            found = evaluate(members, protocol, name=arguments.shards or name, **options)
-            results[name] |= found.metrics
-            shown = shown or found
-    tables, first = _tables(results), next(iter(results))
-    size = "{num_samples:,} images, {num_captions:,} captions"
-    settings = {protocol: size.format(**metrics) for protocol, metrics in results[first].items()}
-    if arguments.json:
-        known = {name: found.description | {"file": paths[name]} for name, found in features.items()}
-        rows = [known.get(name, {}) | {"name": name, "metrics": metrics} for name, metrics in results.items()]
-        print(json.dumps({"shards": arguments.shards, "results": rows}, indent=2))
-    else:
-        print(*(f"{protocol}: {size}" for protocol, size in settings.items()), sep="\n")
-        print(*(format_metrics_table(rows, bool(judged)) for judged, rows in enumerate(tables) if rows), sep="\n")
-        for name, parts in results.items():
-            metrics = next(iter(parts.values()))
-            if "image_circular_variance" in metrics:
-                images, captions = metrics["image_circular_variance"], metrics["caption_circular_variance"]
-                print(f"circular variance of the sets of {name}: images {images:.4g}, captions {captions:.4g}")
-    if arguments.report:
-        from vl_plugins.retrieval.report import write_report
-
-        write_report(
-            arguments.report,
-            shown.ranks,
-            tables,
-            title=f"Image-text retrieval of {first}, protocol {arguments.protocol[0]}",
-            settings=settings | {name: _settings(found.description) for name, found in features.items()},
-            collection=collection and collection.with_captions(shown.captions),
-            max_image_pixels=arguments.max_image_pixels,
-        )
-        print(f"wrote {arguments.report}", file=sys.stderr)
+def _check_different_files(runs: Sequence[tuple[str, str]]) -> None:
+    """Raise an error if two runs have one file: they are neither two seeds of a model nor two models."""
+    first_of_content: dict[str, tuple[str, str]] = {}
+    for name, path in runs:
+        content = _content(path)
+        if content not in first_of_content:
+            first_of_content[content] = name, path
+            continue
+        other_name, other_path = first_of_content[content]
+        files = f"{path} is given twice" if path == other_path else f"{other_path} and {path} have the same content"
+        if name == other_name:
+            raise UserError(f"{files}: it cannot be two seeds of {name}")
+        raise UserError(f"{files}: it cannot be compared with itself, as {other_name} and {name}")
 
 
-def _tables(results: Mapping[str, Any]) -> list[dict[str, Mapping[str, float]]]:
-    """Return the metrics by the names of their rows: recalls, and those that ECCV Caption judges."""
-    tables: list[dict[str, Any]] = [{}, {}]
-    for name, parts in results.items():
-        for protocol, metrics in parts.items():
-            row = name if protocol == "plain" else protocol if len(results) == 1 else f"{name} {protocol}"
-            tables[protocol == JUDGED][row] = metrics
-    return tables
+def _content(path: str) -> str:
+    """Return what tells whether two paths have the same content: a SHA-256, or the name of a published model."""
+    from vl_plugins.data.files import sha256
 
+    if os.path.isfile(path):
+        return sha256(path)
+    arrays = sorted(Path(path).rglob("*.npy"))
+    if arrays:  # a folder of features
+        return " ".join(sha256(array) for array in arrays)
+    if os.path.isdir(path):
+        from vl_plugins.integrations.encoding import find_checkpoint
 
-def _settings(description: Mapping[str, Any]) -> str:
-    """Return in one line what is known of features."""
-    known = {key: value for key, value in description.items() if value and key != "splits"}
-    texts = (f"{key.replace('_', ' ')} {str(value)[: 12 if 'sha256' in key else None]}" for key, value in known.items())
-    return ", ".join(texts) or "features of unknown origin"
+        checkpoint = find_checkpoint(path)
+        return sha256(checkpoint) if os.path.isfile(checkpoint) else os.path.abspath(checkpoint)
+    return path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vl_plugins.errors import UserError
 
-__all__ = ["run_names"]
+__all__ = ["named_runs", "run_names"]
 
 FEATURES = (".npz", ".safetensors")
 # Of a run of open_clip, above the folder of its checkpoints; of the PML trainer, beside them.
@@ -15,24 +15,33 @@ PARAMS, RESULTS = "params.txt", "results.jsonl"
 
 
 def run_names(runs: Sequence[str]) -> dict[str, str]:
-    """Return the paths of runs by name, given as ``NAME=PATH`` or as a path, which may hold ``=`` itself.
-
-    A run without a name is named after its folder, and so is a checkpoint in it, ``vit`` for
-    ``logs/vit/checkpoints/epoch_9.pt``. Features, and checkpoints outside of runs, are named after their file. Where
-    two would have the same name, each has its whole path. What does not exist keeps its name.
+    """Return the paths of runs by name, as :func:`named_runs` names them.
 
     Raises:
         UserError: two runs have one name.
     """
+    pairs = named_runs(runs)
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise UserError(f"two runs are called {name!r}; name them: NAME=PATH OTHER=PATH")
+    return dict(pairs)
+
+
+def named_runs(runs: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (name, path) of runs, given as ``NAME=PATH`` or as a path, which may hold ``=`` itself.
+
+    A run without a name is named after its folder, and so is a checkpoint in it, ``vit`` for
+    ``logs/vit/checkpoints/epoch_9.pt``. Features, and checkpoints outside of runs, are named after their file. If such
+    a name occurs again, each of these runs has its whole path. What does not exist keeps its name. Names that are given
+    may occur several times.
+    """
     pairs = []
     for run in runs:
         name, separator, path = run.partition("=")
-        pairs.append((name, path) if separator and not os.path.exists(run) else (_short_name(run), run))
+        is_named = separator and not os.path.exists(run)
+        pairs.append((name, path) if is_named else (_short_name(run), run))
     counts = Counter(name for name, _ in pairs)
-    named = [(name if counts[name] == 1 or path not in runs else path, path) for name, path in pairs]
-    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-        raise UserError(f"two runs are called {twice[0]!r}; name them: NAME=PATH OTHER=PATH")
-    return dict(named)
+    return [(path if counts[name] > 1 and path in runs else name, path) for name, path in pairs]
 
 
 def _short_name(path: str) -> str:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from vl_plugins.errors import UserError, one_of, require
 from vl_plugins.regularizers import circular_variance
+from vl_plugins.retrieval.comparison import ImageValues, image_values, join_folds, top_for_comparison
 from vl_plugins.retrieval.features import Features, first_difference
-from vl_plugins.retrieval.metrics import retrieval_metrics
-from vl_plugins.retrieval.ranks import Answers, Ranks, similarity_ranks
+from vl_plugins.retrieval.metrics import hubness, retrieval_metrics
+from vl_plugins.retrieval.ranks import TOP, Answers, Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import MeanSimilarities
 
-__all__ = ["PROTOCOLS", "Evaluation", "Protocol", "check_images", "evaluate"]
+__all__ = ["PROTOCOLS", "Evaluation", "Fold", "Protocol", "check_images", "evaluate"]
 
 CAPTIONS_PER_IMAGE = 5
 
@@ -44,22 +45,58 @@ PROTOCOLS = {
 }
 
 
+class Fold(NamedTuple):
+    """Images and captions that are ranked together.
+
+    Attributes:
+        ranks: of the fold; its indices are positions in ``images`` and ``captions``.
+        images: (I,) int64, ascending indices of its images among those of the features.
+        captions: (C,) int64, ascending indices of its captions.
+        image_of_caption: (C,) int64, positions in ``images``.
+    """
+
+    ranks: Ranks
+    images: Tensor
+    captions: Tensor
+    image_of_caption: Tensor
+
+    def image_values(self) -> ImageValues:
+        """Return what each image contributes, to compare models; needs ranks with ``for_comparison``."""
+        return image_values(self.ranks, self.image_of_caption, len(self.images))
+
+
 class Evaluation(NamedTuple):
     """The results of a protocol.
 
     Attributes:
-        metrics: those of :func:`~vl_plugins.retrieval.retrieval_metrics` by name: the protocol's, or ``eccv-caption``
-            and ``cxc``; with ``num_samples``, ``num_captions``, and of the sets of one model the means of
-            :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3), ``image_circular_variance``
-            and ``caption_circular_variance``.
+        metrics: by name of the result, which is the protocol's, or ``eccv-caption`` and ``cxc``: those of
+            :func:`~vl_plugins.retrieval.retrieval_metrics`, ``num_samples``, ``num_captions``, and of the sets of one
+            model the means of :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3),
+            ``image_circular_variance`` and ``caption_circular_variance``.
+        folds: by name of the result, one fold with the whole split, or the five of ``coco-1k``.
         ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption. None for ``coco-1k``, whose
             folds do not need them, unless they were asked for.
         captions: indices of the captions that the protocol takes.
     """
 
     metrics: dict[str, dict[str, float]]
+    folds: dict[str, list[Fold]]
     ranks: Ranks | None
     captions: Tensor
+
+    def hubness(self, result: str) -> dict[str, float]:
+        """Return the hubness of captions and of images as answers, each the mean over the folds."""
+        folds = self.folds[result]
+        of_captions = [hubness(fold.ranks.image_to_text, len(fold.captions)) for fold in folds]
+        of_images = [hubness(fold.ranks.text_to_image, len(fold.images)) for fold in folds]
+        return {"image_to_text_hubness": fmean(of_captions), "text_to_image_hubness": fmean(of_images)}
+
+    def image_values(self) -> dict[str, ImageValues]:
+        """Return by name of the result what each image contributes, to compare models."""
+        values = {}
+        for result, folds in self.folds.items():
+            values[result] = join_folds([fold.image_values() for fold in folds])
+        return values
 
 
 def check_images(protocol: str, images: int, name: str = "the shards") -> None:
@@ -81,6 +118,7 @@ def evaluate(
     *,
     name: str = "the features",
     with_ranks: bool = False,
+    for_comparison: bool = False,
     device: str | torch.device = "cpu",
     progress: bool = False,
 ) -> Evaluation:
@@ -96,6 +134,7 @@ def evaluate(
         protocol: one of ``PROTOCOLS``.
         name: of the features, for errors.
         with_ranks: compute the ranks of the whole split also where the protocol does not need them.
+        for_comparison: keep as many wrong answers of each query as :meth:`Evaluation.image_values` needs.
         device: where similarities are computed.
         progress: show progress bars on standard error.
 
@@ -107,29 +146,45 @@ def evaluate(
     for other in others:
         other.check_same_items(first, "one model", "another")
     check_images(protocol, len(first.images), name)
-    kept = _captions(first, protocol, name)
+    captions = _captions(first, protocol, name)
     images = torch.arange(len(first.images))
-    models = [model.select(images, kept) for model in models]
-    sizes: dict[str, float] = {"num_samples": len(images), "num_captions": len(kept)}
+    models = [model.select(images, captions) for model in models]
+    image_of_caption = models[0].image_of_caption
+    top = top_for_comparison(image_of_caption) if for_comparison else TOP
+
+    def rank(models: Sequence[Features], answers: Tensor | tuple[Answers, Answers]) -> Ranks:
+        similarities = MeanSimilarities([model.similarities(device) for model in models])
+        return similarity_ranks(similarities, answers, top=top, progress=progress)
+
+    folds: dict[str, list[Fold]] = {}
+    if protocol == "eccv":
+        for result, answers in _eccv_answers(models[0]).items():
+            folds[result] = [Fold(rank(models, answers), images, captions, image_of_caption)]
+        ranks: Ranks | None = folds["eccv-caption"][0].ranks
+    elif PROTOCOLS[protocol].folds == 1:
+        ranks = rank(models, image_of_caption)
+        folds[protocol] = [Fold(ranks, images, captions, image_of_caption)]
+    else:
+        folds[protocol] = []
+        for fold_images in images.tensor_split(PROTOCOLS[protocol].folds):
+            positions = torch.isin(image_of_caption, fold_images).nonzero().flatten()
+            members = [model.select(fold_images, positions) for model in models]
+            fold_ranks = rank(members, members[0].image_of_caption)
+            fold = Fold(fold_ranks, fold_images, captions[positions], members[0].image_of_caption)
+            folds[protocol].append(fold)
+        ranks = rank(models, image_of_caption) if with_ranks else None
+    sizes: dict[str, float] = {"num_samples": len(images), "num_captions": len(captions)}
     if len(models) == 1 and first.images.ndim == 3:
         sizes["image_circular_variance"] = circular_variance(models[0].images).mean().item()
         sizes["caption_circular_variance"] = circular_variance(models[0].captions).mean().item()
+    metrics = {result: _mean_metrics(parts) | sizes for result, parts in folds.items()}
+    return Evaluation(metrics, folds, ranks, captions)
 
-    def ranks(models: Sequence[Features], answers: tuple[Answers, Answers] | None = None) -> Ranks:
-        similarities = MeanSimilarities([model.similarities(device) for model in models])
-        return similarity_ranks(similarities, answers or models[0].image_of_caption, progress=progress)
 
-    if protocol == "eccv":
-        found = {result: ranks(models, answers) for result, answers in _eccv_answers(models[0]).items()}
-        metrics = {result: retrieval_metrics(value) | sizes for result, value in found.items()}
-        return Evaluation(metrics, found["eccv-caption"], kept)
-    folds = images.tensor_split(PROTOCOLS[protocol].folds)
-    whole = ranks(models) if with_ranks or len(folds) == 1 else None
-    parts = [retrieval_metrics(whole)] if whole is not None and len(folds) == 1 else []
-    for fold in folds if not parts else ():
-        captions = torch.isin(models[0].image_of_caption, fold).nonzero().flatten()
-        parts.append(retrieval_metrics(ranks([model.select(fold, captions) for model in models])))
-    return Evaluation({protocol: {key: fmean(part[key] for part in parts) for key in parts[0]} | sizes}, whole, kept)
+def _mean_metrics(folds: Sequence[Fold]) -> dict[str, float]:
+    """Return the mean of the metrics of each fold."""
+    metrics = [retrieval_metrics(fold.ranks) for fold in folds]
+    return {name: fmean(values[name] for values in metrics) for name in metrics[0]}
 
 
 def _captions(features: Features, protocol: str, name: str) -> Tensor:

@@ -61,6 +61,15 @@ class Ranks(NamedTuple):
     image_to_text: DirectionRanks
     text_to_image: DirectionRanks
 
+    def cpu(self) -> "Ranks":
+        """Return the same ranks with tensors on the CPU."""
+        directions = []
+        for direction in self:
+            fields = [field.cpu() for field in direction]
+            directions.append(DirectionRanks(*fields))
+        image_to_text, text_to_image = directions
+        return Ranks(image_to_text, text_to_image)
+
 
 def right_answers(image_of_caption: Tensor) -> tuple[Answers, Answers]:
     """Return the right answers of both directions where each caption describes one image (C,)."""

@@ -1,11 +1,10 @@
-"""One HTML page about a retrieval evaluation: its numbers, its similarities, and examples of successes and failures."""
+"""One HTML page about a retrieval evaluation: numbers, similarities, examples, and what models differ in."""
 
-import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,30 +12,16 @@ from vl_plugins import __version__
 from vl_plugins.data import Collection
 from vl_plugins.data.files import write_file
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
-from vl_plugins.data.samples import decode, inspect_image
-from vl_plugins.errors import UserError, require
+from vl_plugins.errors import require
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves
+from vl_plugins.retrieval.comparison_report import Comparison, compare_models
+from vl_plugins.retrieval.examples import data_url, example_images, failures_and_successes, thumbnails
 from vl_plugins.retrieval.metrics import metrics_table
-from vl_plugins.retrieval.ranks import DirectionRanks, Ranks
+from vl_plugins.retrieval.ranks import Ranks
 
 __all__ = ["write_report"]
 
-ANSWERS, EXAMPLES = 5, 20
-LONGEST_SIDE, QUALITY = 160, 80  # of thumbnails: pixels, JPEG
-
-
-class Example(NamedTuple):
-    """A query and its answers, by index.
-
-    Attributes:
-        query: index of the image or caption.
-        rank: of its best right answer.
-        answers: (place, candidate, similarity, is right) of the first answers, and of the best right one.
-    """
-
-    query: int
-    rank: int
-    answers: list[tuple[int, int, float, bool]]
+EXAMPLES = 20
 
 
 def write_report(
@@ -46,6 +31,8 @@ def write_report(
     *,
     title: str,
     settings: Mapping[str, str],
+    model: str | None = None,
+    comparison: Comparison | None = None,
     collection: Collection | None = None,
     examples: int = EXAMPLES,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
@@ -56,119 +43,113 @@ def write_report(
 
     Args:
         file: appears complete or not at all; its folder is created.
-        ranks: of the model that is shown.
+        ranks: of the model that charts and examples show.
         tables: metrics of :func:`~vl_plugins.retrieval.retrieval_metrics` by name, and those that ECCV Caption judges.
         title: of the page.
         settings: what was evaluated, and how: name -> value.
-        collection: images and captions in the order of the ranks; without it the page has no examples.
+        model: name of the model of ``ranks``, for the headings of charts and examples.
+        comparison: of several models: differences, groups of captions, and queries that one model alone finds.
+        collection: images and captions in the order of the ranks; without it the page has no examples and no groups.
         examples: at most so many successes and so many failures of each direction, spread evenly over all of them. A
             success is a query of rank 1.
         max_image_pixels: of larger pictures the page has the size only; 0 for no limit.
 
     Raises:
         UserError: the file cannot be written, or a shard cannot be read or has changed.
+        ValueError: the models of ``comparison`` have different queries.
         MissingExtraError: jinja2, matplotlib or pillow is not installed.
     """
-    jinja2 = require("jinja2", extra="eval")
-    ranks = Ranks(*(DirectionRanks(*(field.cpu() for field in part)) for part in ranks))
-    groups = [] if collection is None else _examples(ranks, examples)
-    images = set()
-    for queries, _, _, shown in groups:
-        for example in shown:
-            images |= {example.query} if queries == "image" else {candidate for _, candidate, _, _ in example.answers}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    page = environment.get_template("report.html.jinja").render(
+    ranks = ranks.cpu()
+    groups = []
+    compared = []
+    images: set[int] = set()
+    if collection is not None:
+        groups = failures_and_successes(ranks, examples)
+        for group in groups:
+            images |= example_images(group.kind, group.examples)
+        if comparison is not None:
+            compared = compare_models(comparison, collection)
+        for model_comparison in compared:
+            images |= model_comparison.shown_images()
+    pictures = {}
+    if collection is not None:
+        pictures = thumbnails(collection, images, max_image_pixels)
+    page = _template("report.html.jinja").render(
         title=title,
         settings=settings,
-        tables=[metrics_table(results, bool(judged)) for judged, results in enumerate(tables) if results],
+        tables=_metrics_tables(tables),
+        model=model,
+        comparison=comparison,
+        compared=compared,
         charts=_charts(ranks),
         groups=groups,
         collection=collection,
-        pictures=_thumbnails(collection, images, max_image_pixels) if collection else {},
+        pictures=pictures,
         version=__version__,
     )
     write_file(file, page.encode(errors="replace"))  # file names may hold bytes of no encoding
 
 
+def _metrics_tables(tables: Sequence[Mapping[str, Mapping[str, float]]]) -> list[list[list[str]]]:
+    """Return the rows of each table that has results; the second one is of what ECCV Caption judges."""
+    rows_of_tables = []
+    for judged, results in enumerate(tables):
+        if results:
+            rows_of_tables.append(metrics_table(results, bool(judged)))
+    return rows_of_tables
+
+
+def _template(name: str) -> Any:
+    """Return a template of this folder, whose values are escaped."""
+    jinja2 = require("jinja2", extra="eval")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template(name)
+
+
 def _charts(ranks: Ranks) -> dict[str, str]:
-    """Return histograms of similarities and curves of Recall@K: URLs that hold SVG images, by what they show."""
-    figures = [new_figure(6, 3.6) for _ in range(2)]
-    left, right = (figure.subplots() for figure in figures)
-    similarities = {"right pairs": ranks.image_to_text.positive_similarity}
-    similarities |= {
-        f"hardest negative of each {query}": part.negative_similarity[:, 0]
-        for query, part in zip(("image", "caption"), ranks, strict=True)
+    """Return URLs that hold SVG images of similarities and recalls, by their titles."""
+    return {"similarities": _similarity_chart(ranks), "Recall@K by K": _recall_chart(ranks)}
+
+
+def _similarity_chart(ranks: Ranks) -> str:
+    """Return histograms of the similarities of right pairs and of hardest negatives."""
+    figure = new_figure(6, 3.6)
+    axes = figure.subplots()
+    similarities = {
+        "right pairs": ranks.image_to_text.positive_similarity,
+        "hardest negative of each image": ranks.image_to_text.negative_similarity[:, 0],
+        "hardest negative of each caption": ranks.text_to_image.negative_similarity[:, 0],
     }
-    similarities = {label: values[values.isfinite()] for label, values in similarities.items()}
-    bins = torch.linspace(*torch.cat([*similarities.values()]).aminmax(), 51).numpy()
+    for label, values in similarities.items():
+        similarities[label] = values[values.isfinite()]
+    low, high = torch.cat(list(similarities.values())).aminmax()
+    bins = torch.linspace(low, high, 51).numpy()
     for (label, values), color in zip(similarities.items(), COLORS, strict=False):
         weights = values.new_full((len(values),), 100 / max(1, len(values))).numpy()
-        left.hist(values.numpy(), bins, weights=weights, histtype="step", color=color, label=label)
-    for label, part, color in zip(("image to text", "text to image"), ranks, COLORS, strict=False):
-        share = 100 * torch.arange(1, len(part.rank) + 1) / len(part.rank)
-        right.plot(part.rank.sort().values, share, drawstyle="steps-post", color=color, label=label)
-    left.set(xlabel="similarity", ylabel="percent")
-    right.set(xlabel="K", ylabel="Recall@K in percent", xscale="log", ylim=(0, 100))
-    urls = {}
-    for figure, axes, what in zip(figures, (left, right), ("similarities", "Recall@K by K"), strict=True):
-        style_curves(axes)
-        axes.legend()
-        stream = io.BytesIO()
-        with require("matplotlib", extra="eval").rc_context({"svg.hashsalt": what}):  # equal bytes in every run
-            figure.savefig(stream, format="svg", metadata={"Date": None})
-        urls[what] = _url("image/svg+xml", stream)
-    return urls
+        axes.hist(values.numpy(), bins, weights=weights, histtype="step", color=color, label=label)
+    axes.set(xlabel="similarity", ylabel="percent")
+    return _svg_url(figure, axes, "similarities")
 
 
-def _url(kind: str, stream: io.BytesIO) -> str:
-    return f"data:{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+def _recall_chart(ranks: Ranks) -> str:
+    """Return curves of Recall@K of both directions."""
+    figure = new_figure(6, 3.6)
+    axes = figure.subplots()
+    directions = {"image to text": ranks.image_to_text, "text to image": ranks.text_to_image}
+    for (label, direction), color in zip(directions.items(), COLORS, strict=False):
+        queries = len(direction.rank)
+        share = 100 * torch.arange(1, queries + 1) / queries
+        axes.plot(direction.rank.sort().values, share, drawstyle="steps-post", color=color, label=label)
+    axes.set(xlabel="K", ylabel="Recall@K in percent", xscale="log", ylim=(0, 100))
+    return _svg_url(figure, axes, "Recall@K by K")
 
 
-def _examples(ranks: Ranks, number: int) -> list[tuple[str, str, int, list[Example]]]:
-    """Return kind of the queries, outcome, how many there are, and examples: failures, then successes.
-
-    Failures go from the worst rank to the nearest miss, successes from the largest lead over the hardest negative.
-    """
-    groups = []
-    for queries, part in zip(("image", "caption"), ranks, strict=True):
-        ends = part.positive_query.bincount(minlength=len(part.queries)).cumsum(0).tolist()
-        starts = [0, *ends[:-1]]  # of the right answers of each query, the best of which comes first
-        lead = part.positive_similarity[starts] - part.negative_similarity[:, 0]
-        by_lead = lead.argsort()
-        worst_first = by_lead[part.rank[by_lead].argsort(descending=True, stable=True)]
-        is_hit = part.rank[worst_first] == 1
-        for outcome, order in (("failures", worst_first[~is_hit]), ("successes", worst_first[is_hit].flip(0))):
-            spread = torch.linspace(0, len(order) - 1, min(number, len(order))).round().long()
-            shown = [_example(part, query, slice(starts[query], ends[query])) for query in order[spread].tolist()]
-            groups.append((queries, outcome, len(order), shown))
-    return groups
-
-
-def _example(part: DirectionRanks, query: int, own: slice) -> Example:
-    """Return an example, given the position of a query and those of its right answers."""
-    both = part.positives[own].tolist(), part.positive_similarity[own].tolist()
-    right = [(*pair, True) for pair in zip(*both, strict=True)]
-    wrong = zip(part.negatives[query].tolist(), part.negative_similarity[query].tolist(), strict=True)
-    answers = [(*pair, False) for pair in wrong if pair[0] >= 0] + right
-    answers.sort(key=lambda answer: -answer[1])  # of equal ones the wrong ones stay first
-    rank, rows = int(part.rank[query]), [(place, *answer) for place, answer in enumerate(answers, 1)]
-    best = [(rank, *right[0])] if rank > ANSWERS else []
-    return Example(int(part.queries[query]), rank, rows[:ANSWERS] + best)
-
-
-def _thumbnails(collection: Collection, images: set[int], max_image_pixels: int) -> dict[int, dict[str, Any]]:
-    """Return a ``url`` that holds the picture, or the ``problem`` with it, for each image."""
-    thumbnails = {}
-    for index, data in collection.pictures(images).items():
-        stream = io.BytesIO()
-        try:
-            inspect_image(data, max_image_pixels=max_image_pixels)
-            picture = decode({"jpg": data}, max_image_pixels=max_image_pixels)
-            picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            picture.save(stream, "JPEG", quality=QUALITY, optimize=True)
-            thumbnails[index] = {"url": _url("image/jpeg", stream)}
-        except UserError as error:
-            thumbnails[index] = {"problem": str(error)}
-    return thumbnails
+def _svg_url(figure: Any, axes: Any, salt: str) -> str:
+    style_curves(axes)
+    axes.legend()
+    stream = io.BytesIO()
+    with require("matplotlib", extra="eval").rc_context({"svg.hashsalt": salt}):  # equal bytes in every run
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return data_url("image/svg+xml", stream.getvalue())
