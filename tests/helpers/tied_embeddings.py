@@ -1,4 +1,4 @@
-"""Features whose similarities tie. Their products are exact in float32, so that every program sees the same ties."""
+"""Features whose similarities tie, with products that are exact in float32: every program sees the same ties."""
 
 import random
 
@@ -8,6 +8,7 @@ from torch.nn.functional import normalize
 from vl_plugins.retrieval.features import Features
 
 KINDS = ("plain", "signs", "duplicates", "equal images")
+WIDTHS = {"signs": 16, "duplicates": 1024, "equal images": 16}
 
 
 def tied_features(seed, *, kind=None, images=(12, 45), captions=(1, 5), width=None, shuffled=False, ids=True):
@@ -15,11 +16,11 @@ def tied_features(seed, *, kind=None, images=(12, 45), captions=(1, 5), width=No
 
     Args:
         seed: of everything that is random.
-        kind: one of ``KINDS``, drawn by default. "plain" has no ties; the vectors of the others are equal up to signs.
-            A quarter of the images and captions of "duplicates" are copies of other ones.
+        kind: one of ``KINDS``, drawn by default. "plain" has no ties. The vectors of the others have equal components
+            up to signs: short ones, which tie everywhere, or long ones, of which a quarter are copies.
         images, captions: least and largest number of images, and of captions of each. Half of the cases have the
             largest number of captions everywhere.
-        width: of embeddings, a power of four; drawn by default.
+        width: of embeddings, a power of four; that of the kind by default.
         shuffled: captions are not grouped by image.
         ids: with ids, whose order as text is neither that of positions nor of numbers.
     """
@@ -36,7 +37,7 @@ def tied_features(seed, *, kind=None, images=(12, 45), captions=(1, 5), width=No
     if kind == "plain":
         image_embeddings, caption_embeddings = _plain(owners, number, generator)
     else:
-        width = width or draw.choice([4, 16, 64])
+        width = width or WIDTHS[kind]
         image_embeddings, caption_embeddings = _signs(owners, number, width, generator)
     if kind == "duplicates":
         _copy_quarter(image_embeddings, generator)

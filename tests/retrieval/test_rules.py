@@ -1,5 +1,9 @@
+import contextlib
+import io
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from vl_plugins.retrieval.tools import RULES, ToolNumbers
 from vl_plugins.tables import align_columns
 
 DIRECTIONS = ("image_to_text", "text_to_image")
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "why_numbers_differ.md"
 
 
 def texts(ids, number):
@@ -237,3 +242,19 @@ def test_numbers_are_plain_floats_in_order_of_their_ends():
             assert type(low) is float
             assert 0 <= low <= one.high[metric] <= 1
             assert math.isfinite(low)
+
+
+def test_the_page_has_the_sentence_of_each_rule():
+    page = PAGE.read_text(encoding="utf-8")
+    for rule in RULES:
+        assert f"| {rule.tool} | {rule.name} | {rule.sentence} |" in page
+
+
+def test_the_output_on_the_page_is_that_of_its_code():
+    page = PAGE.read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (output,) = re.findall(r"^```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, PAGE.name, "exec"), {})
+    assert printed.getvalue() == output

@@ -83,22 +83,25 @@ def counts_by_id(direction: Direction, counts: Bounds) -> CountsById:
     for queries in undecided.split(rows):
         similarity = direction.similarity_of(queries.to(direction.device))
         tenth = similarity.topk(min(DEPTH, len(place))).values[:, -1:]
-        tied[queries] = (similarity >= tenth).sum(dim=1).cpu()
+        is_below = similarity < tenth
+        tied[queries] = (len(place) - is_below.sum(dim=1)).cpu()
+        group = is_below.int() + (similarity <= tenth)  # 0 is above the tenth, 1 ties with it, 2 is below
         for by_id, order in ((rising, place), (falling, reverse_place)):
-            candidates = _first_candidates(similarity, tenth, order)
+            candidates = _first_candidates(similarity, group, order)
             is_right = image_of_candidate[candidates] == image_of_query[queries, None]
             for column, k in enumerate(CUTOFFS):
                 by_id[queries, column] = is_right[:, :k].sum(dim=1).cpu()
     return CountsById(rising, falling, tied)
 
 
-def _first_candidates(similarity: Tensor, tenth: Tensor, order: Tensor) -> Tensor:
+def _first_candidates(similarity: Tensor, group: Tensor, order: Tensor) -> Tensor:
     """Return the first ten candidates (q, 10), the most similar first and ties by a rising ``order`` (C,).
 
-    ``tenth`` (q, 1) is the tenth largest similarity, which is the only one whose ties may have to stay out.
+    Only ties with the tenth similarity may have to stay out of the first ten, so ``group`` (q, C) and then the order
+    tell which ten these are.
     """
     candidates = len(order)
-    key = order + candidates * ((similarity <= tenth).int() + (similarity < tenth).int())
+    key = candidates * group + order
     chosen = key.topk(min(DEPTH, candidates), largest=False).indices
     chosen = chosen.gather(1, order[chosen].argsort(dim=1))
     by_similarity = similarity.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices
