@@ -1,4 +1,4 @@
-"""The scripts of the guide run as they stand, with tiny models in place of trained ones, and give the hosts' numbers."""
+"""The scripts of the guide run as they stand, with tiny models, and give the numbers of their hosts."""
 
 import json
 import random
@@ -14,9 +14,7 @@ from vl_plugins.cli import main
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "guides" / "judge.md").read_text(encoding="utf-8")
-WORDS = (
-    "a and shape circle square triangle star red green blue yellow purple cyan large small left right of above".split()
-)
+WORDS = "a and shape circle square triangle star red green blue yellow purple cyan large small left right".split()
 
 
 def script(section):
@@ -37,6 +35,7 @@ def run(section, *arguments):
 
 def evaluate(capsys, *arguments):
     """Return the metrics of each model."""
+    capsys.readouterr()  # progress bars of the script
     assert main(["evaluate", "--json", *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -126,6 +125,7 @@ def test_sentence_transformers(pictures, clip_folder, capsys):
     assert metrics["image_to_text_R@1"] == pytest.approx((owners[scores.argmax(0)] == np.arange(24)).mean())
 
 
+@pytest.mark.slow
 def test_mteb(pictures, clip_folder, capsys, monkeypatch):
     """Flickr30K's task with other pictures, and its recall by mteb itself."""
     mteb = pytest.importorskip("mteb", minversion="2.0", exc_type=ImportError)
@@ -148,7 +148,14 @@ def test_mteb(pictures, clip_folder, capsys, monkeypatch):
         task.data_loaded = True
 
     monkeypatch.setattr(Flickr30kT2IRetrieval, "load_data", load_data)
-    monkeypatch.setattr(mteb, "get_model", lambda name: SentenceTransformerEncoderWrapper(name, device="cpu"))
+
+    def get_model(folder):
+        model = SentenceTransformerEncoderWrapper(folder, device="cpu")
+        modalities = {"modalities": ["image", "text"]}  # mteb knows those of published models
+        model.mteb_model_meta = model.mteb_model_meta.model_copy(update=modalities)
+        return model
+
+    monkeypatch.setattr(mteb, "get_model", get_model)
     variables = run("Coming from mteb", clip_folder, "a.npz")
     metrics = evaluate(capsys, "--normalize", "--features", "a.npz")["a"]
     results = mteb.evaluate(variables["model"], variables["task"], cache=None)
