@@ -54,10 +54,11 @@ def folder(tmp_path, toy_scenes, toy_shards, monkeypatch):
 
 
 # tests/integrations/sentence_transformers/test_guide.py runs the guide, with a small model in place of OpenAI's.
+# tests/integrations/test_judge_guide.py runs the scripts of judge.md in the same way.
 RUN = [
     page
     for page in PAGES
-    if blocks(page, "python") and page.name not in ("sentence_transformers.md", "CONTRIBUTING.md")
+    if blocks(page, "python") and page.name not in ("sentence_transformers.md", "judge.md", "CONTRIBUTING.md")
 ]
 
 

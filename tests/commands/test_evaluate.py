@@ -92,8 +92,9 @@ def test_recalls_are_those_of_clip_benchmark(flags, folder, shards, evaluate):
     assert (result["model"], result["checkpoint"]) == ("vl-tiny", f"{folder}/epoch_1.pt")
 
 
-def test_features_give_the_numbers_of_their_checkpoint(flags, shards, encode, evaluate, capsys):
-    expected = {**evaluate(*flags)["epoch_1"], "file": str(encode("epoch_1", suffix=".safetensors"))}
+@pytest.mark.parametrize("suffix", [".safetensors", ""], ids=["safetensors", "folder"])
+def test_features_give_the_numbers_of_their_checkpoint(flags, shards, encode, evaluate, capsys, suffix):
+    expected = {**evaluate(*flags)["epoch_1"], "file": str(encode("epoch_1", suffix=suffix))}
     for more in ((), ("--shards", shards)):
         assert evaluate("evaluate", "--features", expected["file"], *more) == {"epoch_1": expected}
     features = load_features(expected["file"])

@@ -513,7 +513,11 @@ def test_parquet(tmp_path, kind):
     images = pa.array([row for row in IMAGES for _ in range(2)], VECTORS[kind])
     every = load_features(write_parquet(tmp_path / "a.parquet", caption_features=captions, image_features=images))
     nulls = pa.array([None if number % 2 else row for number, row in enumerate(images.to_pylist())], VECTORS[kind])
-    first = load_features(write_parquet(tmp_path / "b.parquet", caption_features=captions, image_features=nulls))
+    try:
+        file = write_parquet(tmp_path / "b.parquet", caption_features=captions, image_features=nulls)
+    except pa.ArrowNotImplementedError:
+        pytest.skip("this version of pyarrow does not write null among lists of a fixed size")
+    first = load_features(file)
     for loaded in (every, first):
         np.testing.assert_array_equal(loaded.images.numpy(), IMAGES)
         np.testing.assert_array_equal(loaded.captions.numpy(), CAPTIONS)

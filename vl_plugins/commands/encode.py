@@ -26,7 +26,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "checkpoint", help="checkpoint or run folder, hf-hub:ORG/NAME, local-dir:FOLDER, or open_clip's pretrained tag"
     )
     parser.add_argument("shards", help="shards with the images and captions; {000000..000004} for several")
-    parser.add_argument("out", help=".safetensors or .npz file")
+    parser.add_argument("out", help=".safetensors or .npz file, or a folder")
     parser.add_argument("--model", help="open_clip model (default: that of the run)")
     add_options(parser)
     parser.set_defaults(run=run)

@@ -37,7 +37,7 @@ from vl_plugins.retrieval.feature_layouts import (
 from vl_plugins.retrieval.feature_tables import read_parquet
 from vl_plugins.retrieval.norms import divided_by_norms
 
-__all__ = ["check_features_file", "load_features", "save_features"]
+__all__ = ["SUFFIXES", "check_features_file", "load_features", "save_features"]
 
 SUFFIXES = (".safetensors", ".npz")
 METADATA = "vl_plugins"  # key of the JSON text with the ids and the description
@@ -120,7 +120,8 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False, image_per
         UserError: the file cannot be read, is not as :class:`Features` must be, or has ids that contradict each other.
 
     Warns:
-        InputWarning: each image has one caption, but images repeat as if they stood there once for each caption.
+        InputWarning: each image has one caption, but images repeat as if they stood there once for each caption; or
+            equal rows were joined, and images have different numbers of captions now.
     """
     with _errors_of(file):
         content = _read(file)

@@ -152,19 +152,18 @@ def join_repeated_images(
         raise UserError(f"{flag} needs an id of each of the {len(images):,} image rows, got {len(image_ids):,}")
     groups = _groups(images, image_ids)
     first_rows, number = groups.first_rows, len(groups.first_rows)
-    if number == len(images):
-        kind = "image rows" if image_ids is None else "image_ids"
-        raise UserError(f"all {number:,} {kind} differ, so that {flag} joins nothing: leave it out")
-    note = None
     if image_ids is None:
+        if number == len(images):
+            raise UserError(f"all {number:,} image rows differ, so that {flag} joins nothing: leave it out")
         if number == 1:
             raise UserError(f"all {len(images):,} image rows are equal: {flag} needs image_ids")
-        note = _note_sizes(groups)
-        return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), None, note)
+        return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), None, _note_sizes(groups))
+    if number == len(images):
+        raise UserError(f"all {number:,} image_ids differ, so that {flag} joins nothing: leave it out")
     for row, group in enumerate(groups.group_of_row):
         check_same_image(images[first_rows[group]], images[row], image_ids[row])
     ids = [image_ids[row] for row in first_rows]
-    return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), ids, note)
+    return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), ids, None)
 
 
 def check_same_image(first: Tensor, row: Tensor, image_id: int | str) -> None:
@@ -181,12 +180,13 @@ class _Groups(NamedTuple):
     group_of_row: list[int]
 
 
-def _groups(images: Tensor, keys: Sequence[int | str] | None = None) -> _Groups:
+def _groups(images: Tensor, keys: Sequence[int | str | bytes] | None = None) -> _Groups:
     """Return rows that belong together: those of equal keys, or rows that are equal bit by bit."""
     group_of_key: dict[int | str | bytes, int] = {}
     groups = _Groups([], [])
-    for row in range(len(images)):
-        key = _digest(images[row]) if keys is None else keys[row]
+    if keys is None:
+        keys = [_digest(row) for row in images]
+    for row, key in enumerate(keys):
         if key not in group_of_key:
             group_of_key[key] = len(group_of_key)
             groups.first_rows.append(row)
