@@ -1,9 +1,12 @@
 """That intervals hold the true difference as often as they say, and the guide has the numbers of the simulation."""
 
+import csv
 from math import sqrt
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from scipy import stats
 
 from benchmarks.coverage import coverage_table, main, read_rows, simulate, width_table
 
@@ -66,3 +69,22 @@ def test_rows_that_are_there_are_not_computed_again(tmp_path, capsys):
     capsys.readouterr()
     main([str(file), "--table"])
     assert "| one method twice | 150 | 5 | 3 |" in capsys.readouterr().out
+
+
+def test_the_wrong_conclusion_of_the_guide_is_in_the_study():
+    """Seed 4 alone says the opposite of five seeds; the half width is Welch's, of the seeds' RSUM."""
+    rsums = {"clip": [], "vlc": []}
+    with (ROOT / "docs" / "studies" / "toy.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if (row["setting"], row["lr"]) == ("scratch", "3e-3") and row["loss"] in rsums:
+                rsums[row["loss"]].append(float(row["RSUM"]))
+    for name, of_seeds in rsums.items():
+        assert len(of_seeds) == 5
+        assert f"| `{name}` | {of_seeds[4]:.1f} |" in GUIDE
+    clip, vlc = ("{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f}".format(*rsums[name]) for name in ("clip", "vlc"))
+    text = " ".join(GUIDE.split())
+    assert f"The five seeds of `vlc` have {vlc}, those of `clip` {clip}. On average VLC is 12.8 *worse*." in text
+    assert fmean(rsums["clip"]) - fmean(rsums["vlc"]) == pytest.approx(12.8, abs=0.05)
+    interval = stats.ttest_ind(rsums["vlc"], rsums["clip"], equal_var=False).confidence_interval(0.95)
+    assert (interval.high - interval.low) / 2 == pytest.approx(24, abs=0.5)
+    assert f"moved VLC by {max(rsums['vlc']) - min(rsums['vlc']):.0f} points" in text

@@ -47,8 +47,8 @@ def test_the_first_hour(tmp_path, monkeypatch, capsys):
         elif words[:2] == ["python", "-m"]:
             assert launch(words[3:]) == 0
             ran.append("train")
-    assert ran == ["toy", "shards", "train", "evaluate", "plot"]
-    assert "RSUM" in capsys.readouterr().out
+    assert ran == ["toy", "shards", "train", "evaluate", "plot", "train", "evaluate"]
+    assert "\nplain, compared with clip:\n" in capsys.readouterr().out
     assert Path("report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert Path("training.png").is_file()
 

@@ -183,6 +183,22 @@ def test_rules_of_other_tools(run, folder):
     assert len(rules["clip-0"]) == len(first.split("A range")[0].splitlines()) - 1
 
 
+def test_images_that_are_repeated_for_their_captions(run, folder):
+    """Without the flag a warning says what to do; with it the numbers are those of images that stand there once."""
+    features = load_features(folder / "clip-0.npz")
+    np.savez(
+        folder / "pairs.npz",
+        image_features=features.images[features.image_of_caption].numpy(),
+        caption_features=features.captions.numpy(),
+    )
+    captions = len(features.captions)
+    message = run("pairs", status=2)
+    assert f"{captions} image rows, {IMAGES} different: is it one row per caption? use --image-per-caption" in message
+    lines = run("pairs", "--image-per-caption").splitlines()
+    assert lines[0] == f"plain: {IMAGES} images, {captions} captions"
+    assert lines[2].split()[1:] == run("clip-0").splitlines()[2].split()[1:]
+
+
 def test_numbers_of_all_protocols_are_means_of_what_images_contribute(coco_features):
     """To all digits that are printed; COCO 1K has five folds, and ECCV Caption other right answers."""
     for protocol in ("plain", "coco-5k", "coco-1k", "eccv"):

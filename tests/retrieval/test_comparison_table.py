@@ -24,7 +24,7 @@ def difference(metric="rsum", low=1.0, high=7.0, seed_error=None, seeds=(1, 1)):
         freedom=299.0,
         images=300,
         seeds=seeds,
-        fixed_gallery=False,
+        fixed_gallery="precision" in metric,
     )
 
 

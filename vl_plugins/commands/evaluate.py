@@ -50,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
     add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
     add("--normalize", action="store_true", help="normalize --features, which must have norm 1 otherwise")
-    per_caption = "--features have a row for each caption in which its image is repeated, as in VSE++"
+    per_caption = "--features repeat each image for each of its captions, as in VSE++; make these rows one image"
     add("--image-per-caption", action="store_true", help=per_caption)
     running = parser.add_argument_group("how to run")
     add_options(running)
@@ -59,7 +59,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument_group("what to write").add_argument
     add("--json", action="store_true", help="print JSON, with recalls as fractions")
-    add("--rules", action="store_true", help="also print the recalls that other tools' rules give, see the guide")
+    add("--rules", action="store_true", help="also print the recalls that other tools compute")
     report = "write a report of the ensemble or the first model, and of differences; with --shards it has examples"
     add("--report", metavar="FILE.html", help=report)
     add("--per-query", metavar="FILE", help="write a row for each query, .parquet or .csv")

@@ -73,7 +73,9 @@ def comparison_notes(differences: Differences, judged: bool = False) -> list[str
     label = LABELS[decides]
     rows = {name: by_metric[decides] for name, by_metric in differences.items()}
     checkpoints_only = [name for name, row in rows.items() if row.seed_error is None]
-    sample = "other queries to the same candidates" if judged else "another test set of this kind"
+    sample = "another test set of this kind"
+    if any(row.fixed_gallery for row in rows.values()):
+        sample = "other queries to the same candidates"
     if not checkpoints_only:
         sample += " and other seeds"
     held = "the interval holds the true difference"
