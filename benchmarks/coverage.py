@@ -79,10 +79,12 @@ class GalleryWorld:
     Args:
         popularity: standard deviation of what is added to all similarities of a candidate.
         error: size of the models' errors, of the first and of the second.
+        has_hub_term: with what images block; otherwise as if the gallery were always the same.
     """
 
     popularity: float
     error: tuple[float, float]
+    has_hub_term: bool = True
 
 
 COCO = (60.0, 84.0, 91.0, 45.0, 72.0, 82.0)
@@ -96,6 +98,7 @@ WORLDS: dict[str, ScoreWorld | GalleryWorld] = {
     "mild hubs": GalleryWorld(popularity=0.08, error=(1.5, 1.5)),
     "mild hubs, real difference": GalleryWorld(popularity=0.08, error=(1.5, 1.4)),
     "strong hubs": GalleryWorld(popularity=0.2, error=(1.5, 1.5)),
+    "strong hubs, without the hub term": GalleryWorld(popularity=0.2, error=(1.5, 1.5), has_hub_term=False),
 }
 
 
@@ -230,7 +233,10 @@ def gallery_draws(
                 popularity.append(world.popularity * (sqrt(0.8) * popular + sqrt(0.2) * own))
             similarities = embeddings[0] @ embeddings[1].T + popularity[0][:, None] + popularity[1]
             ranks = similarity_ranks(similarities, image_of_caption, top=top_for_comparison(image_of_caption))
-            values.append(image_values(ranks, image_of_caption, images))
+            of_images = image_values(ranks, image_of_caption, images)
+            if not world.has_hub_term:
+                of_images = of_images._replace(blocked=(None,) * len(of_images.metrics))
+            values.append(of_images)
             hubnesses.append(hubness(ranks.text_to_image, images))
         differences.append(compare({"first": values[:1], "second": values[1:]}, baseline="first")["second"])
     return differences, fmean(hubnesses)

@@ -212,9 +212,9 @@ def test_features_of_other_shards(encode, toy_shards, tmp_path, capsys):
         (["--checkpoint", "ensemble=a.pt"], "'ensemble' is the name of all models together"),
         (
             ["--checkpoint", "a={file}", "b={file}"],
-            "{file} is given twice: it cannot be compared with itself, as a and b",
+            "{file} is given twice: as a and b, a model would be compared",
         ),
-        (["--checkpoint", "a={file}", "a={file}"], "{file} is given twice: it cannot be two seeds of a"),
+        (["--checkpoint", "a={file}", "a={file}"], "{file} is given twice: one training cannot be two seeds of a"),
         (["--shards", ""], "give --features, or --checkpoint with --shards"),
         ([], "give --features, or --checkpoint with --shards"),
     ],

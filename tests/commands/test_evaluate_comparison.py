@@ -134,9 +134,9 @@ def test_one_image_has_no_interval(run, folder):
 @pytest.mark.parametrize(
     ("features", "options", "message"),
     [
-        ("clip-0 x=clip-0", "", "clip-0.npz is given twice: it cannot be compared with itself, as clip-0 and x"),
-        ("x=clip-0 y=copy", "", "copy.npz have the same content: it cannot be compared with itself, as x and y"),
-        ("x=clip-0 x=copy", "", "copy.npz have the same content: it cannot be two seeds of x"),
+        ("clip-0 x=clip-0", "", "clip-0.npz is given twice: as clip-0 and x, a model would be compared with itself"),
+        ("x=clip-0 y=copy", "", "copy.npz have the same content: as x and y, a model would be compared with itself"),
+        ("x=clip-0 x=copy", "", "copy.npz have the same content: one training cannot be two seeds of x"),
         ("clip-0 clip-0", "", "clip-0.npz is given twice"),
         ("clip-0", "--baseline clip-0", "--baseline: there is nothing to compare with; give two models or more"),
         ("clip-0 clip-1", "--baseline clip_0", "unknown baseline 'clip_0' (did you mean 'clip-0'?)"),

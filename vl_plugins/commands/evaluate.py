@@ -154,10 +154,10 @@ def _check_different_files(runs: Sequence[tuple[str, str]]) -> None:
             first_of_content[content] = name, path
             continue
         other_name, other_path = first_of_content[content]
-        files = f"{path} is given twice" if path == other_path else f"{other_path} and {path} have the same content"
+        same = f"{path} is given twice" if path == other_path else f"{other_path} and {path} have the same content"
         if name == other_name:
-            raise UserError(f"{files}: it cannot be two seeds of {name}")
-        raise UserError(f"{files}: it cannot be compared with itself, as {other_name} and {name}")
+            raise UserError(f"{same}: one training cannot be two seeds of {name}")
+        raise UserError(f"{same}: as {other_name} and {name}, a model would be compared with itself")
 
 
 def _content(path: str) -> str:

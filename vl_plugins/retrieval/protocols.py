@@ -73,16 +73,16 @@ class Evaluation(NamedTuple):
             :func:`~vl_plugins.retrieval.retrieval_metrics`, ``num_samples``, ``num_captions``, and of the sets of one
             model the means of :func:`~vl_plugins.regularizers.circular_variance` (Kim et al. 2023, Table 3),
             ``image_circular_variance`` and ``caption_circular_variance``.
-        folds: by name of the result, one fold with the whole split, or the five of ``coco-1k``.
         ranks: those of the whole split; of ``eccv`` with the right answers of ECCV Caption. None for ``coco-1k``, whose
             folds do not need them, unless they were asked for.
         captions: indices of the captions that the protocol takes.
+        folds: by name of the result, one fold with the whole split, or the five of ``coco-1k``.
     """
 
     metrics: dict[str, dict[str, float]]
-    folds: dict[str, list[Fold]]
     ranks: Ranks | None
     captions: Tensor
+    folds: dict[str, list[Fold]]
 
     def hubness(self, result: str) -> dict[str, float]:
         """Return the hubness of captions and of images as answers, each the mean over the folds."""
@@ -178,7 +178,7 @@ def evaluate(
         sizes["image_circular_variance"] = circular_variance(models[0].images).mean().item()
         sizes["caption_circular_variance"] = circular_variance(models[0].captions).mean().item()
     metrics = {result: _mean_metrics(parts) | sizes for result, parts in folds.items()}
-    return Evaluation(metrics, folds, ranks, captions)
+    return Evaluation(metrics, ranks, captions, folds)
 
 
 def _mean_metrics(folds: Sequence[Fold]) -> dict[str, float]:
