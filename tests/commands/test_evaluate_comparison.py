@@ -153,6 +153,28 @@ def test_wrong_input(run, features, options, message):
     assert message in line
 
 
+@pytest.mark.parametrize("change", ["other captions", "another order", "fewer images"])
+def test_models_of_other_images_are_not_compared(run, folder, change):
+    """Nor of the same images in another order, where ids tell."""
+    arrays = dict(np.load(folder / "clip-0.npz"))
+    owners = arrays["image_of_caption"]
+    ids = np.arange(IMAGES)
+    np.savez(folder / "with-ids.npz", **arrays, image_ids=ids)
+    message = "image_ids: number 0 of 60 is 59, expected 0"
+    if change == "other captions":
+        arrays["image_of_caption"], message = owners[::-1].copy(), "image_of_caption: number 0 of"
+    elif change == "another order":
+        arrays |= {"image_ids": ids[::-1].copy()}
+    else:
+        kept = owners < 50
+        arrays = {"image_features": arrays["image_features"][:50], "caption_features": arrays["caption_features"][kept]}
+        arrays |= {"image_of_caption": owners[kept]}
+        message = "image_of_caption: there are"
+    np.savez(folder / "changed.npz", **arrays)
+    (line,) = run("with-ids changed", status=2).splitlines()
+    assert f"changed.npz and {folder}/with-ids.npz do not belong together: {message}" in line
+
+
 def test_a_row_for_each_query(run, folder, tmp_path):
     """Of each seed; the recalls of its rows are those of the table."""
     run(SEEDS, "--per-query", tmp_path / "queries.csv")

@@ -31,8 +31,10 @@ def write_evaluation(
         features: of each run.
         collection: of the shards that the features are of, or None.
     """
+    first_path = runs[0][1]
     models: dict[str, list[Seed]] = {}
     for (name, path), of_run in zip(runs, features, strict=True):
+        of_run.check_same_items(features[0], path, first_path)
         models.setdefault(name, []).append(Seed(path, [of_run], {}))
     baseline = arguments.baseline or next(iter(models))
     if arguments.ensemble:
