@@ -90,7 +90,7 @@ def test_a_repeated_name_is_another_seed(run, folder):
     assert lines[3].split()[-1] == f"{rsum.value:.1f}"
     assert lines[5:7] == ["", "plain, compared with clip:"]
     assert lines[8].split() == [
-        *["unified", "3", "−", "3", f"{rsum.value:.1f}", f"{rsum.mean:+.1f}"],
+        *["unified", "3", "vs", "3", f"{rsum.value:.1f}", f"{rsum.mean:+.1f}"],
         *[f"[{rsum.low:+.1f},", f"{rsum.high:+.1f}]", "better"],
     ]
     assert "other: with fewer than three seeds on a side, this is about these checkpoints" in lines[-2]

@@ -14,7 +14,7 @@ from vl_plugins.retrieval.report import write_report
 
 pytest.importorskip("PIL")
 
-TABLE = [["", "seeds", "RSUM"], ["unified", "1 − 1", "421.9"], ["a|b <i>", "1 − 1", "-1.4 ± 5.4"]]
+TABLE = [["", "seeds", "RSUM"], ["unified", "1 vs 1", "421.9"], ["a|b <i>", "1 vs 1", "-1.4 ± 5.4"]]
 NOTES = ["RSUM decides.", "unified: fewer than three seeds on a side."]
 
 

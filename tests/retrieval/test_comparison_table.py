@@ -43,10 +43,10 @@ def test_tables_by_hand():
     }
     text = format_comparison(models, "clip")
     assert text.splitlines()[:4] == [
-        "         seeds   RSUM  − clip  95 % interval       verdict",
-        "unified  3 − 5  430.0    +4.0   [+1.0, +7.0]        better",
-        "worse    1 − 1  430.0    -5.0   [-9.0, -1.0]         worse",
-        "same     1 − 1  430.0    +0.5   [-1.0, +2.0]  not resolved",
+        "          seeds   RSUM  − clip  95 % interval       verdict",
+        "unified  3 vs 5  430.0    +4.0   [+1.0, +7.0]        better",
+        "worse    1 vs 1  430.0    -5.0   [-9.0, -1.0]         worse",
+        "same     1 vs 1  430.0    +0.5   [-1.0, +2.0]  not resolved",
     ]
     assert text.splitlines()[4].split() == [
         "i2t",

@@ -322,7 +322,11 @@ class Exploit:
             "captions/part_0.npy has Python objects, which are not read because they can run code: save "
             "numbers, or strings as array.astype(str)",
         ),
-        ("image_of_caption.npy", npy(OWNERS.astype("f4")), "must have integers as image_of_caption, got torch.float32"),
+        (
+            "image_of_caption.npy",
+            npy(OWNERS.astype("f4")),
+            "must have integers as image_of_caption, got torch.float32: save array.astype(int)",
+        ),
         (
             "image_of_caption.npy",
             npy(OWNERS.astype("U1")),

@@ -219,17 +219,17 @@ def test_sets_and_half_precision_are_joined(write):
     np.testing.assert_array_equal(loaded.images.numpy(), sets)
 
 
+ALL_DIFFER = (
+    "all 100 image rows differ, so that FLAG joins nothing: leave it out, or add image_ids if rows of one image differ "
+    "in their last bits"
+)
+
+
 @pytest.mark.parametrize(
     ("images", "captions", "more", "message"),
     [
-        (
-            IMAGES,
-            CAPTIONS,
-            {"owners": OWNERS},
-            "image_of_caption names the image of each caption already: leave out FLAG",
-        ),
         (IMAGES, CAPTIONS, {}, "FLAG needs an image row for each caption, got 100 and 500"),
-        (IMAGES, CAPTIONS[:100], {}, "all 100 image rows differ, so that FLAG joins nothing: leave it out"),
+        (IMAGES, CAPTIONS[:100], {}, ALL_DIFFER),
         (
             REPEATED,
             CAPTIONS,
@@ -255,6 +255,38 @@ def test_rows_that_cannot_be_joined(write, images, captions, more, message):
     file = write(images, captions, **more)
     message = message.replace("FLAG", "--image-per-caption")
     assert error_of(file, image_per_caption=True) == f"features a.npz: {message}"
+
+
+def test_image_of_caption_may_be_that_of_repeated_rows(write):
+    """As if they stood there once: an error without the flag, and with it the rows of one number are one image."""
+    rows = REPEATED.copy()
+    rows[1] = np.nextafter(rows[1], np.float32(2))
+    cure = "is it one row per caption? use --image-per-caption"
+    file = write(rows, CAPTIONS, OWNERS)
+    assert error_of(file) == f"features a.npz: 500 image rows, of which image_of_caption names 100: {cure}"
+    loaded = load_features(file, image_per_caption=True)
+    np.testing.assert_array_equal(loaded.images.numpy(), IMAGES)
+    assert loaded.image_of_caption.tolist() == OWNERS.tolist()
+    write(rows, CAPTIONS, np.arange(500), image_ids=OWNERS)
+    assert error_of(file) == f"features a.npz: 500 image rows, 100 different image_ids: {cure}"
+
+
+def test_the_flag_leaves_files_alone_that_repeat_nothing(write):
+    """One of two files that are compared may repeat its images."""
+    loaded = load_features(write(IMAGES, CAPTIONS, OWNERS, image_ids=np.arange(100)), image_per_caption=True)
+    np.testing.assert_array_equal(loaded.images.numpy(), IMAGES)
+    assert loaded.image_ids == list(range(100))
+
+
+def test_rows_that_hardly_differ_bring_a_warning(write):
+    """The same picture in batches of other sizes differs in its last bits."""
+    noise = np.random.default_rng(0).normal(size=REPEATED.shape)
+    rows = (REPEATED + 1e-7 * noise).astype(np.float32)
+    line = (
+        "features a.npz: 400 of 500 image rows hardly differ from the row before: if images are repeated for their "
+        "captions, add image_ids and use --image-per-caption"
+    )
+    assert warnings_of(write(rows, CAPTIONS, np.arange(500))) == [line]
 
 
 # Pairs.

@@ -42,7 +42,7 @@ def comparison_tables(differences: Differences, baseline: str, judged: bool = Fa
         verdicts.append(
             [
                 name,
-                f"{difference.seeds[0]} − {difference.seeds[1]}",
+                f"{difference.seeds[0]} vs {difference.seeds[1]}",
                 f"{difference.value:.1f}",
                 f"{difference.mean:+.1f}",
                 f"[{difference.low:+.1f}, {difference.high:+.1f}]",

@@ -45,30 +45,9 @@ class Features:
         shapes = f"{(*self.images.shape,)} and {(*self.captions.shape,)}"
         _expect(self.images.ndim in (2, 3) and self.images.ndim == self.captions.ndim, f"vectors or sets, got {shapes}")
         _expect(self.images.shape[-1] == self.captions.shape[-1], f"images and captions of one width, got {shapes}")
-        owners, number = self.image_of_caption, len(self.images)
-        _expect(
-            owners.dtype == torch.int64 and owners.shape == self.captions.shape[:1], "an int64 image of each caption"
-        )
-        counts = owners.bincount(minlength=number) if len(owners) and owners.min() >= 0 else owners
-        has_all = 0 < number == len(counts) and bool((counts > 0).all())
-        _expect(has_all, f"image_of_caption in [0, {number}) and a caption of every image")
-        sides = ("image", self.images, self.image_ids), ("caption", self.captions, self.caption_ids)
-        for kind, embeddings, ids in sides:
-            _expect(embeddings.is_floating_point(), f"floating-point {kind}s, got {embeddings.dtype}")
-            types = {type(value) for value in ids or ()}
-            _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
-            _expect(ids is None or len(ids) == len(embeddings), f"an id of each of the {len(embeddings)} {kind}s")
-            lengths = norms(embeddings)
-            wrong = ~has_unit_norm(lengths)
-            if embeddings.ndim == 3:
-                wrong = (wrong & (lengths != 0)).any(dim=1) | (lengths == 0).all(dim=1)
-            if rows := wrong.nonzero().flatten().tolist():
-                which = f"row {rows[0]}{'' if ids is None else f' (id {ids[rows[0]]})'}"
-                _expect(
-                    False,
-                    f"finite unit vectors; {len(rows):,} of {len(embeddings):,} {kind}s are not, the first is {which} "
-                    f"of norm {lengths[rows[0]].flatten()[0]:.4g}; `normalize` divides by the norms",
-                )
+        _check_owners(self.image_of_caption, len(self.images), len(self.captions))
+        _check_embeddings("image", self.images, self.image_ids)
+        _check_embeddings("caption", self.captions, self.caption_ids)
         _expect(isinstance(self.description, dict), "a description that is a dictionary")
         try:
             json.dumps(self.description, allow_nan=False)
@@ -113,6 +92,48 @@ class Features:
 def _expect(condition: bool, what: str) -> None:
     if not condition:
         raise UserError(f"features must have {what}")
+
+
+def _check_owners(image_of_caption: Tensor, images: int, captions: int) -> None:
+    """Raise ``UserError`` unless each caption has the index of an image, and each image a caption."""
+    _expect(image_of_caption.dtype == torch.int64, f"an int64 image of each caption, got {image_of_caption.dtype}")
+    if image_of_caption.shape != (captions,):
+        problem = f"an image of each of the {captions:,} captions, got {(*image_of_caption.shape,)} images"
+        if image_of_caption.shape == (images,):
+            problem += ": are images and captions swapped?"
+        _expect(False, problem)
+    wanted = f"image_of_caption in [0, {images}) and a caption of every image"
+    _expect(images > 0 and captions > 0, wanted)
+    lowest, highest = int(image_of_caption.min()), int(image_of_caption.max())
+    hint = ""
+    if (lowest, highest) == (1, images):
+        hint = ": does it count from 1? subtract 1"
+    _expect(lowest >= 0 and highest < images, f"{wanted}, got {lowest} to {highest}{hint}")
+    missing = (image_of_caption.bincount(minlength=images) == 0).nonzero().flatten()
+    if len(missing):
+        _expect(False, f"{wanted}; {len(missing):,} images have none, the first is row {missing[0]}")
+
+
+def _check_embeddings(kind: str, embeddings: Tensor, ids: Sequence[int | str] | None) -> None:
+    """Raise ``UserError`` unless embeddings are unit vectors, or sets of them, with an id each if they have any."""
+    _expect(embeddings.is_floating_point(), f"floating-point {kind}s, got {embeddings.dtype}")
+    if ids is not None:
+        types = {type(value) for value in ids}
+        _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
+        _expect(len(ids) == len(embeddings), f"an id of each of the {len(embeddings)} {kind}s")
+    lengths = norms(embeddings)
+    wrong = ~has_unit_norm(lengths)
+    if embeddings.ndim == 3:
+        wrong = (wrong & (lengths != 0)).any(dim=1) | (lengths == 0).all(dim=1)
+    rows = wrong.nonzero().flatten().tolist()
+    if not rows:
+        return
+    row = f"row {rows[0]}" if ids is None else f"row {rows[0]} (id {ids[rows[0]]})"
+    problem = f"{len(rows):,} of {len(embeddings):,} {kind}s are not, the first is {row}"
+    cure = ""
+    if (lengths[rows].isfinite() & (lengths[rows] > 0)).any():
+        cure = "; `normalize` (--normalize) divides by the norms"
+    _expect(False, f"finite unit vectors; {problem} of norm {lengths[rows[0]].flatten()[0]:.4g}{cure}")
 
 
 def first_difference(items: Sequence[int | str] | Tensor, expected: Sequence[int | str] | Tensor) -> str | None:

@@ -30,6 +30,7 @@ from vl_plugins.retrieval.feature_arrays import (
 from vl_plugins.retrieval.feature_folders import check_folder, read_folder, write_folder
 from vl_plugins.retrieval.feature_layouts import (
     check_names,
+    check_repeated_images,
     join_repeated_images,
     missing_owners,
     note_repeated_images,
@@ -113,8 +114,9 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False, image_per
     Args:
         file: ``.npz``, ``.safetensors``, ``.parquet``, or a folder.
         normalize: divide embeddings by their norms; otherwise they must be unit vectors.
-        image_per_caption: the file has a row of images for each caption. Rows with one of ``image_ids`` become one
-            image or, without ids, rows that are equal bit by bit.
+        image_per_caption: the file may have a row of images for each caption. Rows with one of ``image_ids`` or of
+            ``image_of_caption`` become one image or, without these, rows that are equal bit by bit. A file whose images
+            are fewer than its captions is read as it is.
 
     Raises:
         UserError: the file cannot be read, is not as :class:`Features` must be, or has ids that contradict each other.
@@ -242,6 +244,7 @@ def _features(content: Content, normalize: bool, image_per_caption: bool) -> tup
     elif owners is None:
         raise missing_owners(content.names["image_of_caption"], images, len(captions))
     else:
+        check_repeated_images(images, owners, values.get("image_ids"))
         note = note_repeated_images(images, owners, values.get("image_ids"))
     if normalize:
         images, captions = divided_by_norms(images), divided_by_norms(captions)
@@ -254,5 +257,5 @@ def _owners(content: Content) -> Tensor | None:
     if owners is None:
         return None
     if owners.is_floating_point() or owners.is_complex() or owners.dtype == torch.bool:
-        raise UserError(f"must have integers as image_of_caption, got {owners.dtype}")
+        raise UserError(f"must have integers as image_of_caption, got {owners.dtype}: save array.astype(int)")
     return owners.to(torch.int64)

@@ -19,6 +19,7 @@ from vl_plugins.errors import UserError
 __all__ = [
     "JoinedImages",
     "check_names",
+    "check_repeated_images",
     "check_same_image",
     "join_repeated_images",
     "missing_owners",
@@ -33,6 +34,7 @@ STEMS = {
 ENDINGS = ("", "emb", "embs", "embed", "embeds", "embedding", "embeddings", "feature", "features", "feats", "vectors")
 
 MOST_DIFFERENT = 0.9  # of the rows; data sets have a few pictures twice
+NEARLY_EQUAL = 0.001  # of the norm; the same picture in another batch, in single precision, differs by less
 TOLERANCE = 0.05  # of the norm; the same picture in another batch, in half precision, differs by less
 
 
@@ -99,6 +101,19 @@ def missing_owners(name: str, images: Tensor, captions: int) -> UserError:
     return UserError(f"{start}save the index of each caption's image, {captions:,} integers from 0 to {number - 1}")
 
 
+def check_repeated_images(images: Tensor, image_of_caption: Tensor, image_ids: Sequence[int | str] | None) -> None:
+    """Raise ``UserError`` if images have a row for each caption although ids or ``image_of_caption`` are of fewer."""
+    rows = len(images)
+    if rows != len(image_of_caption) or rows == 0:
+        return
+    cure = "is it one row per caption? use --image-per-caption"
+    if image_ids is not None and len(image_ids) == rows and len(set(image_ids)) < rows:
+        raise UserError(f"{rows:,} image rows, {len(set(image_ids)):,} different image_ids: {cure}")
+    named = len(image_of_caption.unique())
+    if named < rows and named - 1 == image_of_caption.max():
+        raise UserError(f"{rows:,} image rows, of which image_of_caption names {named:,}: {cure}")
+
+
 def note_repeated_images(images: Tensor, image_of_caption: Tensor, image_ids: Sequence[int | str] | None) -> str | None:
     """Return a sentence if each image has one caption but many rows of images are equal, otherwise None.
 
@@ -108,12 +123,23 @@ def note_repeated_images(images: Tensor, image_of_caption: Tensor, image_ids: Se
         return None
     different = len(_groups(images).first_rows)
     if different > MOST_DIFFERENT * len(images):
-        return None
+        return _note_neighbors(images)
     cure = "use --image-per-caption"
     if image_ids is not None and len(set(image_ids)) == len(image_ids):
         cure = "give the rows of one image one id, and use --image-per-caption"
     state = f"{len(images):,} image rows, {different:,} different, each with one caption"
     return f"{state}: if images are repeated for their captions, {cure}"
+
+
+def _note_neighbors(images: Tensor) -> str | None:
+    """Return a sentence if many rows hardly differ from the row before, as the same picture in another batch does."""
+    rows = images.flatten(1).double()
+    difference = torch.linalg.vector_norm(rows[1:] - rows[:-1], dim=1)
+    is_close = difference <= NEARLY_EQUAL * torch.linalg.vector_norm(rows[1:], dim=1)
+    if int(is_close.sum()) < (1 - MOST_DIFFERENT) * len(images):
+        return None
+    state = f"{int(is_close.sum()):,} of {len(images):,} image rows hardly differ from the row before"
+    return f"{state}: if images are repeated for their captions, add image_ids and use --image-per-caption"
 
 
 class JoinedImages(NamedTuple):
@@ -133,10 +159,13 @@ def join_repeated_images(
 ) -> JoinedImages:
     """Return one row for each image, where there was one for each caption.
 
+    Images that are fewer than captions, with the image of each caption, are returned as they are: of several files,
+    some may repeat images.
+
     Args:
         images: (C, D), or sets; row c is the image of caption c.
         captions: C.
-        image_of_caption: None or 0, 1, ... C - 1.
+        image_of_caption: None, or 0, 1, ... C - 1, or the number of the image that each row shows.
         image_ids: of each row, or None if equal rows are one image.
 
     Raises:
@@ -144,25 +173,34 @@ def join_repeated_images(
             or rows of one id differ.
     """
     flag = "--image-per-caption"
-    if image_of_caption is not None and not _is_range(image_of_caption):
-        raise UserError(f"image_of_caption names the image of each caption already: leave out {flag}")
+    if image_of_caption is not None and len(images) < captions:
+        ids = None if image_ids is None else list(image_ids)
+        return JoinedImages(images, image_of_caption, ids, None)
     if len(images) != captions:
         raise UserError(f"{flag} needs an image row for each caption, got {len(images):,} and {captions:,}")
     if image_ids is not None and len(image_ids) != len(images):
         raise UserError(f"{flag} needs an id of each of the {len(images):,} image rows, got {len(image_ids):,}")
-    groups = _groups(images, image_ids)
+    keys = image_ids
+    if keys is None and image_of_caption is not None and not _is_range(image_of_caption):
+        keys = image_of_caption.tolist()
+    groups = _groups(images, keys)
     first_rows, number = groups.first_rows, len(groups.first_rows)
-    if image_ids is None:
+    if keys is None:
         if number == len(images):
-            raise UserError(f"all {number:,} image rows differ, so that {flag} joins nothing: leave it out")
+            raise UserError(
+                f"all {number:,} image rows differ, so that {flag} joins nothing: leave it out, or add image_ids if "
+                "rows of one image differ in their last bits"
+            )
         if number == 1:
             raise UserError(f"all {len(images):,} image rows are equal: {flag} needs image_ids")
         return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), None, _note_sizes(groups))
-    if number == len(images):
+    if image_ids is not None and number == len(images):
         raise UserError(f"all {number:,} image_ids differ, so that {flag} joins nothing: leave it out")
     for row, group in enumerate(groups.group_of_row):
-        check_same_image(images[first_rows[group]], images[row], image_ids[row])
-    ids = [image_ids[row] for row in first_rows]
+        check_same_image(images[first_rows[group]], images[row], keys[row])
+    ids = None
+    if image_ids is not None:
+        ids = [image_ids[row] for row in first_rows]
     return JoinedImages(images[first_rows], torch.tensor(groups.group_of_row), ids, None)
 
 
