@@ -93,7 +93,7 @@ def test_a_repeated_name_is_another_seed(run, folder):
         *["unified", "3", "vs", "3", f"{rsum.value:.1f}", f"{rsum.mean:+.1f}"],
         *[f"[{rsum.low:+.1f},", f"{rsum.high:+.1f}]", "better"],
     ]
-    assert "other: with fewer than three seeds on a side, this is about these checkpoints" in lines[-2]
+    assert "other: with fewer than three seeds on a side, it is about these checkpoints" in lines[-2]
 
 
 def test_one_model_is_not_compared(run):

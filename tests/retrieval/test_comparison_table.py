@@ -43,10 +43,10 @@ def test_tables_by_hand():
     }
     text = format_comparison(models, "clip")
     assert text.splitlines()[:4] == [
-        "          seeds   RSUM  − clip  95 % interval       verdict",
-        "unified  3 vs 5  430.0    +4.0   [+1.0, +7.0]        better",
-        "worse    1 vs 1  430.0    -5.0   [-9.0, -1.0]         worse",
-        "same     1 vs 1  430.0    +0.5   [-1.0, +2.0]  not resolved",
+        "          seeds   RSUM  − clip  95 % interval              verdict",
+        "unified  3 vs 5  430.0    +4.0   [+1.0, +7.0]               better",
+        "worse    1 vs 1  430.0    -5.0   [-9.0, -1.0]  worse (checkpoints)",
+        "same     1 vs 1  430.0    +0.5   [-1.0, +2.0]         not resolved",
     ]
     assert text.splitlines()[4].split() == [
         "i2t",
@@ -75,25 +75,28 @@ def test_tables_by_hand():
         (
             {"a": of_model()},
             [
-                "RSUM decides. In 95 of 100 repetitions with another test set of this kind, the interval holds the "
+                "The verdict is about RSUM. In 95 of 100 repetitions "
+                "with another test set of this kind, the interval holds the "
                 "true difference.",
-                "With fewer than three seeds on a side, this is about these checkpoints and not about the methods: "
+                "With fewer than three seeds on a side, it is about these checkpoints and not about the methods: "
                 "another training may differ by more.",
             ],
         ),
         (
             {"a": of_model(seed_error=0.1, seeds=(3, 3)), "b": of_model()},
             [
-                "RSUM decides. In 95 of 100 repetitions with another test set of this kind, the intervals hold the "
+                "The verdict is about RSUM. In 95 of 100 repetitions "
+                "with another test set of this kind, the intervals hold the "
                 "true differences of all rows.",
-                "b: with fewer than three seeds on a side, this is about these checkpoints and not about the methods: "
+                "b: with fewer than three seeds on a side, it is about these checkpoints and not about the methods: "
                 "another training may differ by more.",
             ],
         ),
         (
             {"a": of_model(seed_error=0.1, seeds=(3, 3))},
             [
-                "RSUM decides. In 95 of 100 repetitions with another test set of this kind and other seeds, the "
+                "The verdict is about RSUM. In 95 of 100 repetitions "
+                "with another test set of this kind and other seeds, the "
                 "interval holds the true difference."
             ],
         ),
@@ -104,24 +107,26 @@ def test_notes_say_what_the_interval_is_about(models, notes):
 
 
 def test_what_the_images_resolve():
-    """The largest of all rows; half of it takes four times the images, or more seeds."""
+    """The largest of all rows; one half as large takes four times the images, or more seeds."""
     close = difference()
     assert close.smallest() == pytest.approx(3 + 1.5 * 0.8428, abs=1e-3)
     models = {"a": of_model(), "b": of_model(low=-0.5, high=0.5)}
     expected = (
-        "These 300 images resolve a difference of 4.3 in RSUM in 4 of 5 cases; half of it takes about 1,200 images."
+        "A true difference of 4.3 in RSUM would be resolved by these 300 images in 4 of 5 cases. One half as large "
+        "takes about 1,200 images."
     )
     assert comparison_notes(models)[-1] == expected
     noisy = {"a": {**of_model(), "rsum": replace(close, seed_error=5.0, seeds=(3, 3), low=-9.0)}}
     assert comparison_notes(noisy)[-1] == (
-        "These 300 images and these seeds resolve a difference of 12.4 in RSUM in 4 of 5 cases; half of it takes more "
-        "seeds."
+        "A true difference of 12.4 in RSUM would be resolved by these 300 images and these seeds in 4 of 5 cases. "
+        "One half as large takes more seeds."
     )
 
 
 def test_judged_answers_hold_the_gallery_fixed():
     first, *_ = comparison_notes({"a": of_model()}, judged=True)
     assert first == (
-        "mAP@R decides. In 95 of 100 repetitions with other queries to the same candidates, the interval holds the "
+        "The verdict is about mAP@R. In 95 of 100 repetitions "
+        "with other queries to the same candidates, the interval holds the "
         "true difference."
     )

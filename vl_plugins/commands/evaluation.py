@@ -18,6 +18,7 @@ from vl_plugins.retrieval.rules import ToolNumbers, tool_numbers
 __all__ = ["write_evaluation"]
 
 CONFIDENCE = 0.5  # of suspect pairs
+MANY_SUSPECTS = 0.3  # of the captions
 
 
 def write_evaluation(
@@ -131,4 +132,8 @@ def _write_suspects(arguments: argparse.Namespace, models: Mapping[str, Sequence
     folds = next(iter(evaluation.folds.values()))
     confidence = CONFIDENCE if arguments.confidence is None else arguments.confidence
     pairs = write_suspects(arguments.suspects, folds, collection, confidence)
-    print(f"wrote {arguments.suspects}: {pairs:,} suspect pairs of {name}", file=sys.stderr)
+    captions = len(evaluation.captions)
+    counted = f"{pairs:,} suspect pairs of {name} among {captions:,} captions"
+    if pairs > MANY_SUSPECTS * captions:
+        counted += "; with so many, the model is probably at fault"
+    print(f"wrote {arguments.suspects}: {counted}", file=sys.stderr)

@@ -21,10 +21,11 @@ def deciding_metric(judged: bool) -> str:
 
 
 def verdict(difference: Difference) -> str:
-    """Return what the interval says: ``better``, ``worse`` or ``not resolved``."""
+    """Return what the interval says: better, worse or not resolved, and whether it is about the checkpoints only."""
     if not difference.resolved:
         return "not resolved"
-    return "better" if difference.mean > 0 else "worse"
+    text = "better" if difference.mean > 0 else "worse"
+    return text if difference.seed_error is not None else f"{text} (checkpoints)"
 
 
 def comparison_tables(differences: Differences, baseline: str, judged: bool = False) -> list[list[list[str]]]:
@@ -81,13 +82,13 @@ def comparison_notes(differences: Differences, judged: bool = False) -> list[str
     held = "the interval holds the true difference"
     if len(rows) > 1:
         held = "the intervals hold the true differences of all rows"
-    notes = [f"{label} decides. In 95 of 100 repetitions with {sample}, {held}."]
+    notes = [f"The verdict is about {label}. In 95 of 100 repetitions with {sample}, {held}."]
     if checkpoints_only:
         few = "With fewer than three seeds on a side"
         if len(checkpoints_only) < len(rows):
             few = f"{', '.join(checkpoints_only)}: with fewer than three seeds on a side"
         notes.append(
-            f"{few}, this is about these checkpoints and not about the methods: another training may differ by more."
+            f"{few}, it is about these checkpoints and not about the methods: another training may differ by more."
         )
     least_certain = max(rows.values(), key=lambda row: row.smallest())
     notes.append(_resolution(least_certain, label))
@@ -95,16 +96,15 @@ def comparison_notes(differences: Differences, judged: bool = False) -> list[str
 
 
 def _resolution(difference: Difference, label: str) -> str:
-    """Return what difference the images and seeds resolve, and what half of it would take."""
+    """Return what difference the images and seeds resolve, and what one half as large would take."""
     smallest = difference.smallest()
     images = difference.images_needed(smallest / 2)
     seeds = "" if difference.seed_error is None else " and these seeds"
-    resolved = (
-        f"These {difference.images:,} images{seeds} resolve a difference of {smallest:.1f} in {label} in 4 of 5 cases"
-    )
+    resolved = f"A true difference of {smallest:.1f} in {label} would be resolved by these {difference.images:,} images"
+    resolved += f"{seeds} in 4 of 5 cases"
     if images == inf or images > 100 * difference.images:
-        return f"{resolved}; half of it takes more seeds."
-    return f"{resolved}; half of it takes about {_rounded(images):,} images."
+        return f"{resolved}. One half as large takes more seeds."
+    return f"{resolved}. One half as large takes about {_rounded(images):,} images."
 
 
 def _rounded(number: float) -> int:
