@@ -124,6 +124,16 @@ def test_hubness_is_beside_the_metrics(run, folder):
     assert row["metrics"]["plain"].items() >= evaluation(folder, "clip-0").hubness("plain").items()
 
 
+def test_seeds_without_a_common_name_bring_a_hint(folder, capsys):
+    files = [f"{folder}/{name}.npz" for name in ("clip-0", "clip-1", "clip-2", "other")]
+    assert main(["evaluate", "--features", *files]) == 0
+    line = "clip-0, clip-1, clip-2 are compared as 3 models; give seeds of one model one name: clip=FILE"
+    assert capsys.readouterr().err == f"vl-plugins evaluate: warning: {line}\n"
+    named = [f"clip-{number}={file}" for number, file in enumerate(files)]
+    assert main(["evaluate", "--features", *named]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_one_image_has_no_interval(run, folder):
     for name in ("one", "two"):
         arrays = {"image_features": np.eye(1, 4), "caption_features": np.eye(2, 4)[:: -1 if name == "two" else 1]}

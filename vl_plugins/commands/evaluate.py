@@ -2,17 +2,19 @@
 
 import argparse
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.encode import add_options, encode
 from vl_plugins.commands.run_names import named_runs
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.errors import InputWarning, UserError, one_of
 
 __all__ = ["register", "run"]
 
 ENSEMBLE = "ensemble"
+FEWEST_SEEDS = 3  # from which on files that differ in a number are taken for seeds
 EPILOG = """\
 protocols:
   plain         all images and all captions
@@ -76,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for name, _ in runs))
     if ENSEMBLE in names:
         raise UserError(f"{ENSEMBLE!r} is the name of all models together; name the model: NAME=FILE")
+    _warn_of_seeds(names, [*arguments.features, *arguments.checkpoint])
     if arguments.baseline is not None:
         if len(names) < 2:
             raise UserError("--baseline: there is nothing to compare with; give two models or more")
@@ -86,6 +89,19 @@ def run(arguments: argparse.Namespace) -> int:
 
         write_evaluation(arguments, runs, features, collection)
     return 0
+
+
+def _warn_of_seeds(names: Sequence[str], words: Sequence[str]) -> None:
+    """Warn of files like ``clip-0.npz clip-1.npz``: without a common name they are models of their own."""
+    runs_of_stem: dict[str, list[str]] = {}
+    for name in names:
+        stem = name.rstrip("0123456789").rstrip("-_.")
+        if stem and stem != name and not any(word.startswith(f"{name}=") for word in words):
+            runs_of_stem.setdefault(stem, []).append(name)
+    for stem, runs in runs_of_stem.items():
+        if len(runs) >= FEWEST_SEEDS:
+            state = f"{', '.join(runs)} are compared as {len(runs)} models"
+            warnings.warn(f"{state}; give seeds of one model one name: {stem}=FILE", InputWarning, stacklevel=2)
 
 
 def _check(arguments: argparse.Namespace) -> None:
