@@ -1,6 +1,7 @@
 """``vl-plugins encode`` and ``vl-plugins evaluate``."""
 
 import contextlib
+import csv
 import hashlib
 import io
 import json
@@ -13,7 +14,7 @@ from clip_benchmark.metrics import zeroshot_retrieval
 from tests.helpers.open_clip_training import checkpoint_with_heads
 from tests.helpers.processes import in_processes
 from vl_plugins.cli import main
-from vl_plugins.data import ShardDataset
+from vl_plugins.data import ShardDataset, read_collection
 from vl_plugins.distances import MatchProbability
 from vl_plugins.integrations.encoding import find_checkpoint
 from vl_plugins.integrations.loading import load_model
@@ -181,6 +182,24 @@ def test_processes_share_out_the_encoding(encode, folder, shards, tmp_path, proc
     assert first == (0, f"wrote {shared}: 24 images, 120 captions\n")
     assert others == [(0, "")] * (processes - 1)
     assert shared.read_bytes() == alone.read_bytes()
+
+
+def test_suspects_are_the_captions_that_miss_their_image(encode, shards, tmp_path, capsys):
+    """Of a model of random weights nearly all are, which the command says."""
+    file = encode("epoch_1")
+    arguments = ["evaluate", "--features", str(file), "--shards", shards]
+    assert main([*arguments, "--suspects", f"{tmp_path}/suspects.csv", "--confidence", "0.25"]) == 0
+    features = load_features(file)
+    missed = similarity_ranks(features.similarities(), features.image_of_caption).text_to_image.rank > 1
+    with open(tmp_path / "suspects.csv", newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    collection = read_collection(shards)
+    owners = collection.image_of_caption.tolist()
+    expected = {(str(collection.image_ids[owners[i]]), collection.captions[i]) for i in missed.nonzero().flatten()}
+    assert {(row["image_id"], row["caption"]) for row in rows} == expected
+    assert {row["confidence"] for row in rows} == {"0.25"}
+    state = f"{len(rows)} suspect pairs of epoch_1 among 120 captions; with so many, the model is probably at fault"
+    assert capsys.readouterr().err == f"wrote {tmp_path}/suspects.csv: {state}\n"
 
 
 def test_features_of_other_shards(encode, toy_shards, tmp_path, capsys):
