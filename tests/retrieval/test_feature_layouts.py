@@ -257,6 +257,14 @@ def test_rows_that_cannot_be_joined(write, images, captions, more, message):
     assert error_of(file, image_per_caption=True) == f"features a.npz: {message}"
 
 
+def test_captions_in_a_row_for_each_image(write):
+    file = write(IMAGES, CAPTIONS.reshape(100, 5, 16))
+    assert error_of(file) == (
+        "features a.npz: must have vectors or sets, got (100, 16) and (100, 5, 16): save the captions as "
+        "array.reshape(-1, 16), and numpy.arange(100).repeat(5) as image_of_caption"
+    )
+
+
 def test_image_of_caption_may_be_that_of_repeated_rows(write):
     """As if they stood there once: an error without the flag, and with it the rows of one number are one image."""
     rows = REPEATED.copy()

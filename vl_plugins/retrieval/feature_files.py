@@ -226,7 +226,12 @@ def _features(content: Content, normalize: bool, image_per_caption: bool) -> tup
     check_names(content.names, content.listed, cure)
     images, captions = content.tensors["image_features"], content.tensors["caption_features"]
     if images.ndim not in (2, 3) or captions.ndim != images.ndim:
-        raise UserError(f"must have vectors or sets, got {(*images.shape,)} and {(*captions.shape,)}")
+        problem = f"must have vectors or sets, got {(*images.shape,)} and {(*captions.shape,)}"
+        if images.ndim == 2 and captions.ndim == 3 and len(images) == len(captions):
+            _, per_image, width = captions.shape
+            owners_cure = f"numpy.arange({len(images)}).repeat({per_image})"
+            problem += f": save the captions as array.reshape(-1, {width}), and {owners_cure} as image_of_caption"
+        raise UserError(problem)
     owners = _owners(content)
     values = {}
     for name in (*IDS, "description"):
