@@ -68,8 +68,8 @@ class ScoreWorld:
 
     def rsum_slope(self) -> float:
         """Return by how much RSUM grows with the quality of a run."""
-        thresholds = ndtri(torch.tensor(self.recalls, dtype=torch.float64).numpy() / 100)
-        return 100 * float(torch.exp(-torch.from_numpy(thresholds).square() / 2).sum()) / sqrt(2 * torch.pi)
+        thresholds = score_thresholds(self.recalls)
+        return 100 * float(torch.exp(-thresholds.square() / 2).sum()) / sqrt(2 * torch.pi)
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,14 @@ def score_draws(
         yield differences, truth
 
 
+def score_thresholds(recalls: Sequence[float]) -> Tensor:
+    """Return the scores below which these percentages of a standard normal distribution are."""
+    return torch.from_numpy(ndtri(torch.tensor(recalls, dtype=torch.float64).numpy() / 100))
+
+
 def _true_recalls(world: ScoreWorld, quality: Tensor, noise: float) -> Tensor:
     """Return the six recalls of all queries that there could be, the mean over runs of these qualities."""
-    thresholds = torch.from_numpy(ndtri(torch.tensor(world.recalls, dtype=torch.float64).numpy() / 100))
+    thresholds = score_thresholds(world.recalls)
     scores = (thresholds[:, None] + quality) / sqrt(1 + noise**2)
     return 100 * torch.from_numpy(ndtr(scores.double().numpy())).mean(dim=1)
 
@@ -185,7 +190,7 @@ def _ranks_of_scores(
     scores: Tensor, recalls: Sequence[float], candidates: int, generator: torch.Generator
 ) -> DirectionRanks:
     """Return ranks whose recalls are expected to be those given, with wrong candidates by chance before the answer."""
-    thresholds = torch.from_numpy(ndtri(torch.tensor(recalls, dtype=torch.float64).numpy() / 100)).float()
+    thresholds = score_thresholds(recalls).float()
     level = (scores.float()[:, None] > thresholds).sum(dim=1)
     lowest, highest = torch.tensor([1, 2, 6, 11]), torch.tensor([1, 5, 10, 30])
     span = (highest - lowest + 1)[level]

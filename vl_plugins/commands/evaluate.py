@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from vl_plugins.commands.encode import add_options, encode
-from vl_plugins.commands.run_names import named_runs
+from vl_plugins.commands.run_names import ENSEMBLE, named_runs
 from vl_plugins.errors import InputWarning, UserError, one_of
 
 __all__ = ["register", "run"]
 
-ENSEMBLE = "ensemble"
 FEWEST_SEEDS = 3  # from which on files that differ in a number are taken for seeds
 EPILOG = """\
 protocols:
@@ -163,6 +162,8 @@ def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) ->
 
 def _check_different_files(runs: Sequence[tuple[str, str]]) -> None:
     """Raise an error if two runs have one file: they are neither two seeds of a model nor two models."""
+    if len(runs) < 2:
+        return  # a large file need not be read twice
     first_of_content: dict[str, tuple[str, str]] = {}
     for name, path in runs:
         content = _content(path)

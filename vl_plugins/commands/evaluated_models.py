@@ -9,9 +9,8 @@ from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.protocols import Evaluation
 from vl_plugins.retrieval.tools import ToolNumbers
 
-__all__ = ["ENSEMBLE", "JUDGED", "Results", "Seed", "metrics_by_row", "metrics_of", "sizes"]
+__all__ = ["JUDGED", "Results", "Seed", "metrics_by_row", "metrics_of", "sizes"]
 
-ENSEMBLE = "ensemble"
 JUDGED = "eccv-caption"  # by ECCV Caption, with mAP@R
 
 Metrics = dict[str, dict[str, float]]

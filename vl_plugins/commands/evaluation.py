@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from vl_plugins.commands.evaluated_models import ENSEMBLE, JUDGED, Results, Seed
+from vl_plugins.commands.evaluated_models import JUDGED, Results, Seed
 from vl_plugins.commands.evaluation_text import print_json, print_text
+from vl_plugins.commands.run_names import ENSEMBLE
 from vl_plugins.retrieval import Difference, ImageValues, compare
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.per_query import PerQueryTable, write_suspects

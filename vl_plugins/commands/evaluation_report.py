@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vl_plugins.commands.evaluated_models import ENSEMBLE, JUDGED, Results, metrics_by_row, sizes
+from vl_plugins.commands.evaluated_models import JUDGED, Results, metrics_by_row, sizes
+from vl_plugins.commands.run_names import ENSEMBLE
 from vl_plugins.retrieval.comparison_report import ComparedModel, Comparison
 from vl_plugins.retrieval.comparison_table import comparison_notes, comparison_tables
 from vl_plugins.retrieval.report import write_report

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vl_plugins.commands.evaluated_models import ENSEMBLE, JUDGED, Results, Seed, metrics_by_row, metrics_of, sizes
+from vl_plugins.commands.evaluated_models import JUDGED, Results, Seed, metrics_by_row, metrics_of, sizes
+from vl_plugins.commands.run_names import ENSEMBLE
 from vl_plugins.retrieval import Difference, format_metrics_table
 from vl_plugins.retrieval.comparison_table import format_comparison
 from vl_plugins.retrieval.rules import format_rules

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from vl_plugins.errors import UserError
 
-__all__ = ["named_runs", "run_names"]
+__all__ = ["ENSEMBLE", "named_runs", "run_names"]
 
+ENSEMBLE = "ensemble"  # all models together; no run may have this name
 FEATURES = (".npz", ".safetensors")
 # Of a run of open_clip, above the folder of its checkpoints; of the PML trainer, beside them.
 PARAMS, RESULTS = "params.txt", "results.jsonl"

@@ -93,7 +93,7 @@ def failures_and_successes(ranks: Ranks, number: int) -> list[Examples]:
     """
     groups = []
     for kind, direction in zip(QUERY_KINDS, ranks, strict=True):
-        best_right = direction.positive_similarity[_first_right(direction)]
+        best_right = direction.positive_similarity[direction.first_positives()]
         lead = best_right - direction.negative_similarity[:, 0]
         by_lead = lead.argsort()
         worst_first = by_lead[direction.rank[by_lead].argsort(descending=True, stable=True)]
@@ -106,19 +106,13 @@ def failures_and_successes(ranks: Ranks, number: int) -> list[Examples]:
 
 def examples_of(direction: DirectionRanks, positions: Tensor) -> list[Example]:
     """Return the queries at these positions of the ranks with their answers."""
-    first_right = _first_right(direction).tolist()
+    first_right = direction.first_positives().tolist()
     first_right.append(len(direction.positives))
     examples = []
     for position in positions.tolist():
         own = slice(first_right[position], first_right[position + 1])
         examples.append(_example(direction, position, own))
     return examples
-
-
-def _first_right(direction: DirectionRanks) -> Tensor:
-    """Return where the right answers of each query start, (Q,); the best one comes first."""
-    counts = direction.positive_query.bincount(minlength=len(direction.queries))
-    return counts.cumsum(0) - counts
 
 
 def _example(direction: DirectionRanks, position: int, own: slice) -> Example:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vl_plugins.retrieval.places import CUTOFFS, Bounds
+from vl_plugins.retrieval.metrics import RECALL_AT
+from vl_plugins.retrieval.places import Bounds
 from vl_plugins.retrieval.ranks import DirectionRanks
 from vl_plugins.retrieval.similarities import KERNEL
 
 __all__ = ["CountsById", "Direction", "counts_by_id", "unique_texts"]
 
-DEPTH = max(CUTOFFS)
+DEPTH = max(RECALL_AT)
 BLOCK = 2**22  # similarities computed at a time
 
 
@@ -89,7 +90,7 @@ def counts_by_id(direction: Direction, counts: Bounds) -> CountsById:
         for by_id, order in ((rising, place), (falling, reverse_place)):
             candidates = _first_candidates(similarity, group, order)
             is_right = image_of_candidate[candidates] == image_of_query[queries, None]
-            for column, k in enumerate(CUTOFFS):
+            for column, k in enumerate(RECALL_AT):
                 by_id[queries, column] = is_right[:, :k].sum(dim=1).cpu()
     return CountsById(rising, falling, tied)
 

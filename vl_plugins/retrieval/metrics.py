@@ -89,11 +89,9 @@ def hubness(ranks: DirectionRanks, candidates: int, k: int = 10) -> float:
     queries = len(ranks.queries)
     device = ranks.negatives.device
     # The place of right answer number i, from 0, is 1 + i + the number of wrong ones that are as similar at least.
-    first_positive = torch.searchsorted(ranks.positive_query, torch.arange(queries, device=device))
-    number = torch.arange(len(ranks.positives), device=device) - first_positive[ranks.positive_query]
     negative_similarity = ranks.negative_similarity[ranks.positive_query, :k]
     wrong_before = (negative_similarity >= ranks.positive_similarity[:, None]).sum(dim=1)
-    is_positive_shown = number + wrong_before < k
+    is_positive_shown = ranks.positive_numbers() + wrong_before < k
     shown_positives = torch.zeros(queries, dtype=torch.int64, device=device)
     shown_positives.index_add_(0, ranks.positive_query, is_positive_shown.long())
     negatives = ranks.negatives[:, :k]

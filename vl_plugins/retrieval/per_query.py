@@ -169,8 +169,7 @@ def _query_columns(direction: str, ranks: DirectionRanks, fold: Fold, features: 
 
 def _best_right_answers(ranks: DirectionRanks) -> tuple[Tensor, Tensor]:
     """Return the best right answer of each query, (Q,) int64, and its similarity, (Q,) float64."""
-    counts = ranks.positive_query.bincount(minlength=len(ranks.queries))
-    first = counts.cumsum(0) - counts  # right answers of a query are adjacent, the best one first
+    first = ranks.first_positives()
     return ranks.positives[first].cpu(), ranks.positive_similarity[first].double().cpu()
 
 

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vl_plugins.retrieval.metrics import RECALL_AT
 from vl_plugins.retrieval.ranks import DirectionRanks
 
-__all__ = ["CUTOFFS", "Bounds", "caption_rows", "image_rows", "right_counts"]
-
-CUTOFFS = (1, 5, 10)
+__all__ = ["Bounds", "caption_rows", "image_rows", "right_counts"]
 
 
 class Bounds(NamedTuple):
@@ -37,12 +36,12 @@ def right_counts(ranks: DirectionRanks, *, only_positive: bool = False) -> Bound
         only_positive: leave out right answers whose similarity is 0 or less.
     """
     wrong_at_least, wrong_above = _wrong_candidates(ranks)
-    number = 1 + _number_in_query(ranks)
+    number = 1 + ranks.positive_numbers()
     counted = ranks.positive_similarity > 0 if only_positive else torch.ones_like(number, dtype=torch.bool)
     ends = []
     for wrong in (wrong_at_least, wrong_above):
         is_within = _within(number + wrong) & counted[:, None]
-        counts = torch.zeros(len(ranks.queries), len(CUTOFFS), dtype=torch.int64)
+        counts = torch.zeros(len(ranks.queries), len(RECALL_AT), dtype=torch.int64)
         ends.append(counts.index_add(0, ranks.positive_query, is_within.long()))
     return Bounds(*ends)
 
@@ -53,7 +52,7 @@ def image_rows(ranks: DirectionRanks) -> Bounds:
     Each image is a query once for each of its captions, and only that caption is right.
     """
     wrong_at_least, wrong_above = _wrong_candidates(ranks)
-    number = _number_in_query(ranks)
+    number = ranks.positive_numbers()
     query, similarity = ranks.positive_query, ranks.positive_similarity
     is_first_of_ties = torch.ones_like(query, dtype=torch.bool)
     is_first_of_ties[1:] = (query[1:] != query[:-1]) | (similarity[1:] != similarity[:-1])
@@ -97,13 +96,6 @@ def _wrong_candidates(ranks: DirectionRanks, weights: Tensor | None = None) -> t
     return at_least, above
 
 
-def _number_in_query(ranks: DirectionRanks) -> Tensor:
-    """Return the number (P,) of each right answer in its query, from 0; the best has 0."""
-    counts = ranks.positive_query.bincount(minlength=len(ranks.queries))
-    first = counts.cumsum(0) - counts
-    return torch.arange(len(ranks.positive_query)) - first[ranks.positive_query]
-
-
 def _within(places: Tensor) -> Tensor:
     """Return which places (N,) are at most K, (N, 3)."""
-    return places[:, None] <= torch.tensor(CUTOFFS)
+    return places[:, None] <= torch.tensor(RECALL_AT)

@@ -17,7 +17,7 @@ from vl_plugins.retrieval.metrics import hubness, retrieval_metrics
 from vl_plugins.retrieval.ranks import TOP, Answers, Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import MeanSimilarities
 
-__all__ = ["PROTOCOLS", "Evaluation", "Fold", "Protocol", "check_images", "evaluate"]
+__all__ = ["PROTOCOLS", "Evaluation", "Fold", "Protocol", "check_images", "evaluate", "first_captions"]
 
 CAPTIONS_PER_IMAGE = 5
 
@@ -214,18 +214,18 @@ def _captions(features: Features, protocol: str, name: str) -> Tensor:
     missing = known.difference(caption_ids[index] for index in by_id)
     # Other ids than COCO's; by chance some of them are the same numbers.
     if protocol != "eccv" and len(by_id) < len(known) / 2:
-        return _first_captions(owners)
+        return first_captions(owners, CAPTIONS_PER_IMAGE)
     again = len(by_id) + len(missing) - len(known)
     what = f"{len(missing):,} of {len(known):,} captions are missing or of another image, and {again:,} occur again"
     expect(not missing and not again, f"by COCO's annotation ids, which shards get from COCO's caption files, {what}")
     return torch.tensor(by_id)
 
 
-def _first_captions(owners: Tensor) -> Tensor:
-    """Return the ascending indices of the first captions of each image."""
-    order, counts = owners.argsort(stable=True), owners.bincount()
+def first_captions(image_of_caption: Tensor, number: int) -> Tensor:
+    """Return the ascending indices of the first captions of each image, at most ``number`` of each."""
+    order, counts = image_of_caption.argsort(stable=True), image_of_caption.bincount()
     number_in_image = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return order[number_in_image < CAPTIONS_PER_IMAGE].sort().values
+    return order[number_in_image < number].sort().values
 
 
 def _eccv_answers(features: Features) -> dict[str, tuple[Answers, Answers]]:

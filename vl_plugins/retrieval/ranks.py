@@ -54,6 +54,16 @@ class DirectionRanks(NamedTuple):
     negatives: Tensor
     negative_similarity: Tensor
 
+    def first_positives(self) -> Tensor:
+        """Return where the right answers of each query start in ``positives``, (Q,) int64; the best one comes first."""
+        counts = self.positive_query.bincount(minlength=len(self.queries))
+        return counts.cumsum(0) - counts
+
+    def positive_numbers(self) -> Tensor:
+        """Return the number of each right answer in its query, (P,) int64; the best one has 0."""
+        places = torch.arange(len(self.positives), device=self.positives.device)
+        return places - self.first_positives()[self.positive_query]
+
 
 class Ranks(NamedTuple):
     """Both directions: images as queries and captions as candidates, and the reverse."""

@@ -23,9 +23,10 @@ from torch import Tensor
 from vl_plugins.retrieval import tools
 from vl_plugins.retrieval.features import Features
 from vl_plugins.retrieval.id_order import CountsById, Direction, counts_by_id, unique_texts
-from vl_plugins.retrieval.metrics import DIRECTIONS
-from vl_plugins.retrieval.places import CUTOFFS, Bounds, caption_rows, image_rows, right_counts
-from vl_plugins.retrieval.ranks import DirectionRanks, Ranks, similarity_ranks
+from vl_plugins.retrieval.metrics import DIRECTIONS, RECALL_AT
+from vl_plugins.retrieval.places import Bounds, caption_rows, image_rows, right_counts
+from vl_plugins.retrieval.protocols import first_captions
+from vl_plugins.retrieval.ranks import Ranks, similarity_ranks
 from vl_plugins.retrieval.similarities import Similarities
 from vl_plugins.retrieval.tools import Rule, ToolNumbers, format_rules, rules_notes, rules_table
 
@@ -70,7 +71,7 @@ def tool_numbers(
     if ranks is None:
         ranks = similarity_ranks(similarities, features.image_of_caption)
     _check_ranks(ranks, features)
-    ranks = Ranks(_on_cpu(ranks.image_to_text), _on_cpu(ranks.text_to_image))
+    ranks = ranks.cpu()
     counts = (right_counts(ranks.image_to_text), right_counts(ranks.text_to_image))
     return [
         _numbers(tools.OURS, ranks, (_at_low(counts[0]), _at_low(counts[1])), _any),
@@ -88,12 +89,8 @@ def _check_ranks(ranks: Ranks, features: Features) -> None:
     if shapes != [(len(features.images), captions), (captions, captions)]:
         raise ValueError("expected ranks of all images and captions of the features, each caption right for one image")
     for one, candidates in zip(ranks, (captions, len(features.images)), strict=True):
-        if one.negatives.shape[1] < min(max(CUTOFFS), candidates):
-            raise ValueError(f"expected ranks with top={max(CUTOFFS)} or more, got {one.negatives.shape[1]}")
-
-
-def _on_cpu(ranks: DirectionRanks) -> DirectionRanks:
-    return DirectionRanks._make(tensor.cpu() for tensor in ranks)
+        if one.negatives.shape[1] < min(max(RECALL_AT), candidates):
+            raise ValueError(f"expected ranks with top={max(RECALL_AT)} or more, got {one.negatives.shape[1]}")
 
 
 # What a query scores.
@@ -108,7 +105,7 @@ def _share_of_answers(counts: Tensor, relevant: Tensor) -> Tensor:
 
 
 def _precision(counts: Tensor, relevant: Tensor) -> Tensor:
-    return counts.double() / torch.tensor(CUTOFFS)
+    return counts.double() / torch.tensor(RECALL_AT)
 
 
 def _at_low(counts: Bounds) -> Bounds:
@@ -128,7 +125,7 @@ def _means(rule: Rule, scores: tuple[Bounds, Bounds], note: str = "") -> ToolNum
     low: dict[str, float] = {}
     high: dict[str, float] = {}
     for direction, bounds in zip(DIRECTIONS, scores, strict=True):
-        for column, k in enumerate(CUTOFFS):
+        for column, k in enumerate(RECALL_AT):
             low[f"{direction}_R@{k}"] = bounds.low[:, column].double().mean().item()
             high[f"{direction}_R@{k}"] = bounds.high[:, column].double().mean().item()
     return ToolNumbers(rule.tool, rule.name, low, high, note)
@@ -147,29 +144,20 @@ def _open_clip(features: Features, ranks: Ranks, device: str | torch.device) -> 
     yield _means(tools.OPEN_CLIP_ROWS, rows)
     if (captions_of_image > 1).any():
         images = torch.arange(len(features.images))
-        selection = features.select(images, _first_captions(features.image_of_caption))
+        selection = features.select(images, first_captions(features.image_of_caption, 1))
         ranks = _ranks(selection, device)
     counts = (right_counts(ranks.image_to_text), right_counts(ranks.text_to_image))
     yield _numbers(tools.OPEN_CLIP_FIRST, ranks, counts, _any)
 
 
-def _first_captions(image_of_caption: Tensor) -> Tensor:
-    """Return the index of the first caption of each image, ascending."""
-    images = int(image_of_caption.max()) + 1
-    captions = len(image_of_caption)
-    first = torch.full((images,), captions).scatter_reduce(0, image_of_caption, torch.arange(captions), "amin")
-    return first.sort().values
-
-
 def _ranks(features: Features, device: str | torch.device) -> Ranks:
-    ranks = similarity_ranks(features.similarities(device), features.image_of_caption)
-    return Ranks(_on_cpu(ranks.image_to_text), _on_cpu(ranks.text_to_image))
+    return similarity_ranks(features.similarities(device), features.image_of_caption).cpu()
 
 
 def _clip_benchmark(features: Features, ranks: Ranks, counts: tuple[Bounds, Bounds]) -> ToolNumbers:
     for kind, embeddings in (("images", features.images), ("captions", features.captions)):
-        if len(embeddings) < max(CUTOFFS):
-            reason = f"`torch.topk` needs at least {max(CUTOFFS)} candidates, and there are {len(embeddings)} {kind}"
+        if len(embeddings) < max(RECALL_AT):
+            reason = f"`torch.topk` needs at least {max(RECALL_AT)} candidates, and there are {len(embeddings)} {kind}"
             return _inapplicable(tools.CLIP_BENCHMARK, reason)
     return _numbers(tools.CLIP_BENCHMARK, ranks, counts, _any)
 
