@@ -297,7 +297,9 @@ def _joined_blocked(folds: Sequence[BlockedQueries | None], images: int) -> Bloc
     return BlockedQueries(torch.cat(images_of_folds), torch.cat(blocking_images), torch.cat(gains))
 
 
-def compare(runs: Mapping[str, Sequence[ImageValues]], baseline: str) -> dict[str, dict[str, Difference]]:
+def compare(
+    runs: Mapping[str, Sequence[ImageValues]], baseline: str, comparisons: int | None = None
+) -> dict[str, dict[str, Difference]]:
     """Return the difference of each metric between each method and the baseline, with 95 % confidence intervals.
 
     The formulas are at the top of this module. From three seeds on each side, the interval covers other test sets and
@@ -307,6 +309,8 @@ def compare(runs: Mapping[str, Sequence[ImageValues]], baseline: str) -> dict[st
     Args:
         runs: for each method the values of its seeds, all of the same images.
         baseline: name of the method that the others are compared with.
+        comparisons: how many differences of one metric should hold together; by default all of this call. Give more
+            where others from further calls are read beside them.
 
     Returns:
         By name of each other method, and by metric.
@@ -327,7 +331,7 @@ def compare(runs: Mapping[str, Sequence[ImageValues]], baseline: str) -> dict[st
         raise ValueError("a comparison needs two images or more")
     differences = {}
     for name in methods:
-        differences[name] = _compare_with(runs[name], runs[baseline], comparisons=len(methods))
+        differences[name] = _compare_with(runs[name], runs[baseline], comparisons or len(methods))
     return differences
 
 
