@@ -19,29 +19,25 @@ A claim is reproduced if all of its comparisons are, contradicted if one of them
 `--add` checks and keeps, so that the page shows it beside the small runs.
 """
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import yaml
 from scipy.special import stdtrit
 
 from benchmarks.outcomes import Outcome
-from benchmarks.study import RESULTS, Results, Study
-from vl_plugins.data.files import write_file
-from vl_plugins.errors import UserError, exit_status, one_of
+from benchmarks.study import RESULTS, Results
+from vl_plugins.errors import one_of
 from vl_plugins.retrieval import compare
 
 CLAIMS = Path("benchmarks/claims")
 STUDIES = Path("benchmarks/studies")
 AT_SCALE = RESULTS / "at_scale"
 PAGE = Path("docs/claims.md")
+PAGE_START = CLAIMS / "introduction.md"
 
 REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN = "reproduced", "contradicted", "not resolved", "not run"
 EXPECTATIONS = ("above", "below", "equal")
@@ -251,3 +247,183 @@ def claim_verdict(found: Sequence[Finding]) -> str:
         if verdict in verdicts:
             return verdict
     return REPRODUCED
+
+
+def at_scale_file(claim: str, scale: str) -> Path:
+    return AT_SCALE / scale / f"{claim}.json"
+
+
+def add_at_scale(claim: Claim, scale_name: str, file: Path) -> Path:
+    """Check what ``vl-plugins evaluate --json`` printed for a claim, and keep it; return where.
+
+    Raises:
+        UserError: the file is no such JSON, or of other methods, another baseline, another protocol or other metrics.
+    """
+    scale = scale_of(claim, scale_name)
+    content = read_evaluation(file)
+    protocol = scale.protocol
+    if content["baseline"] != scale.baseline:
+        raise UserError(
+            f"{file}: the baseline is {content['baseline']!r}, but the claim compares with {scale.baseline!r}"
+        )
+    if protocol not in content["differences"]:
+        raise UserError(f"{file} has no differences of the protocol {protocol}: evaluate with --protocol {protocol}")
+    differences = content["differences"][protocol]
+    expected = set(scale.train) - {scale.baseline}
+    if set(differences) != expected:
+        raise UserError(
+            f"{file} compares {', '.join(sorted(differences))}, but the claim is about {', '.join(sorted(expected))}"
+        )
+    for method, of_method in differences.items():
+        for metric in sorted({comparison.metric for comparison in claim.comparisons}):
+            check_difference(f"{file}: {method}, {metric}", of_method.get(metric))
+    target = at_scale_file(claim.name, scale_name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"claim": claim.name, "scale": scale_name, "protocol": protocol, "commands": scale.commands()} | content
+    write_file(target, f"{json.dumps(kept, indent=1)}\n".encode())
+    return target
+
+
+def read_evaluation(file: Path) -> dict[str, Any]:
+    """Read what ``vl-plugins evaluate --json`` printed for several models."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {error}") from error
+    types = {"results": list, "baseline": str, "differences": dict}
+    for key, kind in types.items():
+        if not isinstance(content, dict) or not isinstance(content.get(key), kind):
+            raise UserError(f"{file} is not what `vl-plugins evaluate --json` prints for several models: no {key}")
+    for protocol in content["differences"].values():
+        if not isinstance(protocol, dict) or not all(isinstance(of_method, dict) for of_method in protocol.values()):
+            raise UserError(f"{file}: differences are not those of protocols and models")
+    return content
+
+
+def check_difference(place: str, difference: Any) -> None:
+    """Check an interval that somebody sent."""
+    keys = ("value", "baseline", "low", "high", "difference")
+    if not isinstance(difference, dict) or not all(is_finite(difference.get(key)) for key in keys):
+        raise UserError(f"{place}: expected the numbers {', '.join(keys)}")
+    mean = difference["value"] - difference["baseline"]
+    if not difference["low"] <= mean <= difference["high"] or abs(mean - difference["difference"]) > 1e-6:
+        raise UserError(f"{place}: the difference is not inside its interval, or not that of its two values")
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def scale_of(claim: Claim, name: str) -> Scale:
+    if not claim.at_scale:
+        raise UserError(f"the claim {claim.name} has no configurations of its paper")
+    return claim.at_scale[one_of("--scale", name, tuple(claim.at_scale))]
+
+
+def results_of(claim: Claim) -> Results:
+    return Results(Study.read(STUDIES / f"{claim.study}.yaml"), RESULTS / claim.study)
+
+
+def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
+    """Return the table of all claims in Markdown."""
+    rows = ["| claim | verdict |", "|---|---|"]
+    for claim in claims:
+        rows.append(f"| [{claim.name[:3]}: {claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
+    return "\n".join(rows)
+
+
+def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
+    """Return what the page says about a claim."""
+    parts = [f"({claim.name})=\n### {claim.title}", f"{claim.says} ({claim.source})"]
+    rows = [
+        "| regime | comparison | metric | difference, interval | power | time | seeds | verdict |",
+        "|---|---|---|---|---:|---:|---:|---|",
+    ]
+    rows += [finding_row(finding) for finding in found]
+    parts.append("\n".join(rows))
+    verdict = claim_verdict(found)
+    parts.append(f"**{verdict[0].upper()}{verdict[1:]}** by the rule: {claim.rule}.")
+    if claim.note:
+        parts.append(claim.note)
+    parts += [others for name in claim.at_scale if (others := results_at_scale(claim, name))]
+    return "\n\n".join(parts)
+
+
+def finding_row(finding: Finding) -> str:
+    comparison = finding.comparison
+    start = f"| {comparison.regime} | {comparison.text} | {METRICS[comparison.metric]} |"
+    if finding.verdict == NOT_RUN:
+        return f"{start} | | | | not run |"
+    digits = 3 if comparison.metric.endswith("_variance") else 1
+    interval = f"{finding.mean:+.{digits}f} [{finding.low:+.{digits}f}, {finding.high:+.{digits}f}]"
+    seeds = f"{finding.seeds[0]}, {finding.seeds[1]}"
+    return f"{start} {interval} | {finding.smallest:.{digits}f} | {finding.time:.2f} | {seeds} | {finding.verdict} |"
+
+
+def results_at_scale(claim: Claim, scale_name: str) -> str:
+    """Return what somebody measured at the size of the paper; empty if nobody has."""
+    file = at_scale_file(claim.name, scale_name)
+    if not file.is_file():
+        return ""
+    content = json.loads(file.read_text())
+    lines = [f"At the size of {scale_name} ([JSON](studies/at_scale/{scale_name}/{claim.name}.json)):", ""]
+    for method, of_method in content["differences"][content["protocol"]].items():
+        for metric in sorted({comparison.metric for comparison in claim.comparisons}):
+            difference = of_method[metric]
+            interval = f"{difference['difference']:+.1f} [{difference['low']:+.1f}, {difference['high']:+.1f}]"
+            lines.append(f"- `{method}` against `{content['baseline']}`, {METRICS[metric]}: {interval}")
+    return "\n".join(lines)
+
+
+def made_by_all(results: Results) -> str:
+    """Return the commits and versions that trained the runs of a study."""
+    return "; ".join(sorted({results.outcome(run).made_by for run in results.all_runs()}))
+
+
+def write_page(claims: Sequence[Claim]) -> str:
+    """Write ``docs/claims.md``; return the table of all claims."""
+    found, makers = {}, {}
+    for claim in claims:
+        results = results_of(claim)
+        found[claim.name] = findings(claim, results)
+        makers[claim.study] = made_by_all(results)
+    table = overview(claims, found)
+    parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
+    parts += [claim_section(claim, found[claim.name]) for claim in claims]
+    parts.append("## How the runs were made")
+    for study, maker in makers.items():
+        parts.append(
+            f"`python -m benchmarks.study benchmarks/studies/{study}.yaml --work studies/{study}` trained the runs, "
+            f"at {maker}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
+            f"`docs/studies/{study}`, with what each test image contributes."
+        )
+    PAGE.write_text("\n\n".join(parts) + "\n")
+    return table
+
+
+def run(arguments: argparse.Namespace) -> None:
+    claims = [find_claim(arguments.claim)] if arguments.claim else read_claims()
+    if arguments.add:
+        if not arguments.claim or not arguments.scale:
+            raise UserError("--add needs --claim and --scale, which say what was run")
+        print(f"kept as {add_at_scale(claims[0], arguments.scale, arguments.add)}")
+    elif arguments.scale:
+        for claim in claims:
+            if arguments.claim or arguments.scale in claim.at_scale:
+                print(f"# {claim.name}: {claim.title}")
+                print("\n".join(scale_of(claim, arguments.scale).commands()))
+    else:
+        print(write_page(read_claims()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--claim", metavar="NAME", help="a file of benchmarks/claims (default: all)")
+    parser.add_argument("--scale", metavar="NAME", help="print the commands with the paper's data set: coco, flickr30k")
+    parser.add_argument("--add", type=Path, metavar="FILE.json", help="results at this scale, of evaluate --json")
+    arguments = parser.parse_args(argv)
+    return exit_status("benchmarks.claims", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

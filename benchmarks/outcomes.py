@@ -1,4 +1,4 @@
-"""What is kept of a training run: its command, its processor time, its metrics, and what each test image contributes."""
+"""What is kept of a training run: command, processor time, metrics, and what each test image contributes."""
 
 import io
 import subprocess
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def made_by() -> str:
-    """Return the last commit that changed the package, with a mark if it has been changed since, and torch's version."""
+    """Return the last commit that changed the package, whether it has been changed since, and torch's version."""
     commit = _git("log", "-1", "--format=%h", "--abbrev=10", "--", *PACKAGE) or "unknown"
     changes = " with changes" if _git("status", "--porcelain", "--", *PACKAGE) else ""
     return f"commit {commit}{changes}, torch {torch.__version__}"

@@ -10,8 +10,9 @@ The learning rate of a method is the one with the best RSUM on validation, by on
 and while the best of them is the lowest or the highest, one more beyond it.
 
 Results are small and meant to be kept: for each run a compressed file with what each test image contributes to RSUM,
-from which anybody can compare the methods again without training. Beside them are a table (study.csv, one row for each
-run), the comparisons (study.md) and a picture (study.svg). Data, checkpoints and logs are in --work, and may be deleted.
+from which anybody can compare the methods again without training. Beside them are a table (study.csv, one row for
+each run), the comparisons (study.md) and a picture (study.svg). Data, checkpoints and logs are in --work, and may be
+deleted.
 """
 
 import argparse
@@ -30,9 +31,9 @@ import yaml
 from benchmarks.jobs import Jobs, processor_seconds, run_command, run_once
 from benchmarks.outcomes import Outcome, made_by, metric_means, selected_metrics
 from vl_plugins.errors import UserError, exit_status
+from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval import Difference, compare
 from vl_plugins.retrieval.features import Features, load_features
-from vl_plugins.regularizers import circular_variance
 from vl_plugins.retrieval.protocols import evaluate
 
 RESULTS = Path("docs/studies")
