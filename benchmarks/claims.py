@@ -19,18 +19,24 @@ A claim is reproduced if all of its comparisons are, contradicted if one of them
 `--add` checks and keeps, so that the page shows it beside the small runs.
 """
 
+import argparse
+import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import yaml
 from scipy.special import stdtrit
 
+from benchmarks.grid import Results, Study
 from benchmarks.outcomes import Outcome
-from benchmarks.study import RESULTS, Results
-from vl_plugins.errors import one_of
+from benchmarks.study import RESULTS
+from vl_plugins.data.files import write_file
+from vl_plugins.errors import UserError, exit_status, one_of
 from vl_plugins.retrieval import compare
 
 CLAIMS = Path("benchmarks/claims")

@@ -1,6 +1,7 @@
-"""The study of the losses."""
+"""The study of the losses: its file, its rule for learning rates, its results, and the processes that train."""
 
 import csv
+import json
 import shlex
 from pathlib import Path
 
@@ -8,53 +9,163 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from scipy import stats
 
-from benchmarks import study
-from benchmarks.study import Outcome, Run, Study
+from benchmarks import study as study_module
+from benchmarks.grid import Results, Run, Study
+from benchmarks.inverted_pictures import write_inverted
+from benchmarks.jobs import Jobs, run_command, run_once
+from benchmarks.outcomes import Outcome, metric_means, selected_metrics
+from benchmarks.study_tables import COLUMNS, comparison_table, write_tables
+from benchmarks.swapped_captions import swap_captions
 from vl_plugins.cli import build_parser
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.pytorch_metric_learning import command_line
 from vl_plugins.retrieval import ImageValues, image_values, retrieval_ranks
 from vl_plugins.retrieval.comparison import BlockedQueries
-from vl_plugins.retrieval.features import Features
+
+CLAIMS = Path("benchmarks/studies/claims.yaml")
 
 CONTENT = {
-    "prepare": ["make data", "start {seed}"],
-    "train": "python -m trainer --out {folder}",
-    "encode": "encode {features}",
-    "settings": {"scratch": {"flags": "--lr {lr}", "lr": ["1e-3", "1e-2"]}},
-    "baseline": "clip",
-    "losses": {"clip": "", "unified": "--loss unified"},
-    "seeds": [0, 1],
-    "tuning_seeds": [0],
+    "prepare": ["prepare {work}"],
+    "rates": ["1e-4", "1e-3", "1e-2", "1e-1", "1"],
+    "trainers": {
+        "small": {
+            "train": "train --lr {lr} --seed {seed} --epochs {epochs} {flags} {method_flags}",
+            "encode": "encode {features}",
+            "methods": {"clip": "", "unified": "--loss unified --steps {steps}", "long": {"flags": "", "length": 1.5}},
+        }
+    },
+    "regimes": {"short": {"trainer": "small", "flags": "--data {work}", "epochs": 4, "first_rate": "1e-3", "steps": 7}},
+    "cells": [{"regime": "short", "baseline": "clip", "methods": ["unified", "long"], "seeds": 2}],
 }
 
 
-@pytest.mark.parametrize("name", ["toy", "stamps", "pml", "vit_b32"])
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(CONTENT))
+    return Results(Study.read(tmp_path / "study.yaml"), tmp_path / "results")
+
+
+def values_of(rsum, images=4):
+    """Image values of a model whose images all contribute the same."""
+    values = torch.tensor([[rsum], [rsum / 6], [rsum / 6]], dtype=torch.float64).expand(3, images).contiguous()
+    entry = BlockedQueries(torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.float64))
+    names = ("rsum", "image_to_text_R@1", "text_to_image_R@1")
+    return ImageValues(names, values, torch.ones(3, dtype=torch.float64), (entry,) * 3)
+
+
+def save(results, run, val=0.0, test=0.0, seconds=10.0):
+    """Write the outcome of a run, as if it had been trained."""
+    metrics = dict.fromkeys(COLUMNS, test / 6) | {"rsum": test}
+    Outcome(
+        command=results.study.train_command(run, Path("WORK")),
+        made_by="commit 0",
+        training_seconds=seconds,
+        all_seconds=seconds + 1,
+        val={"rsum": val},
+        test=metrics,
+        image_values=values_of(test),
+    ).save(results.file(run))
+
+
+@pytest.mark.parametrize("name", ["claims", "stamps", "vit_b32"])
 def test_the_commands_of_a_study_can_be_parsed(name):
-    content = yaml.safe_load(Path(f"benchmarks/studies/{name}.yaml").read_text())
-    commands = [command.format(out="out", seed=0) for command in content["prepare"]]
-    commands.append(content["encode"].format(out="out", folder="run", split="test", features="test.npz"))
-    made = Study(content, Path("out"))
-    commands += [
-        made.command(Run(setting, loss, "1e-3", 0)) for setting in content["settings"] for loss in content["losses"]
-    ]
-    parse_training = command_line.build_parser().parse_args if name == "pml" else parse_args
+    study = Study.read(Path("benchmarks/studies") / f"{name}.yaml")
+    commands = [command.format(work="work") for command in study.prepare]
+    for cell in study.cells:
+        for method in cell.all_methods:
+            run = Run(cell.regime, method, "1e-3", 0)
+            commands += [study.train_command(run, Path("work")), study.encode_command(run, Path("work"), "test")]
     for command in commands:
         program, *words = shlex.split(command)
-        build_parser().parse_args(words) if program == "vl-plugins" else parse_training(words[2:])
+        if program == "vl-plugins":
+            build_parser().parse_args(words)
+        elif words[1].endswith("open_clip"):
+            parse_args(words[2:])
+        elif words[1].endswith("pytorch_metric_learning"):
+            arguments = command_line.build_parser().parse_args(words[2:])
+            assert Path(arguments.config).is_file()
+            command_line.overrides(arguments)
+        else:
+            assert words[1] in {
+                "benchmarks.swapped_captions",
+                "benchmarks.inverted_pictures",
+                "benchmarks.frozen_trunk",
+            }
 
 
-def image_values_of(rsum, images=4):
-    """Image values of a model whose images all contribute the same."""
-    values = torch.full((2, images), float(rsum), dtype=torch.float64)
-    entry = BlockedQueries(torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.float64))
-    recalls = torch.full((len(study.RECALLS), images), rsum / 6, dtype=torch.float64)
-    names = ("rsum", "mean_average_precision_at_r", *study.RECALLS)
-    blocked = (entry, None, *[entry] * 6)
-    return ImageValues(names, torch.cat([values, recalls]), torch.ones(8, dtype=torch.float64), blocked)
+def test_commands_have_the_keys_of_the_run_the_regime_and_the_method(results):
+    command = results.study.train_command(Run("short", "unified", "1e-3", 5), Path("there"))
+    assert command == "train --lr 1e-3 --seed 5 --epochs 4 --data there --loss unified --steps 7"
+    assert " --epochs 6 " in results.study.train_command(Run("short", "long", "1e-3", 5), Path("there"))
+
+
+def test_a_method_without_flags_is_an_error(tmp_path):
+    (tmp_path / "study.yaml").write_text(
+        yaml.safe_dump(CONTENT | {"cells": [{"regime": "short", "baseline": "vlc", "methods": []}]})
+    )
+    with pytest.raises(UserError, match="the method vlc of regime short has no flags"):
+        Study.read(tmp_path / "study.yaml")
+
+
+@pytest.mark.parametrize(
+    ("rsums", "tried", "best"),
+    [
+        ({"1e-3": 1, "1e-2": 2, "1e-1": 1}, ["1e-3", "1e-2", "1e-1"], "1e-2"),
+        ({"1e-3": 3, "1e-2": 2, "1e-1": 1, "1e-4": 2}, ["1e-4", "1e-3", "1e-2", "1e-1"], "1e-3"),
+        ({"1e-3": 1, "1e-2": 2, "1e-1": 3, "1": 4}, ["1e-3", "1e-2", "1e-1", "1"], "1"),
+    ],
+)
+def test_more_rates_are_tried_while_the_best_is_the_lowest_or_the_highest(results, rsums, tried, best):
+    """On validation: the test split would choose another one."""
+    (cell,) = results.study.cells
+    while missing := results.missing(cell, "clip"):
+        if missing[0].seed == 1:
+            break
+        assert {run.seed for run in missing} == {0}
+        for run in missing:
+            save(results, run, val=rsums[run.rate], test=-rsums[run.rate])
+    assert {run.rate for run in results.all_runs()} == set(tried)
+    assert results.missing(cell, "clip") == [Run("short", "clip", best, 1)]
+    assert results.is_at_edge("short", "clip") == (best == "1")
+    assert not results.seed_outcomes("short", "clip")
+    save(results, Run("short", "clip", best, 1), val=9, test=5)
+    assert [outcome.test["rsum"] for outcome in results.seed_outcomes("short", "clip")] == [-rsums[best], 5]
+
+
+def test_results_of_another_command_are_an_error(results):
+    run = Run("short", "clip", "1e-3", 0)
+    save(results, run)
+    results.study.trainers["small"].train += " --more"
+    with pytest.raises(UserError, match=r"lr1e-3-seed0.npz was made by another command: delete it"):
+        results.outcome(run)
+
+
+def test_tables(results):
+    """Each method at its own rate, with its time; a method that is not complete has no row."""
+    rsums = {("clip", "1e-3"): 60.0, ("clip", "1e-2"): 90.0, ("unified", "1e-3"): 93.0, ("unified", "1e-2"): 96.0}
+    for (method, rate), rsum in rsums.items():
+        for seed in (0, 1):
+            save(results, Run("short", method, rate, seed), val=rsum, test=rsum, seconds=10 if method == "clip" else 15)
+        save(results, Run("short", method, "1e-1", 0))
+    (cell,) = results.study.cells
+    assert comparison_table(cell, results).count("\n| `") == 2
+    text = write_tables(results.study, results)
+    # Four images that agree: the interval is that of two queries more, of a step of 1 / 2 seeds in 4 images.
+    half = stats.t.ppf(0.975, 3) * (2 * 0.5**2 / 4**2) ** 0.5
+    expected = (
+        f"| `unified` | 1e-2 | 4 | 1.50 | 96.0 ± 0.0 | **+6.0 [{6 - half:+.1f}, {6 + half:+.1f}]** | 16.0 | 16.0 |"
+    )
+    assert expected in text
+    assert (results.folder / "study.md").read_text() == text
+    with (results.folder / "study.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert rows[-1]["method"] == "unified"
+    assert {row["RSUM"] for row in rows if row["rate"] == "1e-2"} == {"90.000", "96.000"}
 
 
 def test_outcomes_are_kept_whole(tmp_path):
@@ -62,86 +173,99 @@ def test_outcomes_are_kept_whole(tmp_path):
     draws = torch.Generator().manual_seed(0)
     owners = torch.arange(50) % 20
     embeddings = torch.nn.functional.normalize(torch.randn(70, 8, generator=draws), dim=1)
-    ranks = retrieval_ranks(embeddings[:20], embeddings[20:], owners, top=12)
-    values = image_values(ranks, owners, 20)
-    Outcome("train", 1.5, image_values_of(3.0), values).save(tmp_path / "run.npz")
-    outcome = Outcome.load(tmp_path / "run.npz")
-    assert (outcome.command, outcome.seconds) == ("train", 1.5)
-    assert study.means(outcome.val)["rsum"] == 3.0
-    assert outcome.test.metrics == values.metrics
-    assert torch.equal(outcome.test.values, values.values)
-    assert torch.equal(outcome.test.steps, values.steps)
-    for loaded, saved in zip(outcome.test.blocked, values.blocked, strict=True):
-        assert (loaded is None) == (saved is None)
-        for column, expected in zip(loaded or (), saved or (), strict=True):
-            assert torch.equal(column, expected)
-    np.savez(tmp_path / "old.npz", command="train", seconds=1.0, val=np.zeros((6, 2)), test=np.zeros((6, 2)))
-    with pytest.raises(UserError, match=r"old.npz was written by version 0.3: delete it to train the run again"):
-        Outcome.load(tmp_path / "old.npz")
+    values = image_values(retrieval_ranks(embeddings[:20], embeddings[20:], owners, top=12), owners, 20)
+    kept = selected_metrics(values)
+    before = Outcome("train", "commit 0", 1.5, 2.5, {"rsum": 3.0}, metric_means(values), kept)
+    before.save(tmp_path / "folder" / "run.npz")
+    after = Outcome.load(tmp_path / "folder" / "run.npz")
+    assert after[:6] == before[:6]
+    assert after.image_values.metrics == ("rsum", "image_to_text_R@1", "text_to_image_R@1")
+    torch.testing.assert_close(after.image_values.values.mean(dim=1)[0].item(), values.values.mean(dim=1)[-2].item())
+    torch.testing.assert_close(after.image_values.values, kept.values, rtol=1e-6, atol=0)
+    assert torch.equal(after.image_values.steps, kept.steps)
+    for loaded, saved in zip(after.image_values.blocked, kept.blocked, strict=True):
+        for column, expected in zip(loaded, saved, strict=True):
+            torch.testing.assert_close(column, expected, rtol=1e-6, atol=0)
 
 
-def test_learning_rates_are_chosen_on_validation(tmp_path):
-    """Of the seeds for tuning; RSUM is of the test split and all seeds."""
-    made = Study(CONTENT, tmp_path)
-    rsums = {"clip": {"1e-3": (100, 300), "1e-2": (200, 90)}, "unified": {"1e-3": (2, 99), "1e-2": (1, 96)}}
-    for loss, by_rate in rsums.items():
-        for lr, (val, test) in by_rate.items():
-            for seed in (0, 1):
-                values = image_values_of(val - 300 * seed), image_values_of(test)
-                made.outcomes[Run("scratch", loss, lr, seed)] = Outcome("", 1.0, *values)
-    assert [made.best_lr("scratch", loss) for loss in rsums] == ["1e-2", "1e-3"]
-    table = made.table("scratch", {"clip": "1e-2", "unified": "1e-2"})
-    # Four images that agree: the interval is that of two queries more, of a step of 1 / 2 seeds in 4 images.
-    half = stats.t.ppf(0.975, 3) * (2 * 0.5**2 / 4**2) ** 0.5
-    assert f"| unified | 1e-2 | 96.0 ± 0.0 | +6.0 [+{6 - half:.1f}, +{6 + half:.1f}] | 16.0 |" in table
+def test_a_command_runs_once(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr("benchmarks.jobs.run_command", commands.append)
+    for command in ("one", "one", "another"):
+        run_once(command, tmp_path / "done")
+    assert commands == ["one", "another"]
 
 
-def test_a_stopped_study_continues(tmp_path, monkeypatch, capsys):
-    """Commands are replaced: each leaves a file, and the fifth is stopped once; RSUM is above 0."""
-    executed, features = [], Features(images=torch.eye(2), captions=torch.eye(2), image_of_caption=torch.arange(2))
-    monkeypatch.setattr(study, "load_features", lambda file: features)
+def test_a_command_that_fails_is_an_error(tmp_path, capfd):
+    with pytest.raises(UserError, match=r"exit status 2 of: vl-plugins evaluate --features none\.npz"):
+        run_command("vl-plugins evaluate --features none.npz")
+    assert "none.npz" in capfd.readouterr().err
 
-    def execute(command, log):
-        if "encode" not in command:
-            executed.append(command)
-            (log.parent / "part").touch(exist_ok=False)
-        if len(executed) == 5:
-            raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "execute", execute)
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(CONTENT))
-    arguments = [str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]
-    assert study.main(arguments) == 130
-    assert study.main(arguments) == 0
-    assert study.main(arguments) == 0
-    # The data, two checkpoints to start from, and one run for each rate and two more at the best one, of each loss.
-    assert (len(executed), len(set(executed))) == (1 + 2 + 2 * (2 + 1) + 1, 1 + 2 + 2 * (2 + 1))
-    with (tmp_path / "out" / "study.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["loss"], row["lr"], row["seed"]) for row in rows] == [
-        (loss, lr, seed) for loss in ("clip", "unified") for lr, seed in (("1e-2", "0"), ("1e-3", "0"), ("1e-3", "1"))
-    ]
-    assert {(row["RSUM"], row["i2t R@1"]) for row in rows} == {("600.000", "100.000")}
-    assert (tmp_path / "out" / "study.md").read_text().count("## scratch, ") == 2
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(CONTENT | {"losses": {"clip": "", "unified": "--loss vlc"}}))
-    assert study.main(arguments) == 2
-    assert "was made by another command" in capsys.readouterr().err
+def test_swapped_captions():
+    """A fifth of the training images have those of another image; no caption is lost, other splits stay."""
+    splits = ["train"] * 50 + ["val"] * 5
+    images = [{"split": split, "sentences": [number]} for number, split in enumerate(splits)]
+    assert swap_captions(images, 0.2) == 10
+    captions = [image["sentences"][0] for image in images]
+    assert sorted(captions) == list(range(55))
+    assert sum(caption != number for number, caption in enumerate(captions)) == 10
+    assert captions[50:] == list(range(50, 55))
+
+
+def test_inverted_pictures(tmp_path):
+    (tmp_path / "toy" / "train").mkdir(parents=True)
+    Image.fromarray(np.full((2, 2, 3), (0, 100, 255), np.uint8)).save(tmp_path / "toy" / "train" / "a.png")
+    (tmp_path / "toy" / "data.json").write_text(json.dumps({}))
+    assert write_inverted(tmp_path / "toy", tmp_path / "out") == 1
+    assert np.asarray(Image.open(tmp_path / "out" / "train" / "a.png"))[0, 0].tolist() == [255, 155, 0]
+    assert (tmp_path / "out" / "data.json").exists()
+
+
+def fail(message):
+    print(message, flush=True)
+    raise ValueError
 
 
 @pytest.mark.slow
-def test_a_study_of_real_commands(tmp_path):
-    content = yaml.safe_load(Path("benchmarks/studies/toy.yaml").read_text())
-    content |= {"seeds": [0, 1], "losses": {name: content["losses"][name] for name in ("clip", "unified")}}
-    content["settings"] = {"fine-tuned": content["settings"]["fine-tuned"] | {"lr": ["1e-3"]}}
-    text = yaml.safe_dump(content, sort_keys=False, width=1000)
-    for old, new in (
-        ("4096", "256"),
-        ("500", "16"),
-        ("1000", "16"),
-        ("1024", "64"),
-        ("batch-size 64", "batch-size 16"),
-    ):
+def test_the_log_of_a_process_that_fails_is_shown(tmp_path):
+    jobs = Jobs(1)
+    jobs.start("first", tmp_path / "log", fail, "the reason")
+    with pytest.raises(UserError, match=r"first failed; .*log ends with:\n.*the reason"):
+        jobs.wait()
+
+
+@pytest.mark.slow
+def test_a_small_study_of_real_commands(tmp_path):
+    """All kinds of regimes: fine-tuned, on frozen features, and sets. It is stopped by its budget, and continues."""
+    content = yaml.safe_load(CLAIMS.read_text())
+    content["cells"] = [
+        {"regime": "fine-tuned", "baseline": "clip", "seeds": 1, "methods": ["unified-learned"]},
+        {"regime": "frozen", "baseline": "triplet-hn", "seeds": 1, "methods": []},
+        {"regime": "sets", "baseline": "vector", "seeds": 1, "methods": ["sets-4"]},
+    ]
+    content["rates"] = ["1e-3", "3e-3"]
+    for regime in content["regimes"].values():
+        regime |= {"epochs": 1, "first_rate": "1e-3"}
+    text = yaml.safe_dump(content, sort_keys=False, width=10_000)
+    smaller = {
+        "--train 3072 --val 500 --test 1000": "--train 48 --val 8 --test 8",
+        "--train 2048": "--train 16",
+        "--samples-per-shard 1024": "--samples-per-shard 16",
+        "--batch-size 128": "--batch-size 8",
+        "batch: 128": "batch: 8",
+        "--epochs 14": "--epochs 1",
+    }
+    for old, new in smaller.items():
+        assert old in text
         text = text.replace(old, new)
-    (tmp_path / "study.yaml").write_text(text.replace("--epochs 8", "--epochs 1"))
-    assert study.main([str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "study.md").read_text().count("| unified |") == 2
+    (tmp_path / "study.yaml").write_text(text)
+    words = [str(tmp_path / "study.yaml"), "--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    assert study_module.main([*words, "--hours", "0"]) == 0
+    first = len(list((tmp_path / "results").rglob("*.npz")))
+    assert 0 < first < 10
+    assert study_module.main(words) == 0
+    assert len(list((tmp_path / "results").rglob("*.npz"))) == 10
+    assert "## sets, against `vector`" in (tmp_path / "results" / "study.md").read_text()
+    sets = Outcome.load(next((tmp_path / "results" / "sets" / "sets-4").glob("*.npz")))
+    assert 0 < sets.test["image_circular_variance"] < 1

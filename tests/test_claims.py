@@ -1,0 +1,231 @@
+"""The claims of the papers: their files, their verdicts, their page, and results at the size of the papers."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import claims as claims_module
+from benchmarks.claims import (
+    CONTRADICTED,
+    NOT_RESOLVED,
+    NOT_RUN,
+    REPRODUCED,
+    Claim,
+    Comparison,
+    Finding,
+    Scale,
+    add_at_scale,
+    claim_section,
+    claim_verdict,
+    find_claim,
+    finding,
+    read_claims,
+    verdict_of,
+)
+from benchmarks.grid import Study
+from benchmarks.outcomes import Outcome
+from vl_plugins.cli import build_parser
+from vl_plugins.errors import UserError
+from vl_plugins.integrations.open_clip.flags import parse_args
+from vl_plugins.integrations.pytorch_metric_learning import command_line
+from vl_plugins.integrations.pytorch_metric_learning.config import read_config
+from vl_plugins.retrieval import ImageValues, compare
+from vl_plugins.retrieval.comparison import BlockedQueries
+
+CLAIMS = read_claims()
+SCALES = [(claim.name, scale) for claim in CLAIMS for scale in claim.at_scale]
+
+
+def test_every_paper_has_claims():
+    assert {claim.name[:3] for claim in CLAIMS} >= {"001", "002", "003", "004", "our", "sig"}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_the_runs_of_a_claim_belong_to_its_study(claim):
+    """Those of a regime that the study does not have are not run."""
+    study = Study.read(Path("benchmarks/studies") / f"{claim.study}.yaml")
+    for comparison in claim.comparisons:
+        if comparison.regime in study.regimes:
+            methods = {
+                method for cell in study.cells if cell.regime == comparison.regime for method in cell.all_methods
+            }
+            assert {comparison.method, comparison.baseline} <= methods
+        else:
+            assert comparison.regime in {"joint", "frozen-crops"}
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_the_commands_at_scale_can_be_parsed(name, scale):
+    *training, evaluation = find_claim(name).at_scale[scale].commands()
+    for command in training:
+        _, _, module, *words = shlex.split(command)
+        if module.endswith("open_clip"):
+            parse_args(words)
+        else:
+            arguments = command_line.build_parser().parse_args(words)
+            read_config(arguments.config, command_line.overrides(arguments))
+    _, *words = shlex.split(evaluation)
+    arguments = build_parser().parse_args(words)
+    assert arguments.baseline in {name.partition("=")[0] for name in arguments.checkpoint}
+    assert arguments.protocol == [find_claim(name).at_scale[scale].protocol]
+
+
+@pytest.mark.parametrize(
+    ("expected", "low", "high", "verdict"),
+    [
+        ("above", 0.1, 2, REPRODUCED),
+        ("above", -0.1, 2, NOT_RESOLVED),
+        ("above", -2, -0.1, CONTRADICTED),
+        ("below", -2, -0.1, REPRODUCED),
+        ("below", -2, 0.1, NOT_RESOLVED),
+        ("below", 0.1, 2, CONTRADICTED),
+        ("equal", -2, 2, REPRODUCED),
+        ("equal", -2, 6, NOT_RESOLVED),
+        ("equal", 5.5, 7, CONTRADICTED),
+        ("equal", -7, -5.5, CONTRADICTED),
+    ],
+)
+def test_verdict_of_an_interval(expected, low, high, verdict):
+    assert verdict_of(Comparison("regime", "method", "baseline", expected, within=5), low, high) == verdict
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "of_claim"),
+    [
+        ([REPRODUCED, REPRODUCED], REPRODUCED),
+        ([REPRODUCED, NOT_RESOLVED], NOT_RESOLVED),
+        ([REPRODUCED, CONTRADICTED, NOT_RESOLVED], CONTRADICTED),
+        ([CONTRADICTED, NOT_RUN], NOT_RUN),
+    ],
+)
+def test_verdict_of_a_claim(verdicts, of_claim):
+    assert claim_verdict([Finding(Comparison("", "", ""), verdict) for verdict in verdicts]) == of_claim
+
+
+class FakeResults:
+    """Outcomes by method, of any regime."""
+
+    def __init__(self, outcomes):
+        self.outcomes = outcomes
+
+    def seed_outcomes(self, regime, method):
+        return self.outcomes.get(method, [])
+
+
+def outcomes(level, seeds, variance=0.5, images=100):
+    """Outcomes with RSUM around a level."""
+    made = []
+    for seed in range(seeds):
+        draws = torch.Generator().manual_seed(1000 * int(level) + seed)
+        values = level + 10 * torch.randn(3, images, generator=draws, dtype=torch.float64)
+        entry = BlockedQueries(torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.float64))
+        names = ("rsum", "image_to_text_R@1", "text_to_image_R@1")
+        image_values = ImageValues(names, values, torch.ones(3, dtype=torch.float64), (entry,) * 3)
+        test = {"rsum": values[0].mean().item(), "image_circular_variance": variance + 0.01 * seed}
+        made.append(Outcome("train", "commit 0", 10.0 * level, 1.0, {}, test, image_values))
+    return made
+
+
+def test_a_finding_has_the_interval_of_the_comparison():
+    """That of `compare`, wider by Bonferroni's correction for the comparisons of the claim, with power and time."""
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 4)}
+    found = finding(Comparison("regime", "method", "baseline"), FakeResults(runs), comparisons=3)
+    values = {name: [outcome.image_values for outcome in of_name] for name, of_name in runs.items()}
+    expected = compare(values, "baseline", comparisons=3)["method"]["rsum"]
+    assert (found.mean, found.low, found.high) == (expected.mean, expected.low, expected.high)
+    assert (found.smallest, found.time, found.seeds) == (expected.smallest(0.8), 2.0, (3, 4))
+    assert found.verdict == REPRODUCED
+    alone = finding(Comparison("regime", "method", "baseline"), FakeResults(runs), comparisons=1)
+    assert alone.low > found.low
+    assert finding(Comparison("regime", "method", "absent"), FakeResults(runs), comparisons=1).verdict == NOT_RUN
+
+
+def test_a_number_of_each_run_is_compared_over_the_seeds():
+    """Welch's interval, as SciPy has it."""
+    from scipy.stats import ttest_ind
+
+    runs = {"method": outcomes(20, 5, variance=0.3), "baseline": outcomes(10, 3, variance=0.6)}
+    comparison = Comparison("regime", "method", "baseline", "below", "image_circular_variance")
+    found = finding(comparison, FakeResults(runs), comparisons=1)
+    sides = [[outcome.test["image_circular_variance"] for outcome in of_name] for of_name in runs.values()]
+    interval = ttest_ind(*sides, equal_var=False).confidence_interval()
+    assert (found.low, found.high) == pytest.approx(tuple(interval))
+    assert found.verdict == REPRODUCED
+
+
+CLAIM = Claim(
+    name="001-test",
+    title="A title",
+    says="Somebody says so.",
+    source="a paper, Table 1",
+    comparisons=[Comparison("regime", "method", "baseline"), Comparison("regime", "method", "absent")],
+    at_scale={
+        "coco": Scale("coco-5k", "test.tar", "latest.pt", {"clip": "python clip", "unified": "python unified"}, "clip")
+    },
+)
+
+
+def test_the_section_of_a_claim():
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 3)}
+    section = claim_section(CLAIM, claims_module.findings(CLAIM, FakeResults(runs)))
+    assert "Somebody says so. (a paper, Table 1)" in section
+    assert "| regime | `method` > `baseline` | RSUM | +1" in section
+    assert "| 2.00 | 3, 3 | reproduced |" in section
+    assert "| regime | `method` > `absent` | RSUM | | | | | not run |" in section
+    assert "**Not run** by the rule: all comparisons." in section
+
+
+def evaluation(**changes):
+    """What `vl-plugins evaluate --json` prints, as far as it is read."""
+    difference = {"value": 443.5, "baseline": 439.5, "difference": 4.0, "low": 1.0, "high": 7.0}
+    content = {
+        "results": [],
+        "baseline": "clip",
+        "differences": {"coco-5k": {"unified": {"rsum": difference | changes.pop("difference", {})}}},
+    }
+    return json.dumps(content | changes)
+
+
+def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    (tmp_path / "own.json").write_text(evaluation())
+    assert json.loads(add_at_scale(CLAIM, "coco", tmp_path / "own.json").read_text())["claim"] == "001-test"
+    assert "- `unified` against `clip`, RSUM: +4.0 [+1.0, +7.0]" in claim_section(CLAIM, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "is not what `vl-plugins evaluate --json` prints"),
+        (json.dumps({"results": [], "baseline": "clip"}), "no differences"),
+        (evaluation(baseline="unified"), "the baseline is 'unified', but the claim compares with 'clip'"),
+        (evaluation(differences={"plain": {}}), "no differences of the protocol coco-5k"),
+        (evaluation(differences={"coco-5k": {"vlc": {}}}), "compares vlc, but the claim is about unified"),
+        (evaluation(differences={"coco-5k": {"unified": {}}}), "unified, rsum: expected the numbers"),
+        (evaluation(differences={"coco-5k": []}), "not those of protocols and models"),
+        (evaluation(difference={"low": 5.0}), "not inside its interval"),
+        (evaluation(difference={"value": float("nan")}), "expected the numbers"),
+        (evaluation(difference={"difference": 3.0}), "not that of its two values"),
+    ],
+)
+def test_other_results_at_scale_are_refused(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    (tmp_path / "own.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        add_at_scale(CLAIM, "coco", tmp_path / "own.json")
+    assert not (tmp_path / "at_scale").exists()
+
+
+def test_the_commands_of_a_scale_are_printed(capsys):
+    assert claims_module.main(["--scale", "coco", "--claim", "ours-learned-scale"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 2 * 3 + 1
+    assert lines[-1].startswith("vl-plugins evaluate --checkpoint fixed=runs/fixed-0/run fixed=runs/fixed-1/run ")
+    assert claims_module.main(["--scale", "laion", "--claim", "ours-learned-scale"]) == 2
+    assert claims_module.main(["--scale", "coco", "--claim", "nothing"]) == 2
+    assert claims_module.main(["--scale", "coco", "--add", "file.json"]) == 2
+    assert "--add needs --claim and --scale" in capsys.readouterr().err
