@@ -43,7 +43,7 @@ CLAIMS = Path("benchmarks/claims")
 STUDIES = Path("benchmarks/studies")
 AT_SCALE = RESULTS / "at_scale"
 PAGE = Path("docs/claims.md")
-PAGE_START = CLAIMS / "introduction.md"
+PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN = "reproduced", "contradicted", "not resolved", "not run"
 EXPECTATIONS = ("above", "below", "equal")
@@ -403,6 +403,7 @@ def write_page(claims: Sequence[Claim]) -> str:
             f"at {maker}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
             f"`docs/studies/{study}`, with what each test image contributes."
         )
+    parts.append(PAGE_END.read_text().rstrip())
     PAGE.write_text("\n\n".join(parts) + "\n")
     return table
 

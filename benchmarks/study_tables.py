@@ -11,6 +11,17 @@ __all__ = ["COLUMNS", "comparison_table", "rsum_differences", "write_tables"]
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 
+TITLE = """\
+---
+orphan: true
+---
+
+# All comparisons of the study
+
+Written by `python -m benchmarks.study`. Rates are chosen on validation. Time is the processor time of training, as a
+multiple of the baseline's. Intervals are 95 %, and bold where they exclude 0.
+"""
+
 # Columns of the table, by the metric's name.
 COLUMNS = {"rsum": "RSUM"} | {
     f"{direction}_R@{k}": f"{label} R@{k}"
@@ -86,6 +97,6 @@ def write_tables(study: Study, results: Results) -> str:
             panels[f"{cell.regime}: RSUM against {cell.baseline}"] = rsum_differences(cell, results)
     if panels:
         draw_differences(panels, results.folder / "study.svg")
-    text = "\n".join(parts)
+    text = "\n".join([TITLE, *parts])
     (results.folder / "study.md").write_text(text)
     return text

@@ -45,6 +45,10 @@ TESTS = {
     "integrations/sentence_transformers/*.py": ("tests/integrations/sentence_transformers/test_trainer.py",),
     "integrations/examples/*.py": ("tests/integrations/examples/test_loops_on_shards.py",),
     "benchmarks/compare/*.py": ("tests/test_compare.py",),
+    "benchmarks/frozen_trunk.py": ("tests/test_study.py",),
+    "benchmarks/grid.py": ("tests/test_study.py", "tests/test_claims.py"),
+    "benchmarks/study*.py": ("tests/test_study.py",),
+    "benchmarks/training.py": ("tests/test_study.py",),
     "benchmarks/*.py": ("tests/test_benchmarks.py",),
 }
 # Test files that are taken for a module of no pattern; more would take minutes.

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import yaml
 from PIL import Image
 from scipy import stats
 
 from benchmarks import study as study_module
+from benchmarks.frozen_trunk import region_features
 from benchmarks.grid import Results, Run, Study
 from benchmarks.inverted_pictures import write_inverted
 from benchmarks.jobs import Jobs, run_command, run_once
@@ -220,6 +222,19 @@ def test_inverted_pictures(tmp_path):
     assert write_inverted(tmp_path / "toy", tmp_path / "out") == 1
     assert np.asarray(Image.open(tmp_path / "out" / "train" / "a.png"))[0, 0].tolist() == [255, 155, 0]
     assert (tmp_path / "out" / "data.json").exists()
+
+
+def test_region_features_are_those_of_two_feature_maps():
+    """Each position of the finer map, with the cell of the coarser one in which it lies."""
+    trunk = timm.create_model("test_resnet", num_classes=0).eval()
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    features = region_features(trunk, images)
+    with torch.inference_mode():
+        coarser = trunk.forward_features(images)
+    assert features.shape == (2, 16, 192 + 96)
+    torch.testing.assert_close(features[:, 0, 192:], coarser[:, :, 0, 0])
+    torch.testing.assert_close(features[:, 15, 192:], coarser[:, :, 1, 1])
+    torch.testing.assert_close(features[:, 2, 192:], coarser[:, :, 0, 1])
 
 
 def fail(message):
