@@ -8,7 +8,7 @@ from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance
-from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.losses.warmup import Warmup
 from vl_plugins.registry import create, create_loss
 
 __all__ = ["CrossModalLoss", "create_loss_and_miner", "create_miner"]
@@ -26,19 +26,18 @@ class CrossModalLoss(nn.Module):
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
         one_set: compare images and texts as one set, for losses without ``ref_emb``.
-        own_rows: let each process compare only its own images and texts with those of all, if the loss allows it.
 
     Raises:
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
             image's own caption.
     """
 
-    def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False, own_rows: bool = False):
+    def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
         self.loss: Any = loss
-        self.miner, self.one_set, self.own_rows = miner, one_set, own_rows
+        self.miner, self.one_set = miner, one_set
         self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
         self.symmetric = getattr(self.pair_loss, "symmetric", True)
 
@@ -47,18 +46,13 @@ class CrossModalLoss(nn.Module):
         """That of the loss, by which embeddings are compared; None for a loss without one."""
         return getattr(self.pair_loss, "distance", None)
 
-    @property
-    def has_independent_pairs(self) -> bool:
-        """True if ``own_rows`` is set and the loss allows it, see :class:`~vl_plugins.losses.PairLoss`."""
-        return self.own_rows and self.miner is None and getattr(self.loss, "has_independent_pairs", False)
-
     def forward(
         self,
         images: Tensor,
-        labels: Tensor,
+        labels: Tensor | None,
         indices_tuple: None,
         texts: Tensor,
-        text_labels: Tensor,
+        text_labels: Tensor | None = None,
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
         **options: Any,
@@ -78,7 +72,7 @@ class CrossModalLoss(nn.Module):
                 both = torch.cat([images, texts]), torch.cat([labels, text_labels])
                 return self.loss(*both, None if self.miner is None else self.miner(*both))
             adds_both = self.miner is None and hasattr(self.pair_loss, "symmetric")
-            steps = {module: module.step for module in self.modules() if isinstance(module, HardestNegativeLoss)}
+            steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
             value: Any = 0
             for queries, candidates in (sides, sides[::-1]) if self.symmetric and not adds_both else (sides,):
                 for module, step in steps.items():

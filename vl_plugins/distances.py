@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows
 from vl_plugins.errors import number
-from vl_plugins.negatives import LEAST_NORM, MATRIX_BYTES, block_rows
 from vl_plugins.numerics import full_precision
 
 __all__ = [
@@ -32,19 +32,22 @@ VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, SNRDista
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
 
 
-def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> None:
+def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str = "ref_emb") -> None:
     """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors that are of unequal widths.
 
     A :class:`SetDistance` checks its sets itself, and nothing is known of any other distance.
+
+    Args:
+        name: of the second argument, for the message.
     """
     if not isinstance(distance, VECTOR_DISTANCES):
         return
-    for name, side in (("embeddings", embeddings), ("ref_emb", ref_emb)):
+    for side_name, side in (("embeddings", embeddings), (name, ref_emb)):
         if side.ndim != 2:
-            raise ValueError(f"{name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
+            raise ValueError(f"{side_name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
     widths = embeddings.shape[1], ref_emb.shape[1]
     if widths[0] != widths[1]:
-        raise ValueError(f"embeddings and ref_emb must have the same width, got {widths[0]} and {widths[1]}")
+        raise ValueError(f"embeddings and {name} must have the same width, got {widths[0]} and {widths[1]}")
 
 
 class SetDistance(BaseDistance):

@@ -1,143 +1,291 @@
-"""A loss of the batches of all processes, and how they leave."""
+"""Rows of all processes of a group, losses of pytorch-metric-learning on them, and how processes leave."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.negatives import label_pairs
 from vl_plugins.numerics import as_labels, eager, full_precision
 
-__all__ = ["DistributedLoss", "all_gather_rows", "stop_processes", "world_size"]
+__all__ = ["DistributedLoss", "Processes", "all_gather_rows", "stop_processes", "world_size"]
 
-CHECKED_CALLS = 3
 SECONDS_FOR_THREADS = 0.2
+ABSENT = -1  # in place of a number of rows
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of processes of a group, by default of all, and 1 without a process group."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size(group)
+
+
+class GatheredRows(NamedTuple):
+    """The rows of all processes.
+
+    Attributes:
+        tensors: by name; None for what no process has.
+        first_rows: by name, the place of this process's first row among them.
+    """
+
+    tensors: dict[str, Any]
+    first_rows: dict[str, int]
+
+
+class Processes:
+    """The processes that share a batch.
+
+    Args:
+        group: False for this process alone, True for all processes if there is a process group, or a ``ProcessGroup``.
+    """
+
+    def __init__(self, group: Any = False):
+        self.is_alone = group is False
+        self.group: Any = None if isinstance(group, bool) else group
+        self.has_checked_labels = False
+
+    def __deepcopy__(self, memo: Any) -> "Processes":
+        return self  # a copy of a loss is in the same group
+
+    @property
+    def size(self) -> int:
+        return 1 if self.is_alone else world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.size == 1 else distributed.get_rank(self.group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes, without a gradient."""
+        total = values.detach().clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+    def gather_rows(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor] | None = None) -> GatheredRows:
+        """Return the rows of all processes, in the order of their ranks; each may have another number of them.
+
+        The host waits once for the numbers of rows. Gradients of all processes are summed and sent back to where the
+        rows come from: all processes have to run the backward pass together.
+
+        Args:
+            tensors: (n, ...) by name, the same names in all processes; integers (n, M) may have another M in each.
+            learned: 0-D tensors by name that must be equal in all processes.
+
+        Raises:
+            ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, labels that
+                are 0 to n - 1 in each of several processes, or a learned number that differs.
+        """
+        learned = learned or {}
+        shapes, numbers = self._exchange(tensors, learned)
+        self._check(tensors, shapes, learned, numbers)
+        present = {name: value for name, value in tensors.items() if value is not None}
+        counts = {name: [shape[name][0] for shape in shapes] for name in present}
+        padded = []
+        for name, value in present.items():
+            most = max(shape[name][1] for shape in shapes)
+            padded.append(pad(value, (0, most - value.shape[1]), value=-1) if _is_list_of_ids(value) else value)
+        gathered = iter(_Gather.apply(self, list(counts.values()), *padded))
+        joined: dict[str, Any] = {name: None if value is None else next(gathered) for name, value in tensors.items()}
+        return GatheredRows(joined, {name: sum(of_name[: self.rank]) for name, of_name in counts.items()})
+
+    def _exchange(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor]) -> tuple[Any, Any]:
+        """Return what every process says about its tensors and its learned numbers; the host waits once."""
+        words = []
+        for name, value in tensors.items():
+            is_checked = name == "labels" and value is not None and not self.has_checked_labels
+            words += [*_shape(value), int(is_checked and _are_places(value))]
+        device = next(value.device for value in tensors.values() if value is not None)
+        message = torch.tensor(words, dtype=torch.int64).to(device)
+        if learned:
+            values = torch.stack([number.detach().reshape(()).double() for number in learned.values()])
+            message = torch.cat([message, values.to(device).view(torch.int64)])
+        messages = message.new_zeros(self.size, len(message))
+        messages[self.rank] = message
+        lists = self.sum(messages).tolist()
+        shapes = []
+        for words in lists:
+            triples = zip(*[iter(words[: 3 * len(tensors)])] * 3, strict=True)
+            shapes.append(dict(zip(tensors, triples, strict=True)))
+        numbers = [dict(zip(learned, words[3 * len(tensors) :], strict=True)) for words in lists]
+        return shapes, numbers
+
+    def _check(self, tensors: Any, shapes: Any, learned: Any, numbers: Any) -> None:
+        """Raise ``ValueError`` in every process for what does not fit together."""
+        for name, value in tensors.items():
+            rows = [shape[name][0] for shape in shapes]
+            if min(rows) == ABSENT < max(rows):
+                without = rows.index(ABSENT)
+                raise ValueError(
+                    f"{name} is given in some processes, and not in process {without}: give it in all or none"
+                )
+            widths = {shape[name][1] for shape in shapes}
+            if len(widths) > 1 and value is not None and not _is_list_of_ids(value):
+                raise ValueError(f"{name} must have the same width in all processes, got {sorted(widths)}")
+        for name in learned:
+            if len({own[name] for own in numbers}) > 1:
+                raise ValueError(
+                    f"{name} is learned, and has another value in each process: wrap the loss in "
+                    "DistributedDataParallel, or put it into the model"
+                )
+        if self.has_checked_labels or tensors.get("labels") is None:
+            return
+        self.has_checked_labels = True
+        # More than one process with rows, or nothing can be joined.
+        with_rows = [shape["labels"] for shape in shapes if shape["labels"][0] > 0]
+        if len(with_rows) > 1 and all(are_places for _, _, are_places in with_rows):
+            raise ValueError(
+                "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
+                "other: give ids of the whole job, or no labels where row i belongs to row i"
+            )
+
+
+def _shape(value: Tensor | None) -> tuple[int, int]:
+    """Return the number of rows, and how many numbers each has."""
+    if value is None:
+        return ABSENT, 0
+    return len(value), value.shape[1:].numel()
+
+
+def _are_places(labels: Tensor) -> bool:
+    """Return whether labels are 0 to n - 1, once or several times in the same order; the host waits.
+
+    So are those of rows that somebody has numbered in each process, also for two views of each: 0 1 2 0 1 2. Class
+    labels are in another order, or some classes occur more often.
+    """
+    if len(labels) == 0:
+        return True
+    number = int(labels.max()) + 1
+    if number < 1 or len(labels) % number != 0:
+        return False
+    places, views = torch.arange(number, dtype=labels.dtype, device=labels.device), len(labels) // number
+    return torch.equal(labels, places.repeat(views)) or torch.equal(labels, places.repeat_interleave(views))
+
+
+def _is_list_of_ids(value: Tensor) -> bool:
+    return value.ndim == 2 and not value.is_floating_point()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, processes: Processes, counts: list[list[int]], *tensors: Tensor) -> Any:
+        ctx.processes, ctx.counts = processes, counts
+        gathered, integers = [], []
+        for rows, of_processes in zip(tensors, counts, strict=True):
+            padding = rows.new_zeros(max(of_processes) - len(rows), *rows.shape[1:])
+            padded = torch.cat([rows, padding])
+            blocks = [torch.empty_like(padded) for _ in of_processes]
+            distributed.all_gather(blocks, padded, group=processes.group)
+            joined = torch.cat([block[:count] for block, count in zip(blocks, of_processes, strict=True)])
+            gathered.append(joined)
+            if not joined.is_floating_point():
+                integers.append(joined)
+        ctx.mark_non_differentiable(*integers)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
+        own: list[Any] = []
+        for grad, counts, is_needed in zip(grads, ctx.counts, ctx.needs_input_grad[2:], strict=True):
+            own.append(ctx.processes.sum(grad).split(counts)[ctx.processes.rank] if is_needed else None)
+        return None, None, *own
+
+
+def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ...]:
+    """Return the rows of all processes, see :meth:`Processes.gather_rows`; each may have another number of them.
+
+    Args:
+        tensors: (n, ...), of this process; None stays None.
+        group: True for all processes, or a ``ProcessGroup``.
+    """
+    processes = Processes(group)
+    if processes.size == 1 or all(tensor is None for tensor in tensors):
+        return tensors
+    named = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+    return tuple(processes.gather_rows(named).tensors.values())
 
 
 class DistributedLoss(nn.Module):
-    """The loss of the joined batch of all processes, called in each of them with its own embeddings and labels.
+    """Any loss, computed of the joined batch of all processes in each of them.
 
-    After DistributedDataParallel has averaged the gradients, they are those of one process with the whole batch. Each
-    process may have another number of rows; every pair counts the same. A loss whose pairs are independent
-    (:attr:`PairLoss.has_independent_pairs <vl_plugins.losses.PairLoss.has_independent_pairs>`) compares only a
-    process's own rows with all candidates; any other loss is computed of the whole batch in each process. With one
-    process it is the loss itself.
+    For losses of pytorch-metric-learning, and for miners. Losses of this package have ``gather_across_devices``
+    instead, with which each process compares only its own rows where it can. After DistributedDataParallel has averaged
+    the gradients, they are those of one process with the whole batch. Each process may have another number of rows.
+    With one process it is the loss itself.
 
     Args:
         loss: a loss of this package or of pytorch-metric-learning.
+        group: True for all processes, or a ``ProcessGroup``.
 
     >>> from vl_plugins.losses import UnifiedLoss
     >>> DistributedLoss(UnifiedLoss())(torch.eye(3), ref_emb=torch.eye(3).roll(1, dims=0))
     tensor(2.4000)
     """
 
-    def __init__(self, loss: nn.Module):
+    def __init__(self, loss: nn.Module, group: Any = True):
         super().__init__()
-        self.loss = loss
-        self.calls = 0
+        self.loss, self.processes = loss, Processes(group)
 
     @eager
     def forward(
         self,
         embeddings: Tensor,
-        labels: Tensor | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
+        labels: Any = None,
+        indices_tuple: Any = None,
+        ref_emb: Any = None,
+        ref_labels: Any = None,
         miner: nn.Module | None = None,
         **options: Any,
     ) -> Any:
         """Return the loss; its mean over the processes is that of the joined batch.
 
         Args:
-            embeddings, ref_emb: (B, D) and (k B, D) of this process; or one set, with labels.
+            embeddings, ref_emb: (B, D) and (k B, D) of this process; or one set, with labels. ``ref_emb`` may be the
+                third argument and ``ref_labels`` the fourth.
             labels, ref_labels: ids in the whole job, equal for what belongs together: tensors, numpy arrays or lists of
                 integers. Without ``ref_labels``, rows k i to k i + k - 1 of ``ref_emb`` belong to row i of the
                 embeddings; without labels too, to no other.
+            indices_tuple: None, as pytorch-metric-learning's losses have it here: the pairs would be of one process.
             miner: of pytorch-metric-learning, called on the joined batch.
             options: others of the loss's call, such as ``scale``. Those with rows, such as ``slots``, are gathered too.
 
         Raises:
             ValueError: embeddings of unequal widths; texts that are no multiple of the images; labels that are NaN, of
-                another type or length; or labels that are 0 to B - 1 in each of several processes and would join
-                strangers. Only the first calls are checked for this.
+                another type or length, or 0 to B - 1 in each of several processes, which would join strangers.
         """
+        if isinstance(indices_tuple, Tensor):  # the order of arguments until 0.3
+            indices_tuple, ref_emb, ref_labels = None, indices_tuple, ref_emb
+        if indices_tuple is not None:
+            raise ValueError("indices_tuple would be of this process only: give the miner as miner=")
         if ref_emb is not None:
             check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
-        has_ids = labels is not None
-        labels, ref_labels = _pair_labels(embeddings, labels, ref_emb, ref_labels)
-        if has_ids and self.calls < CHECKED_CALLS and world_size() > 1:
-            self.calls += 1
-            _check_ids(labels)
-        embeddings, *others = full_precision(embeddings, *([] if ref_emb is None else [ref_emb]))
-        own = (embeddings, labels) if ref_emb is None else (embeddings, labels, *others, ref_labels)
+        labels, ref_labels = pair_labels(embeddings, labels, ref_emb, ref_labels, self.processes.rank)
+        if ref_emb is None:
+            sides = {"embeddings": full_precision(embeddings)[0], "labels": labels}
+        else:
+            x, y = full_precision(embeddings, ref_emb)
+            sides = {"embeddings": x, "labels": labels, "ref_emb": y, "ref_labels": ref_labels}
         rows = {name: value for name, value in options.items() if isinstance(value, Tensor) and value.ndim > 1}
-        gathered = all_gather_rows(*own, *rows.values())
-        joined, options = gathered[: len(own)], options | dict(zip(rows, gathered[len(own) :], strict=True))
-        has_rows = getattr(self.loss, "has_independent_pairs", False)
-        if world_size() > 1 and has_rows and miner is None and ref_emb is not None:
-            return self._loss_of_own_rows(own, joined, **options)
-        indices = None if miner is None else miner(*joined)
-        return self.loss(*joined[:2], indices, *joined[2:], **options)
-
-    def _loss_of_own_rows(
-        self, own: tuple[Any, ...], joined: tuple[Any, ...], symmetric: bool | None = None, **options: Any
-    ) -> Tensor:
-        total, all_pairs = joined[0].new_zeros(()), len(label_pairs(joined[1], joined[3])[0])
-        both = self.loss.symmetric if symmetric is None else symmetric
-        for anchors, candidates in ((0, 2), (2, 0)) if both else ((0, 2),):
-            (x, labels), (y, ref_labels) = own[anchors : anchors + 2], joined[candidates : candidates + 2]
-            own_pairs = len(label_pairs(labels, ref_labels)[0])
-            mean = self.loss(x, labels, None, y, ref_labels, symmetric=False, **options)
-            total = total + mean * (own_pairs * world_size() / max(1, all_pairs))
-        return total
+        if self.processes.size > 1:
+            gathered = self.processes.gather_rows(sides | rows).tensors
+            sides = {name: gathered[name] for name in sides}
+            options |= {name: gathered[name] for name in rows}
+        indices = None if miner is None else miner(*sides.values())
+        x, labels, *others = sides.values()
+        return self.loss(x, labels, indices, *others, **options)
 
 
-def all_gather_rows(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return the rows of all processes, in the order of their ranks; each may have another number of them.
-
-    The gradients of all processes are summed and sent back to where the rows come from: all processes have to run the
-    backward pass together.
-
-    Args:
-        tensors: (n, ...), of this process; None stays None.
-    """
-    size = world_size()
-    given = [tensor for tensor in tensors if tensor is not None]
-    if size == 1 or not given:
-        return tensors
-    counts = torch.zeros(size, len(given), dtype=torch.long, device=given[0].device)
-    counts[distributed.get_rank()] = torch.tensor([len(tensor) for tensor in given])
-    distributed.all_reduce(counts)
-    rows = iter(zip(given, counts.T.tolist(), strict=True))
-    return tuple(None if tensor is None else _AllGatherRows.apply(*next(rows)) for tensor in tensors)
-
-
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        ctx.counts = counts
-        padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
-        gathered = [torch.empty_like(padded) for _ in counts]
-        distributed.all_gather(gathered, padded)
-        return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(grad)
-        return grad.split(ctx.counts)[distributed.get_rank()], None
-
-
-def _pair_labels(embeddings: Tensor, labels: Any, ref_emb: Tensor | None, ref_labels: Any) -> tuple[Tensor, Any]:
+def pair_labels(
+    embeddings: Tensor, labels: Any, ref_emb: Tensor | None, ref_labels: Any, rank: int = 0
+) -> tuple[Tensor, Any]:
     """Return the labels of both sides; those that are not given follow from the order of the rows."""
     if labels is None:
         if ref_emb is None or ref_labels is not None:
             raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
-        rank = distributed.get_rank() if world_size() > 1 else 0
         labels = torch.arange(len(embeddings), device=embeddings.device) + rank * 2**32  # those of no other process
     labels = as_labels("labels", labels, embeddings)
     if ref_emb is None:
@@ -148,23 +296,6 @@ def _pair_labels(embeddings: Tensor, labels: Any, ref_emb: Tensor | None, ref_la
         ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
     # A copy: for pytorch-metric-learning, one object with both names means one set.
     return labels, as_labels("ref_labels", ref_labels, ref_emb).clone()
-
-
-def _check_ids(labels: Tensor) -> None:
-    """Raise ``ValueError`` if the labels are 0 to B - 1 in every process."""
-    are_places = torch.equal(labels, torch.arange(len(labels), dtype=labels.dtype, device=labels.device))
-    flag = torch.tensor(int(are_places), device=labels.device)
-    distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
-    if flag:
-        raise ValueError(
-            "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
-            "other: give ids of the whole job, or no labels where row i belongs to row i"
-        )
-
-
-def world_size() -> int:
-    """Return the number of processes, 1 without a process group."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def stop_processes() -> None:

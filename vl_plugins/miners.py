@@ -8,8 +8,8 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
 from vl_plugins.distances import check_widths
+from vl_plugins.engine import label_pairs
 from vl_plugins.errors import number
-from vl_plugins.negatives import label_pairs
 from vl_plugins.numerics import as_labels, full_precision
 
 __all__ = ["HardestNegativeMiner"]
@@ -62,7 +62,7 @@ class HardestNegativeMiner(BaseMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        anchors, positives = label_pairs(labels, ref_labels)
+        anchors, positives, _ = label_pairs(labels, ref_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             distances = self.distance(*full_precision(embeddings, ref_emb))
         hardness = distances if self.distance.is_inverted else -distances

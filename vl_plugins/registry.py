@@ -57,13 +57,13 @@ def list_losses() -> tuple[str, ...]:
     return tuple(sorted(entry_points(group=GROUP).names))
 
 
-def create_loss(name: Any, /, gather_across_devices: bool = False, **options: Any) -> Any:
+def create_loss(name: Any, /, gather_across_devices: Any = False, **options: Any) -> Any:
     """Return a new loss, a pytorch-metric-learning ``BaseMetricLossFunction``.
 
     Args:
         name, options: see :func:`create`; or ``name`` is ``package.module:Class``, which is imported.
-        gather_across_devices: return a :class:`~vl_plugins.distributed.DistributedLoss`, of the batches of all
-            processes.
+        gather_across_devices: True, or a ``ProcessGroup``: the loss is that of the batches of all processes. A loss of
+            pytorch-metric-learning becomes a :class:`~vl_plugins.distributed.DistributedLoss`.
 
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
@@ -71,9 +71,14 @@ def create_loss(name: Any, /, gather_across_devices: bool = False, **options: An
     loss = _create("loss", name, options, imports=True)
     if not gather_across_devices:
         return loss
-    from vl_plugins.distributed import DistributedLoss  # imports torch, which takes seconds
+    from vl_plugins.distributed import DistributedLoss, Processes  # imports torch, which takes seconds
 
-    return DistributedLoss(loss)
+    if not hasattr(loss, "processes"):
+        return DistributedLoss(loss, gather_across_devices)
+    for module in loss.modules():
+        if hasattr(module, "processes"):
+            module.processes = Processes(gather_across_devices)
+    return loss
 
 
 def create(kind: str, specification: Any, /, **options: Any) -> Any:
@@ -116,10 +121,21 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
             for option, value in options.items()
             if option in KIND_OF_OPTION and value is not None
         }
-        return factory(**options | components)
+        return _constructed(factory, options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
         reason = _reason(kind, options, known) or str(error) or type(error).__name__
         raise UserError(f"{kind} {name!r}: {reason}") from error
+
+
+def _constructed(factory: Any, options: dict[str, Any]) -> Any:
+    """Return a component; a loss with ``warmup_steps`` begins with its :meth:`first_loss`."""
+    steps = options.get("warmup_steps", 0)
+    if not hasattr(factory, "first_loss") or not steps:
+        return factory(**{name: value for name, value in options.items() if name != "warmup_steps" or steps})
+    from vl_plugins.losses import Warmup  # imports torch, which takes seconds
+
+    own = {name: value for name, value in options.items() if name != "warmup_steps"}
+    return Warmup(factory.first_loss(**own), factory(**own), steps)
 
 
 def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
@@ -214,6 +230,8 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
             options.setdefault(parameter.name, parameter.default)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
+    if hasattr(factory, "first_loss"):
+        options["warmup_steps"] = 0
     return options
 
 
@@ -230,5 +248,5 @@ def _classes(kind: str) -> dict[str, type]:
         name: value for package in (host, *ours) for name, value in vars(package).items() if inspect.isclass(value)
     }
     found |= {short: found[name] for short, name in SHORT_NAMES.items() if name in found}
-    helpers = ("Base", "GenericPairLoss", "PairLoss", "Set")
+    helpers = ("Base", "GenericPairLoss", "PairLoss", "ScaledLoss", "Set", "Warmup")
     return {n: value for n, value in found.items() if issubclass(value, bases) and not n.startswith(helpers)}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vl_plugins.distances import SetDistance, UnitElements
+from vl_plugins.engine import LEAST_NORM
 from vl_plugins.errors import number
-from vl_plugins.negatives import LEAST_NORM
 from vl_plugins.numerics import full_precision
 
 __all__ = ["DiversityRegularizer", "JoinedSets", "MMDRegularizer", "UniformityRegularizer", "circular_variance"]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vl_plugins.distributed import DistributedLoss
+from vl_plugins.distributed import DistributedLoss, Processes
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
 
@@ -54,8 +54,12 @@ class TwoTowerLoss(nn.Module):
         super().__init__()
         self.name, self.learned_scale, self.steps = name, learned_scale, steps or Steps()
         self.loss: Any = loss
-        compared = CrossModalLoss(loss, miner, own_rows=local_loss)
-        self.compare, self.compares_own_rows = DistributedLoss(compared), compared.has_independent_pairs
+        self.compares_own_rows = local_loss and miner is None and getattr(loss, "compares_own_rows", False)
+        self.compare: nn.Module = CrossModalLoss(loss, miner)
+        if self.compares_own_rows:
+            loss.processes = Processes(True)
+        else:
+            self.compare = DistributedLoss(self.compare)
 
     def forward(
         self,
@@ -99,10 +103,11 @@ class TwoTowerLoss(nn.Module):
     @eager
     def _compare(self, images: Tensor, texts: Tensor, options: dict[str, Any]) -> Tensor:
         for module in self.loss.modules():
-            if isinstance(module, HardestNegativeLoss):
+            if isinstance(module, Warmup):
                 module.step = self.steps.number
         ids = self.steps.image_ids
-        loss = self.compare(images, None if ids is None else ids.to(images.device), texts, **options)
+        labels = None if ids is None else ids.to(images.device)
+        loss = self.compare(images, labels, None, texts, **options)
         if not loss.isfinite():  # waits for the GPU
             raise UserError(f"step {self.steps.number}: the loss is {loss.item():g}")
         return loss

@@ -27,7 +27,7 @@ from tests.helpers.loops import (
 )
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
-from vl_plugins import negatives
+from vl_plugins import engine
 from vl_plugins.losses import PairLoss
 
 NAMES = [name for name in REFERENCES if name not in ("goal", "smooth_chamfer")]
@@ -43,7 +43,7 @@ class PlainCosine(distances.CosineSimilarity):
 
 
 def needs_matrix(name):
-    return any(word in name for word in ("triplet_sh", "warm", "_ms", "SigmoidLoss", "SSP", "RSP"))
+    return any(word in name for word in ("triplet_sh", "warm", "_ms", "siglip", "SSP", "RSP"))
 
 
 def each_way(names):
@@ -64,7 +64,7 @@ EACH_KIND = pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *SLOW])
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(negatives, "block_rows", lambda *_: 2)
+    monkeypatch.setattr(engine, "block_rows", lambda *_: 2)
 
 
 def masks_of(call):
@@ -327,7 +327,7 @@ def test_compiled(name, device):
 def test_memory(name, monkeypatch):
     """Blocks keep two rows of blocks; one matrix becomes its own gradient."""
     monkeypatch.undo()
-    monkeypatch.setattr(negatives, "CPU_BLOCK", 2**16)
+    monkeypatch.setattr(engine, "CPU_BLOCK", 2**16)
     sides = [torch.randn(1024, 32, requires_grad=True) for _ in range(2)]
     labels, extra = torch.arange(1024), {}
     for tiled in (False, True):

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from vl_plugins.errors import number, one_of
-from vl_plugins.losses.base import Pairs
-from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.losses.base import PairLoss
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -18,7 +17,7 @@ PAIR_WEIGHTS = ("con", "lin", "sig", "sig_ms", "lin_ms")
 Relative = tuple[float | Tensor, float | Tensor]
 
 
-class GOALLoss(HardestNegativeLoss):
+class GOALLoss(PairLoss):
     r"""GOAL: a gradient objective for triplets of an anchor, a positive and the anchor's hardest negative.
 
     The objective is the gradient of each triplet (a, p, n), which need not be that of any loss. With
@@ -65,9 +64,10 @@ class GOALLoss(HardestNegativeLoss):
         alpha, beta: steepness of the weights of positives and of negatives in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
         eps: slack in the choice of R, >= 0.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; others, and how to call
-            the loss, see :class:`~vl_plugins.losses.PairLoss`. Only (con, con) and (nca, con) take real distances,
-            negated.
+        all_negatives: add up the losses of all negatives of an anchor instead of taking the hardest, as in a warm-up,
+            with memory for M x C numbers.
+        kwargs: and how to call the loss, see :class:`~vl_plugins.losses.PairLoss`. Only (con, con) and (nca, con) take
+            real distances, negated.
 
     Raises:
         ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that is none for the weights.
@@ -91,11 +91,13 @@ class GOALLoss(HardestNegativeLoss):
         beta: float = 10.0,
         lam: float = 0.5,
         eps: float = 0.1,
+        all_negatives: bool = False,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.triplet_weight = one_of("triplet_weight", triplet_weight, TRIPLET_WEIGHTS)
         self.pair_weight = one_of("pair_weight", pair_weight, PAIR_WEIGHTS)
+        self.all_negatives = all_negatives
         self.is_relative = pair_weight.endswith("_ms")  # a pair is compared with other pairs of the batch
         self.tau = number("tau", tau, above=0)
         self.offset, self.lam = number("offset", offset), number("lam", lam)
@@ -110,14 +112,21 @@ class GOALLoss(HardestNegativeLoss):
             )
 
     @property
-    def negatives(self) -> str:  # type: ignore[override]
-        return "matrix" if self.is_relative else super().negatives
+    def needs_matrix(self) -> bool:
+        return self.is_relative or self.all_negatives
 
     @property
-    def takes_triplets(self) -> bool:
-        return True
+    def by_row(self) -> bool:
+        return not self.is_relative
 
-    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs, relative: Relative = (0.0, 0.0)) -> Tensor:
+    takes_triplets = True
+
+    @classmethod
+    def first_loss(cls, **options: Any) -> PairLoss:
+        """Return the loss of a warm-up with these options: that of all negatives."""
+        return cls(all_negatives=True, **options)
+
+    def of_pairs(self, positive: Tensor, negative: Tensor, relative: Relative = (0.0, 0.0)) -> Tensor:
         """Return V of each triplet, with the objective as its gradient; ``relative`` are m+ and m-."""
         with torch.no_grad():
             weight, value = self.triplet_weights(positive, negative)
@@ -151,37 +160,33 @@ class GOALLoss(HardestNegativeLoss):
         )
         return to_positive, to_negative
 
-    def matrix_losses(
-        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
-    ) -> Tensor:
-        positive = similarities[anchors, positives]
-        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, anchors, positives)
-        if self.is_warming_up:
-            relative = to_positives, to_negatives[anchors].T
-            losses = self.pair_loss(positive, similarities[anchors].T, pairs, relative)  # (C, M)
-            return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
-        hardest = similarities.detach().masked_fill(~negative_mask, -torch.inf).argmax(dim=1)[anchors]
-        exists = negative_mask[anchors, hardest]
-        relative = to_positives, to_negatives[anchors, hardest]
-        return self.pair_loss(positive, similarities[anchors, hardest], pairs, relative).masked_fill(~exists, 0)
+    def matrix_losses(self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> Tensor:
+        rows, columns = positive_mask.nonzero(as_tuple=True)
+        positive = similarities[rows, columns]
+        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, rows, columns)
+        if self.all_negatives:
+            relative = to_positives[:, None], to_negatives[rows]
+            losses = self.of_pairs(positive[:, None], similarities[rows], relative)  # (M, C)
+            return losses.masked_fill(~negative_mask[rows], 0).sum(dim=1)
+        hardest = similarities.detach().masked_fill(~negative_mask, -torch.inf).argmax(dim=1)[rows]
+        relative = to_positives, to_negatives[rows, hardest]
+        losses = self.of_pairs(positive, similarities[rows, hardest], relative)
+        return losses.masked_fill(~negative_mask[rows, hardest], 0)
 
-    def triplet_losses(
-        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
-    ) -> Tensor:
-        relative: Relative = 0.0, 0.0
-        if self.is_relative:
-            negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
-            negative_mask[anchors, negatives] = True
-            pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
-            to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
-            relative = to_positives[which], to_negatives[anchors, negatives]
-        s_p, s_n = similarities[anchors, positives], similarities[anchors, negatives]
-        return self.pair_loss(s_p, s_n, Pairs(anchors, positives, similarities.shape), relative)
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
+        negative_mask[anchors, negatives] = True
+        pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
+        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
+        relative = to_positives[which], to_negatives[anchors, negatives]
+        return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], relative)
 
     def _relative(
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
+        """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C); 0 for weights without them."""
+        if not self.is_relative:
+            return similarities.new_zeros(len(anchors)), similarities.new_zeros(()).expand_as(similarities)
         is_sigmoid, s_p = self.pair_weight == "sig_ms", similarities[anchors, positives]
         hardest, index = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
         chosen = s_p < hardest[anchors] + self.eps  # (M, M)

@@ -10,6 +10,7 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
+from vl_plugins.distributed import Processes, pair_labels
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
@@ -39,6 +40,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight, diversity_weight: >= 0, of :class:`~vl_plugins.regularizers.MMDRegularizer` and of
             :class:`~vl_plugins.regularizers.DiversityRegularizer`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
+        gather_across_devices: see :class:`~vl_plugins.losses.PairLoss`. Each process computes the loss of all rows.
         base_options: options of the loss that ``base`` names.
 
     Raises:
@@ -65,6 +67,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
+        gather_across_devices: Any = False,
         **base_options: Any,
     ):
         if isinstance(base, BaseMetricLossFunction):
@@ -78,6 +81,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
         self.base = base
+        self.processes = Processes(gather_across_devices)
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
@@ -116,6 +120,15 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             labels = as_labels("labels", labels, embeddings)
         if ref_emb is not None and ref_labels is not None:
             ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
+        if self.processes.size > 1:
+            labels, ref_labels = pair_labels(embeddings, labels, ref_emb, ref_labels, self.processes.rank)
+            options |= {"labels": labels, "ref_labels": ref_labels, "slots": slots, "ref_slots": ref_slots}
+            rows = {"embeddings": embeddings, "ref_emb": ref_emb} | _with_rows(options)
+            gathered = self.processes.gather_rows(rows).tensors
+            embeddings, ref_emb = gathered.pop("embeddings"), gathered.pop("ref_emb")
+            options |= gathered
+            labels, ref_labels = options.pop("labels"), options.pop("ref_labels")
+            slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
         ref_emb = other[0] if other else None
@@ -145,3 +158,12 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
+
+
+def _with_rows(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call that have a row for each item; None where the call gives none."""
+    return {name: value for name, value in options.items() if value is None or _has_rows(value)}
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() != 1

@@ -1,0 +1,369 @@
+"""What one call of a loss compares: the checked arguments, with the rows of all processes, cut into directions."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vl_plugins.distances import check_widths
+from vl_plugins.distributed import Processes
+from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
+from vl_plugins.numerics import as_labels, check_tensors, full_precision
+
+__all__ = ["Batch", "Direction", "Side", "by_pair"]
+
+NO_ID = -1
+PLACES_OF_A_PROCESS = 2**32  # more than a process has rows, so that labels by place are those of no other process
+
+
+@dataclass(eq=False)
+class Side:
+    """One side of a comparison: N embeddings, and what belongs to each of them.
+
+    Attributes:
+        embeddings: (N, D), or what the distance compares.
+        labels: (N,), or None where the places of both sides say what belongs together.
+        ids: (N,) of its contents, or (N, M) of contents that match it; None for none. Negative numbers are no ids.
+        numbers: (N,) by name, such as the ``confidence`` in the pairs of each.
+    """
+
+    embeddings: Tensor
+    labels: Tensor | None = None
+    ids: Tensor | None = None
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+
+class Direction(NamedTuple):
+    """Anchors, their candidates, and which pairs of them are positive.
+
+    Attributes:
+        anchors: (A, D).
+        candidates: (C, D), the other side and then the further negatives of the call.
+        positives: M pairs.
+        excluded: further pairs that are no negatives.
+        anchor_columns: so many of the candidates are anchors too, in the same matrix; 0 for none.
+        numbers: (M,) by name, of each positive pair.
+    """
+
+    anchors: Tensor
+    candidates: Tensor
+    positives: Pairs
+    excluded: list[Excluded]
+    anchor_columns: int
+    numbers: dict[str, Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.anchors), len(self.candidates)
+
+    def positive_mask(self) -> Tensor:
+        return self.positives.mask(self.shape)
+
+    def negative_mask(self) -> Tensor:
+        mask = self.positive_mask()
+        for excluded in self.excluded:
+            mask |= excluded.mask(self.shape)
+        return ~mask
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows, which are anchors, and columns, their candidates.
+
+    Attributes:
+        rows, columns: those that are anchors here: of this process, or of all processes together.
+        all_rows, all_columns: of all processes.
+        negatives: of all processes, candidates of the rows that are nobody's positive; or None.
+        captions: with places instead of labels, how many columns belong to each row.
+        first_row: the place of the first row among all.
+        one_set: the columns are the rows, and none is compared with itself.
+        both: the columns are anchors too.
+    """
+
+    rows: Side
+    columns: Side
+    all_rows: Side
+    all_columns: Side
+    negatives: Side | None
+    captions: int
+    one_set: bool
+    both: bool
+    first_row: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        embeddings: Tensor,
+        labels: Any,
+        ref_emb: Tensor | None,
+        ref_labels: Any,
+        *,
+        distance: Any,
+        both: bool,
+        is_mined: bool,
+        ref_ids: Any = None,
+        matching_ids: Any = None,
+        negatives: Tensor | None = None,
+        negative_ids: Any = None,
+        numbers: dict[str, Tensor],
+    ) -> "Batch":
+        """Check the arguments of a call, see :meth:`vl_plugins.losses.PairLoss.forward`.
+
+        Args:
+            numbers: (C,) by name.
+        """
+        one_set = ref_emb is None or ref_emb is embeddings
+        sides = _checked_sides(distance, embeddings, None if one_set else ref_emb, negatives)
+        x, y = sides[0], sides[0] if one_set else sides[1]
+        captions = _captions_of_each(x, y)
+        if one_set:
+            labels = _labels_of_one_set(labels, ref_labels, x, is_mined)
+            ref_labels = labels
+        else:
+            labels, ref_labels = _labels_of_two_sides(labels, ref_labels, x, y, captions, is_mined)
+        if ref_ids is None and not (matching_ids is None and negative_ids is None):
+            raise ValueError("matching_ids and negative_ids need ref_ids, the ids of the candidates")
+        rows, columns = Side(x, labels), Side(y, ref_labels)
+        if ref_ids is not None:
+            columns.ids = as_ids("ref_ids", ref_ids, y)
+        if matching_ids is not None:
+            rows.ids = as_ids("matching_ids", matching_ids, x, dimensions=2)
+        for name, values in numbers.items():
+            columns.numbers[name] = _number_of_each(name, values, y)
+        more = None if negatives is None else Side(sides[-1])
+        if negative_ids is not None:
+            if more is None:
+                raise ValueError("negative_ids need negatives")
+            more.ids = as_ids("negative_ids", negative_ids, more.embeddings)
+        return cls(rows, columns, rows, columns, more, captions, one_set, both and not one_set)
+
+    def gathered(self, processes: Processes, own_rows: bool, learned: dict[str, Tensor]) -> "Batch":
+        """Return the batch with the candidates of all processes.
+
+        Args:
+            processes: that share the batch.
+            own_rows: keep only the anchors of this process, where two sides are compared.
+            learned: numbers of the loss that are trained, which must be equal in all processes.
+        """
+        if processes.size == 1:
+            return self
+        own_rows = own_rows and not self.one_set
+        batch = self if own_rows or self.rows.labels is not None else self._labelled_by_place(processes.rank)
+        gathered = processes.gather_rows(batch._tensors(), learned)
+        batch = batch._of_tensors(gathered.tensors)
+        if not own_rows:
+            return batch
+        batch.rows, batch.columns, batch.first_row = self.rows, self.columns, gathered.first_rows["embeddings"]
+        return batch
+
+    def _labelled_by_place(self, rank: int) -> "Batch":
+        """Return the batch with labels that say what the places say, other ones in each process."""
+        places = torch.arange(len(self.rows), device=self.rows.embeddings.device) + rank * PLACES_OF_A_PROCESS
+        of_columns = places.repeat_interleave(self.captions, output_size=len(self.columns))
+        return replace(self, rows=replace(self.rows, labels=places), columns=replace(self.columns, labels=of_columns))
+
+    def _tensors(self) -> dict[str, Tensor | None]:
+        """Return what has rows, by the name of the call's argument; None for what is not given."""
+        tensors = {"embeddings": self.rows.embeddings, "labels": self.rows.labels, "matching_ids": self.rows.ids}
+        if not self.one_set:
+            tensors |= {"ref_emb": self.columns.embeddings, "ref_labels": self.columns.labels}
+        tensors |= {"ref_ids": self.columns.ids, **self.columns.numbers}
+        more = self.negatives
+        return tensors | {
+            "negatives": None if more is None else more.embeddings,
+            "negative_ids": None if more is None else more.ids,
+        }
+
+    def _of_tensors(self, tensors: dict[str, Any]) -> "Batch":
+        """Return the batch with other rows, named as in :meth:`_tensors`."""
+        rows = Side(tensors["embeddings"], tensors["labels"], tensors["matching_ids"])
+        numbers = {name: tensors[name] for name in self.columns.numbers}
+        prefix = "" if self.one_set else "ref_"
+        columns = Side(
+            rows.embeddings if self.one_set else tensors["ref_emb"],
+            tensors[f"{prefix}labels"],
+            tensors["ref_ids"],
+            numbers,
+        )
+        more = None if self.negatives is None else Side(tensors["negatives"], None, tensors["negative_ids"])
+        captions = _captions_of_each(rows.embeddings, columns.embeddings)
+        return Batch(rows, columns, rows, columns, more, captions, self.one_set, self.both)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the anchors are all rows of all processes."""
+        return self.rows is self.all_rows
+
+    def inputs(self) -> list[Tensor]:
+        """Return all embeddings that are compared."""
+        inputs = [self.all_rows.embeddings]
+        if not self.one_set:
+            inputs.append(self.all_columns.embeddings)
+        if self.negatives is not None:
+            inputs.append(self.negatives.embeddings)
+        return inputs
+
+    def candidates(self) -> Tensor:
+        """Return all columns, then the further negatives, (C + N, D)."""
+        if self.negatives is None:
+            return self.all_columns.embeddings
+        return torch.cat([self.all_columns.embeddings, self.negatives.embeddings])
+
+    def directions(self) -> list[Direction]:
+        """Return what is compared: rows with all candidates, and columns with all rows if they are anchors too.
+
+        Where the anchors are those of all processes, both are read from one matrix.
+        """
+        positives = self._positives(self.rows, self.all_columns, self.first_row)
+        excluded = self._excluded(self.rows, positives)
+        anchor_columns = len(self.columns) if self.both and self.is_whole else 0
+        numbers = by_pair(self.all_columns.numbers, positives.columns)
+        x = self.rows.embeddings
+        directions = [Direction(x, self.candidates(), positives, excluded, anchor_columns, numbers)]
+        if self.both and not self.is_whole:
+            directions.append(self._columns_as_anchors())
+        return directions
+
+    def _columns_as_anchors(self) -> Direction:
+        """Return the comparison of this process's columns with all rows."""
+        if self.rows.labels is None:
+            columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
+            positives = Pairs(columns, columns // self.captions + self.first_row, per_row=1)
+        else:
+            positives = label_pairs(self.columns.labels, self.all_rows.labels)
+        excluded = []
+        if self.columns.ids is not None:
+            of_all = self._positives(self.all_rows, self.all_columns, 0)
+            ids = self._ids_of_rows(self.all_rows, of_all)
+            excluded.append(Excluded.by_ids(ids, self.columns.ids, rows_have_one=True))
+        numbers = by_pair(self.columns.numbers, positives.rows)
+        return Direction(self.columns.embeddings, self.all_rows.embeddings, positives, excluded, 0, numbers)
+
+    def _positives(self, rows: Side, columns: Side, first_row: int) -> Pairs:
+        """Return the positive pairs of rows and all columns, by labels or by places."""
+        if rows.labels is None:
+            numbers = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
+            return Pairs(numbers // self.captions, numbers + first_row * self.captions, per_row=self.captions)
+        pairs = label_pairs(rows.labels, columns.labels)
+        if not self.one_set:
+            return pairs
+        (others,) = (pairs.rows != pairs.columns).nonzero(as_tuple=True)
+        return Pairs(pairs.rows[others], pairs.columns[others])
+
+    def _excluded(self, rows: Side, positives: Pairs) -> list[Excluded]:
+        """Return the pairs of rows and candidates that are no negatives, besides the positive ones."""
+        excluded = []
+        if self.one_set:
+            excluded.append(Excluded.diagonal(len(rows), rows.embeddings.device))
+        if self.all_columns.ids is not None:
+            ids = self.all_columns.ids
+            if self.negatives is not None:
+                more = self.negatives.ids
+                if more is None:
+                    more = ids.new_full((len(self.negatives),), NO_ID)
+                ids = torch.cat([ids, more])
+            excluded.append(Excluded.by_ids(self._ids_of_rows(rows, positives), ids, rows_have_one=False))
+        return excluded
+
+    def known_positives(self, positives: Pairs) -> Tensor:
+        """Return which pairs of rows and columns share an id, given the positive ones, as a mask (A, C)."""
+        rows, order = positives.rows.sort(stable=True)
+        pairs = Pairs(rows, positives.columns[order])
+        assert self.columns.ids is not None
+        excluded = Excluded.by_ids(self._ids_of_rows(self.rows, pairs), self.columns.ids, rows_have_one=False)
+        return excluded.mask((len(self.rows), len(self.columns)))
+
+    def _ids_of_rows(self, rows: Side, positives: Pairs) -> Ids:
+        """Return the ids of each row: those of its positives, and those that match it."""
+        assert self.all_columns.ids is not None
+        of_positives = self.all_columns.ids[positives.columns]
+        if rows.ids is None:
+            return Ids(positives.rows, of_positives)
+        numbers = torch.arange(len(rows), device=of_positives.device)
+        matching = numbers.repeat_interleave(rows.ids.shape[1], output_size=rows.ids.numel())
+        items, order = torch.cat([positives.rows, matching]).sort(stable=True)
+        return Ids(items, torch.cat([of_positives, rows.ids.flatten()])[order])
+
+
+def by_pair(numbers: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
+    """Return numbers of captions as numbers of pairs, given the caption of each pair."""
+    return {name: values[places] for name, values in numbers.items()}
+
+
+def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor:
+    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...)."""
+    if not isinstance(ids, Tensor):
+        ids = torch.as_tensor(ids)
+    if ids.ndim != dimensions or len(ids) != len(embeddings):
+        shape = f"({len(embeddings)},)" if dimensions == 1 else f"({len(embeddings)}, M)"
+        raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    return ids.to(embeddings.device, torch.int64)
+
+
+def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> list[Tensor]:
+    """Return the embeddings that are given in their common type, float32 at least."""
+    given = {"embeddings": embeddings, "ref_emb": ref_emb, "negatives": negatives}
+    present = {name: value for name, value in given.items() if value is not None}
+    check_tensors(**present)
+    for name, side in present.items():
+        check_widths(distance, embeddings, side, name)
+    return list(full_precision(*present.values()))
+
+
+def _captions_of_each(x: Tensor, y: Tensor) -> int:
+    return len(y) // len(x) if len(x) > 0 else 1
+
+
+def _labels_of_one_set(labels: Any, ref_labels: Any, x: Tensor, is_mined: bool) -> Tensor | None:
+    if labels is not None:
+        labels = as_labels("labels", labels, x)
+    if ref_labels is not None:
+        ref_labels = as_labels("ref_labels", ref_labels, x)
+        if labels is None or not _are_equal(labels, ref_labels):
+            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+    if labels is None and not is_mined:
+        raise ValueError("labels must be given with one set of embeddings")
+    return labels
+
+
+def _are_equal(labels: Tensor, ref_labels: Tensor) -> bool:
+    return labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))
+
+
+def _labels_of_two_sides(
+    labels: Any, ref_labels: Any, x: Tensor, y: Tensor, captions: int, is_mined: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the labels of both sides, or None for both where places or a miner say what belongs together."""
+    if labels is None and ref_labels is not None and not is_mined:
+        raise ValueError("labels must be given with ref_labels")
+    if labels is not None:
+        labels = as_labels("labels", labels, x)
+    if ref_labels is not None:
+        ref_labels = as_labels("ref_labels", ref_labels, y)
+    if ref_labels is not None or is_mined:
+        return labels, ref_labels
+    if len(y) != captions * len(x):
+        raise ValueError(
+            f"without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: {len(y)} rows "
+            f"are no multiple of {len(x)}"
+        )
+    if labels is not None:
+        ref_labels = labels.repeat_interleave(captions, output_size=len(y))
+    return labels, ref_labels
+
+
+def _number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
+    """Return numbers (C,) of the captions, in the type of their embeddings or a larger one."""
+    if not isinstance(values, Tensor):
+        values = torch.as_tensor(values)
+    if values.shape != columns.shape[:1]:
+        raise ValueError(
+            f"{name} must be a number, or one of each caption, ({len(columns)},); got {tuple(values.shape)}"
+        )
+    return values.to(columns.device, torch.promote_types(columns.dtype, values.dtype))

@@ -1,0 +1,240 @@
+"""The ways to the losses of positive pairs: from vectors, from a matrix or blocks of it, and of a miner's choice.
+
+All give the same numbers; :func:`losses_of_direction` chooses.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vl_plugins import engine
+from vl_plugins.engine import Pairs, cosines, matrix_maximum, unit_vectors
+from vl_plugins.losses.batch import Batch, Direction, by_pair
+
+__all__ = [
+    "PairLosses",
+    "hardest",
+    "losses_of_direction",
+    "losses_of_indices",
+    "losses_of_masks",
+    "soft_maximum",
+]
+
+Numbers = dict[str, Any]
+
+
+class PairLosses(NamedTuple):
+    """The losses of positive pairs or triplets, (M,), and the indices of both sides."""
+
+    values: Tensor
+    indices: tuple[Tensor, ...]
+
+
+def hardest(loss: Any, similarities: Tensor, negative_mask: Tensor, **numbers: Any) -> Tensor:
+    """Return the similarity of each anchor's hardest negative, (A,); -inf without any."""
+    return matrix_maximum(similarities, negative_mask)
+
+
+def soft_maximum(loss: Any, similarities: Tensor, negative_mask: Tensor, scale: Any, **numbers: Any) -> Tensor:
+    """Return ``log(sum(exp(scale * s))) / scale`` of each anchor's negatives, (A,); -inf without any."""
+    return matrix_maximum(similarities, negative_mask, scale)
+
+
+def losses_of_direction(loss: Any, direction: Direction, numbers: Numbers) -> PairLosses:
+    """Return the losses of the positive pairs, those of both directions added up where columns are anchors too.
+
+    Args:
+        loss: a :class:`~vl_plugins.losses.PairLoss`.
+        direction: what is compared.
+        numbers: of the call.
+    """
+    tiled = _is_tiled(loss, direction)
+    positives = direction.positives
+    if len(positives.rows) == 0:  # torch has no maximum of nothing
+        values = direction.anchors.new_zeros(0)
+    elif loss.is_plain() and not loss.needs_matrix:
+        values = _losses_of_vectors(loss, direction, numbers, tiled)
+    elif tiled:
+        values = _losses_in_blocks(loss, direction, numbers)
+    else:
+        similarities = similarities_of(loss, direction)
+        masks = direction.positive_mask(), direction.negative_mask()
+        pairs = direction.numbers
+        values = losses_of_masks(loss, similarities, *masks, positives, numbers, pairs, direction.anchor_columns)
+    return PairLosses(values, (positives.rows, positives.columns))
+
+
+def _is_tiled(loss: Any, direction: Direction) -> bool:
+    can_be_tiled = loss.by_row and loss.is_plain()
+    if loss.tiled and not can_be_tiled:
+        raise ValueError(
+            "tiled=True needs a plain CosineSimilarity or DotProductSimilarity, and a loss whose pairs depend on their "
+            f"own row only (by_row); got {loss.distance} and {type(loss).__name__}"
+        )
+    if loss.tiled is not None:
+        return bool(loss.tiled)
+    rows, columns = direction.shape
+    return can_be_tiled and rows * columns * direction.anchors.element_size() > engine.MATRIX_BYTES
+
+
+def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled: bool) -> Tensor:
+    """Return the losses by :mod:`vl_plugins.engine`, both directions from one product."""
+    x, y, positives, excluded, anchor_columns, of_pairs = direction
+    options: dict[str, Any] = {"normalize": loss.distance.normalize_embeddings, "anchor_columns": anchor_columns}
+    if type(loss).of_negatives is hardest:
+        found = engine.maxima(x, y, positives, excluded, **options)
+    else:
+        found = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
+    positive, negative = found.positive, found.of_rows[positives.rows]
+    if found.of_columns is None:
+        return loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
+    # The formula once, of the pairs of both directions.
+    positive = torch.cat([positive, positive])
+    negative = torch.cat([negative, found.of_columns[positives.columns]])
+    of_pairs = {name: torch.cat([values, values]) for name, values in of_pairs.items()}
+    losses: Tensor = loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
+    return losses.view(2, -1).sum(dim=0)
+
+
+def losses_of_masks(
+    loss: Any,
+    similarities: Tensor,
+    positive_mask: Tensor,
+    negative_mask: Tensor,
+    positives: Pairs,
+    numbers: Numbers,
+    of_pairs: Numbers,
+    anchor_columns: int,
+) -> Tensor:
+    """Return the losses of the positive pairs by a matrix.
+
+    Args:
+        similarities, positive_mask, negative_mask: (A, C).
+        positives: the M places where ``positive_mask`` is True.
+        numbers: of the call.
+        of_pairs: (M,) by name.
+        anchor_columns: the first so many columns are anchors too; 0 for none.
+    """
+    if len(positives.rows) == 0:
+        return similarities.new_zeros(0)
+    losses = _losses_of_rows(loss, similarities, positive_mask, negative_mask, positives, numbers | of_pairs)
+    if anchor_columns == 0:
+        return losses
+    back, order = positives.transposed()
+    matrices = [matrix[:, :anchor_columns].T for matrix in (similarities, positive_mask, negative_mask)]
+    return losses.index_add(0, order, _losses_of_rows(loss, *matrices, back, numbers | by_pair(of_pairs, order)))
+
+
+def _losses_of_rows(
+    loss: Any, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, positives: Pairs, numbers: Numbers
+) -> Tensor:
+    """Return the loss's own ``matrix_losses``, checked."""
+    losses = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers)
+    if losses.shape != positives.rows.shape:
+        raise ValueError(
+            f"matrix_losses of {type(loss).__name__} must return the loss of each of the {len(positives.rows)} positive "
+            f"pairs, got the shape {tuple(losses.shape)}"
+        )
+    return losses
+
+
+def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tensor:
+    """Return the losses by blocks of rows of the matrix, which are computed again for the gradients."""
+    x, y, positives, excluded, anchor_columns, of_pairs = direction
+    values = _losses_of_blocks(loss, x, y, positives, excluded, numbers, of_pairs)
+    if anchor_columns == 0:
+        return values
+    back, order = positives.transposed()
+    transposed = [of_direction.transposed() for of_direction in excluded]
+    of_pairs = by_pair(of_pairs, order)
+    columns = y[:anchor_columns]
+    return values.index_add(0, order, _losses_of_blocks(loss, columns, x, back, transposed, numbers, of_pairs))
+
+
+def _losses_of_blocks(
+    loss: Any,
+    anchors: Tensor,
+    candidates: Tensor,
+    positives: Pairs,
+    excluded: list[engine.Excluded],
+    numbers: Numbers,
+    of_pairs: Numbers,
+) -> Tensor:
+    if loss.distance.normalize_embeddings:
+        anchors, candidates = unit_vectors(anchors), unit_vectors(candidates)
+    step = engine.block_rows(len(candidates), anchors.device)
+    starts = [*range(0, len(anchors), step), len(anchors)]
+    excluded_of_blocks = [pairs.of_blocks(starts) for pairs in excluded]
+    losses, done = [], 0
+    for number, pairs in enumerate(positives.of_blocks(starts)):
+        of_block = [next(of_blocks) for of_blocks in excluded_of_blocks]
+        part = slice(done, done + len(pairs.rows))
+        done = part.stop
+        if len(pairs.rows) > 0:
+            block = anchors[starts[number] : starts[number + 1]]
+            own = numbers | {name: values[part] for name, values in of_pairs.items()}
+            losses.append(_again(_losses_of_block, loss, block, candidates, pairs, of_block, own))
+    return torch.cat(losses)
+
+
+def _losses_of_block(
+    loss: Any, anchors: Tensor, candidates: Tensor, positives: Pairs, excluded: list[engine.Excluded], numbers: Numbers
+) -> Tensor:
+    direction = Direction(anchors, candidates, positives, excluded, 0, {})
+    similarities = anchors @ candidates.T
+    masks = direction.positive_mask(), direction.negative_mask()
+    return _losses_of_rows(loss, similarities, *masks, positives, numbers)
+
+
+def _again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return ``function(*arguments)``, which is called again for the gradients instead of keeping what it computes."""
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...], numbers: Numbers) -> PairLosses:
+    """Return the losses of a miner's pairs or triplets, without the negatives that are known positives."""
+    if loss.tiled:
+        raise ValueError("tiled=True needs labels, not an indices_tuple")
+    if loss.processes.size > 1:
+        raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
+    if batch.negatives is not None:
+        raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
+    anchors, positives, *others = indices_tuple
+    negative_anchors, negatives = (anchors, others[0]) if len(others) == 1 else others
+    shape = len(batch.rows), len(batch.columns)
+    known = batch.known_positives(Pairs(anchors, positives)) if batch.columns.ids is not None else None
+    direction = Direction(batch.rows.embeddings, batch.columns.embeddings, Pairs(anchors, positives), [], 0, {})
+    similarities = similarities_of(loss, direction)
+    of_columns = batch.columns.numbers
+    if len(others) == 1 and loss.takes_triplets and len(anchors) > 0:
+        if batch.both:
+            raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
+        if known is not None:
+            kept = ~known[anchors, negatives]
+            anchors, positives, negatives = anchors[kept], positives[kept], negatives[kept]
+        values = loss.triplet_losses(
+            similarities, anchors, positives, negatives, **numbers, **by_pair(of_columns, positives)
+        )
+        return PairLosses(values, (anchors, positives, negatives))
+    positive_mask = Pairs(anchors, positives).mask(shape)
+    negative_mask = Pairs(negative_anchors, negatives).mask(shape)
+    if known is not None:
+        negative_mask &= ~known
+    pairs = Pairs.of_mask(positive_mask)
+    of_pairs = by_pair(of_columns, pairs.columns)
+    masks = positive_mask, negative_mask
+    values = losses_of_masks(loss, similarities, *masks, pairs, numbers, of_pairs, shape[1] if batch.both else 0)
+    return PairLosses(values, (pairs.rows, pairs.columns))
+
+
+def similarities_of(loss: Any, direction: Direction) -> Tensor:
+    """Return the similarities of all pairs, (A, C), larger is closer."""
+    x, y = direction.anchors, direction.candidates
+    if loss.is_plain() and loss.distance.normalize_embeddings:
+        return cosines(x, y)  # where zero vectors have finite gradients
+    distances: Tensor = loss.distance(x, y)
+    return distances if loss.distance.is_inverted else -distances

@@ -1,0 +1,89 @@
+"""What pytorch-metric-learning's reducers make of the losses of pairs.
+
+Three things are ours at this border. Nothing to compare is a loss of 0, whose gradients are zeros and not missing,
+because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN, although a reducer may
+drop the pairs that have it, or no pair has it. And the mean over the pairs of one process becomes its share of the mean
+over the pairs of all.
+"""
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning.reducers import MeanReducer
+from torch import Tensor
+
+from vl_plugins.losses.batch import Batch
+from vl_plugins.losses.paths import PairLosses
+
+__all__ = ["reduced"]
+
+
+def reduced(
+    loss: Any, losses: list[PairLosses], batch: Batch | None, inputs: list[Tensor], numbers: dict[str, Any]
+) -> Any:
+    """Return what the reducer of a loss makes of the losses of pairs, plus the regularization.
+
+    Args:
+        loss: a :class:`~vl_plugins.losses.PairLoss`.
+        losses: of each direction that was computed on its own.
+        batch: None for a matrix of similarities.
+        inputs: the embeddings, or the matrix.
+        numbers: of the call, which may have gradients.
+    """
+    has_pairs = all(len(of_direction.values) > 0 for of_direction in losses)
+    pairs = losses[0]
+    if batch is not None and not batch.is_whole:
+        pairs = _share_of_mean(loss, losses)
+    loss_dict = {"loss": _of_pairs(loss, pairs)}
+    labels = None
+    if batch is not None:
+        labels = batch.rows.labels
+        if loss.embedding_regularizer is not None:
+            loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
+    result = loss.reducer(loss_dict, inputs[0], labels)
+    if not isinstance(result, Tensor):
+        return result  # DoNothingReducer returns the dict
+    if type(loss.reducer) is MeanReducer and has_pairs:
+        return _with_nan_of(result, inputs)
+    return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
+
+
+def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:
+    """Return losses and indices in pytorch-metric-learning's form."""
+    if len(pairs.values) == 0:
+        zero: dict[str, Any] = loss.zero_loss()
+        return zero
+    kind = "pos_pair" if len(pairs.indices) == 2 else "triplet"
+    return {"losses": pairs.values, "indices": pairs.indices, "reduction_type": kind, "divisor": len(pairs.values)}
+
+
+def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
+    """Return the losses of own rows and own columns, times a number.
+
+    The mean of the result is this process's sum, times the number of processes, divided by the number of pairs of all:
+    its mean over the processes is the mean over all pairs.
+    """
+    values = torch.cat([of_direction.values for of_direction in losses])
+    all_pairs = loss.processes.sum(values.new_tensor(len(losses[0].values)))
+    values = values * (len(values) * loss.processes.size / all_pairs.clamp(min=1))
+    places = torch.arange(len(values), device=values.device)
+    return PairLosses(values, (places, places))
+
+
+def _regularization(loss: Any, batch: Batch) -> Tensor:
+    sides = [batch.rows.embeddings]
+    if getattr(loss.embedding_regularizer, "takes_ref_emb", False):
+        sides.append(None if batch.one_set else batch.columns.embeddings)
+    term: Tensor = loss.embedding_regularizer(*sides) * loss.embedding_reg_weight
+    return term
+
+
+def _with_nan_of(result: Tensor, inputs: list[Tensor]) -> Tensor:
+    """Return the loss, or NaN if an embedding has NaN or infinity, also one that is in no pair."""
+    return _in_graph_of(result, [values.detach() for values in inputs])
+
+
+def _in_graph_of(result: Tensor, sources: list[Any]) -> Tensor:
+    """Return the loss plus 0 times the sources: equal, but with gradients for all of them, or NaN."""
+    sums = [source.sum() for source in sources if isinstance(source, Tensor)]
+    return result.add(sum(sums[1:], start=sums[0]), alpha=0)

@@ -1,0 +1,69 @@
+"""A loss with an inverse temperature, which may be learned."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vl_plugins.errors import number
+from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.paths import soft_maximum
+
+__all__ = ["ScaledLoss"]
+
+
+class ScaledLoss(PairLoss):
+    """A :class:`PairLoss` with an inverse temperature, ``scale``, which a call may give.
+
+    Args:
+        scale: > 0.
+        learn_scale: make its logarithm a parameter, which begins there. Give the loss's parameters to the optimizer.
+        max_scale: the largest scale that is learned.
+        kwargs: see :class:`PairLoss`.
+    """
+
+    of_negatives = soft_maximum
+    numbers: tuple[str, ...] = ("scale",)
+    _has_checked_scale = False  # a tensor on a device, in an earlier call
+
+    def __init__(self, scale: float = 50.0, learn_scale: bool = False, max_scale: float = 100.0, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.max_scale = number("max_scale", max_scale, above=0)
+        self.own_scale = number("scale", scale, above=0)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(self.own_scale))) if learn_scale else None
+        self.add_to_recordable_attributes(name="scale")
+
+    @property
+    def scale(self) -> Any:
+        """The number of the constructor, or the learned one, a 0-D tensor."""
+        return self.own_scale if self.log_scale is None else self.log_scale.exp()
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        if self.log_scale is not None:
+            raise ValueError("scale is learned (learn_scale=True): change log_scale")
+        self.own_scale = value
+
+    def check_number(self, name: str, value: Any) -> Any:
+        if name != "scale":
+            return super().check_number(name, value)
+        if self.log_scale is not None:
+            raise ValueError("scale is the loss's own parameter (learn_scale=True); a call cannot give another one")
+        if not isinstance(value, Tensor):
+            return number("scale", value, above=0)
+        if value.numel() != 1:
+            raise ValueError(f"scale must be a number or a tensor of one element, got the shape {tuple(value.shape)}")
+        value = value.reshape(())
+        is_on_cpu = value.device.type == "cpu"
+        if is_on_cpu or not self._has_checked_scale:
+            number("scale", value.item(), above=0)  # waits for the device
+            self._has_checked_scale = not is_on_cpu
+            return value
+        return torch.where(value > 0, value, torch.nan)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.log_scale is not None:
+            with torch.no_grad():  # in place and before the call, so that the gradient does not die at the limit
+                self.log_scale.clamp_(max=math.log(self.max_scale))
+        return super().forward(*arguments, **options)

@@ -1,0 +1,61 @@
+"""What a loss records of each call with ``collect_stats=True``, for pytorch-metric-learning's record keeper.
+
+All are 0-D tensors on the device, of the anchors' direction, and are computed without gradients and without a wait:
+
+- ``mean_positive``: the mean similarity of the positive pairs.
+- ``mean_negative``: the mean of what they are compared with, the hardest negative or the soft maximum.
+- ``active_pairs``: the share of pairs whose negative, plus the margin if the loss has one, exceeds the positive.
+- ``scale_in_use``: the inverse temperature, 1 for a loss without one.
+- ``known_positives_left_out``: the share of all pairs that are no negatives because of their ids.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vl_plugins import engine
+from vl_plugins.losses.batch import Direction
+from vl_plugins.losses.paths import hardest, similarities_of, soft_maximum
+
+__all__ = ["STATISTICS", "record_statistics"]
+
+STATISTICS = ("mean_positive", "mean_negative", "active_pairs", "scale_in_use", "known_positives_left_out")
+
+
+@torch.no_grad()
+def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) -> None:
+    """Set the statistics of a call as attributes of the loss."""
+    positive, negative = _compared(loss, direction, numbers)
+    has_negative = negative > -torch.inf
+    margin = (numbers | direction.numbers).get("margin", getattr(loss, "margin", 0.0))
+    is_active = (margin + negative > positive) & has_negative
+    count = has_negative.sum().clamp(min=1)
+    loss.mean_positive = positive.sum() / max(1, len(positive))
+    loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
+    loss.active_pairs = is_active.sum() / max(1, len(positive))
+    loss.scale_in_use = torch.as_tensor(numbers.get("scale", 1.0), device=positive.device)
+    loss.known_positives_left_out = _left_out(direction)
+
+
+def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the similarities of the positive pairs and of their anchors' negatives, (M,) each."""
+    positives, of_negatives = direction.positives, type(loss).of_negatives
+    x, y, excluded = direction.anchors, direction.candidates, direction.excluded
+    options: dict[str, Any] = {"normalize": getattr(loss.distance, "normalize_embeddings", True), "anchor_columns": 0}
+    if len(positives.rows) == 0:
+        return x.new_zeros(0), x.new_zeros(0)
+    if loss.is_plain() and of_negatives is hardest:
+        found = engine.maxima(x, y, positives, excluded, **options)
+    elif loss.is_plain() and of_negatives is soft_maximum:
+        found = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
+    else:
+        similarities = similarities_of(loss, direction)
+        of_rows = loss.of_negatives(similarities, direction.negative_mask(), **numbers)
+        return similarities[positives.rows, positives.columns], of_rows[positives.rows]
+    return found.positive, found.of_rows[positives.rows]
+
+
+def _left_out(direction: Direction) -> Tensor:
+    excluded, positive = direction.negative_mask(), direction.positive_mask()
+    return 1 - (excluded | positive).sum() / max(1, excluded.numel())

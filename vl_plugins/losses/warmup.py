@@ -1,0 +1,91 @@
+"""One loss in the first steps of training, then another one."""
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning.losses import BaseMetricLossFunction
+from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
+from torch import Tensor
+
+from vl_plugins.errors import number
+
+__all__ = ["Warmup"]
+
+# Attributes that are those of the loss after the warm-up.
+OF_THEN = frozenset(
+    ["distance", "reducer", "embedding_regularizer", "symmetric", "processes", "numbers", "scale", "regularization"]
+)
+
+
+class Warmup(BaseMetricLossFunction):
+    """Calls one loss in the first steps of training, and another one afterwards and outside of training.
+
+    Early in training the hardest negative is often wrong for most pairs, and the model can collapse: all embeddings
+    become the same, and a triplet loss stays at 2 * margin. Counting all negatives for the first epoch or so helps.
+    ``create_loss("triplet_hn", warmup_steps=1000)`` is ``Warmup(TripletSHLoss(), TripletHNLoss(), steps=1000)``.
+
+    Args:
+        first, then: losses, of this package or of pytorch-metric-learning.
+        steps: number of steps with ``first``.
+
+    Attributes:
+        step: number of steps so far, part of ``state_dict``. Each call in training mode with gradients adds 1; a
+            trainer that calls the loss several times in a step sets it before each call.
+
+    >>> from vl_plugins.losses import TripletHNLoss, TripletSHLoss
+    >>> loss = Warmup(TripletSHLoss(), TripletHNLoss(), steps=1)
+    >>> images, texts = torch.eye(3), torch.eye(3).roll(1, dims=0)
+    >>> loss(images, ref_emb=texts), loss(images, ref_emb=texts)
+    (tensor(2.8000), tensor(2.4000))
+    """
+
+    def __init__(self, first: BaseMetricLossFunction, then: BaseMetricLossFunction, steps: int):
+        # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
+        ModuleWithRecords.__init__(self, then.collect_stats)
+        self.first, self.then = first, then
+        self.steps = number("warmup_steps", steps, least=0, kind=int)
+        self.step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_THEN:
+            return getattr(self.then, name)
+        return super().__getattr__(name)
+
+    @property
+    def loss(self) -> Any:
+        """The loss of the next call."""
+        return self.first if self.is_warming_up else self.then
+
+    @property
+    def compares_own_rows(self) -> bool:
+        """True if several processes need to compare their own rows only, see :class:`~vl_plugins.losses.PairLoss`."""
+        return all(getattr(loss, "compares_own_rows", False) for loss in (self.first, self.then))
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self._counts() and self.step < self.steps
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        value = self.loss(*arguments, **options)
+        self.step += self._counts()
+        return value
+
+    def from_similarities(self, *arguments: Any, **options: Any) -> Any:
+        """Return the loss of a matrix, see :meth:`vl_plugins.losses.PairLoss.from_similarities`."""
+        value = self.loss.from_similarities(*arguments, **options)
+        self.step += self._counts()
+        return value
+
+    def _counts(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.step)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.step = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "training_calls" in state_dict:  # until version 0.2
+            state_dict[prefix + "_extra_state"] = state_dict.pop(prefix + "training_calls")
+        super()._load_from_state_dict(state_dict, prefix, *args)
