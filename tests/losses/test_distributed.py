@@ -9,7 +9,7 @@ from torch import distributed
 from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.distributed import DistributedLoss, all_gather_rows, stop_processes
+from vl_plugins.distributed import DistributedLoss, Processes, all_gather_rows, stop_processes
 from vl_plugins.losses import CrossBatchMemory
 
 WORLD_SIZE = 2
@@ -17,16 +17,19 @@ WORLD_SIZE = 2
 LABELS = [torch.tensor([10, 11, 12, 10]), torch.tensor([11, 20, 10])]
 REF_LABELS = [torch.tensor([10, 11, 12, 13, 11]), torch.tensor([20, 10, 11])]
 OURS = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal", "goal nca con", "triplet_hn warm")
-LOSSES = {name: lambda name=name: make_loss(name) for name in (*OURS, "own SquaredHinge", "own SigmoidLoss")}
+LOSSES = {name: lambda name=name: make_loss(name) for name in (*OURS, "siglip", "own SquaredHinge")}
 LOSSES |= {
     "average of those above 0": lambda: create_loss("triplet_hn", reducer="AvgNonZeroReducer"),
     "NTXent": host.NTXentLoss,
     "Contrastive": host.ContrastiveLoss,
 }
 MINED = ("unified", "NTXent")
+# The losses of this package, in which the process group is the loss's.
+GATHERING = (*OURS, "siglip", "own SquaredHinge", "average of those above 0")
 CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
-CASES += ["smooth_chamfer", "captions", "scale", "memory"]
+CASES += [f"{name}, {sets} set(s), gathered" for name in GATHERING for sets in (1, 2)]
+CASES += ["smooth_chamfer", "captions", "captions, gathered", "scale", "memory"]
 
 
 def rows(ranks, labels, seed):
@@ -41,17 +44,27 @@ def compute(*ranks):
     texts, _ = rows(ranks, [side.repeat_interleave(2) for side in LABELS], 20)
     found = {}
 
-    def add(case, loss, *sides, **options):
+    def add(case, loss, *sides, gathers=False, **options):
         leaves = [
             side.clone().requires_grad_() if side is not None and side.is_floating_point() else side for side in sides
         ]
-        value = DistributedLoss(loss)(*leaves, **options)
+        x, labels, *refs = leaves
+        if gathers:
+            for module in loss.modules():
+                if hasattr(module, "processes"):
+                    module.processes = Processes(True)
+            value = loss(x, labels, None, *refs, **options)
+        else:
+            value = DistributedLoss(loss)(x, labels, None, *refs, **options)
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found[case] = value.detach(), torch.autograd.grad(value, inputs)
 
     for name, make in LOSSES.items():
         add(f"{name}, 1 set(s)", make(), x, labels)
         add(f"{name}, 2 set(s)", make(), x, labels, y, ref_labels)
+    for name in GATHERING:
+        add(f"{name}, 1 set(s), gathered", LOSSES[name](), x, labels, gathers=True)
+        add(f"{name}, 2 set(s), gathered", LOSSES[name](), x, labels, y, ref_labels, gathers=True)
     for name in MINED:
         miner = MultiSimilarityMiner(epsilon=0.5)
         add(f"{name}, 1 set(s), mined", LOSSES[name](), x, labels, miner=miner)
@@ -59,6 +72,7 @@ def compute(*ranks):
     add("smooth_chamfer", create_loss("smooth_chamfer", mmd_weight=0.1), x, labels, y, ref_labels)
     # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
     add("captions", create_loss("unified"), x, None, texts)
+    add("captions, gathered", create_loss("unified"), x, None, texts, gathers=True)
     add("scale", create_loss("vlc"), x, labels, y, ref_labels, scale=torch.tensor(7.0).double())
     add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found
@@ -69,7 +83,7 @@ def in_one_process(rank):
     found["errors"], loss = [], create_loss("unified", gather_across_devices=True)
     for ids in (torch.arange(len(x)), torch.arange(len(x)) + 3 * rank):
         try:
-            loss(x, ids, x + 1, ids)
+            loss(x, ids, ref_emb=x + 1, ref_labels=ids)
         except ValueError as error:
             found["errors"].append(str(error))
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
@@ -146,8 +160,8 @@ def test_one_process_calls_the_loss(expected):
     ("options", "message"),
     [
         ({}, "labels must be given with one set"),
-        ({"ref_emb": torch.ones(4, 2)}, "ref_labels must have the length 4, got 3"),
-        ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given .* with ref_labels"),
+        ({"ref_emb": torch.ones(4, 2)}, "4 rows are no multiple of 3"),
+        ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given with ref_labels"),
         ({"labels": torch.arange(2)}, "labels must have the length 3, got 2"),
         ({"labels": torch.arange(3), "ref_emb": torch.ones(6, 2), "ref_labels": torch.arange(3)}, "length 6, got 3"),
     ],

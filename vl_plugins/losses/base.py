@@ -16,6 +16,7 @@ from vl_plugins.errors import number
 from vl_plugins.losses.batch import Batch, Direction
 from vl_plugins.losses.paths import (
     PairLosses,
+    check_losses,
     hardest,
     losses_of_direction,
     losses_of_indices,
@@ -292,6 +293,7 @@ class PairLoss(BaseMetricLossFunction):
         """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
         is_missing = negative == -torch.inf
         losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
+        check_losses(self, "of_pairs", losses, len(positive))
         return losses.masked_fill(is_missing, 0)
 
     @property
@@ -314,7 +316,7 @@ class PairLoss(BaseMetricLossFunction):
         scalars, of_captions = {}, {}
         for name in self.numbers:
             value = given.get(name)
-            value = getattr(self, name) if value is None else self.check_number(name, value)
+            value = _own_number(self, name) if value is None else self.check_number(name, value)
             if isinstance(value, Tensor) and value.ndim > 0:
                 of_captions[name] = value
             else:
@@ -337,6 +339,15 @@ def _is_mined(indices_tuple: Any) -> bool:
     if isinstance(indices_tuple, Tensor):
         raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
     return indices_tuple is not None
+
+
+def _own_number(loss: PairLoss, name: str) -> Any:
+    value = getattr(loss, name)
+    if _is_of_pairs(value):
+        raise ValueError(
+            f"{name} of one batch belongs to the call: loss(..., {name}=values), one of each caption, (C,)"
+        )
+    return value
 
 
 def _unknown_number(loss: PairLoss, name: str) -> str:

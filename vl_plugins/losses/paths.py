@@ -16,6 +16,7 @@ from vl_plugins.losses.batch import Batch, Direction, by_pair
 
 __all__ = [
     "PairLosses",
+    "check_losses",
     "hardest",
     "losses_of_direction",
     "losses_of_indices",
@@ -133,12 +134,18 @@ def _losses_of_rows(
 ) -> Tensor:
     """Return the loss's own ``matrix_losses``, checked."""
     losses = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers)
-    if losses.shape != positives.rows.shape:
-        raise ValueError(
-            f"matrix_losses of {type(loss).__name__} must return the loss of each of the {len(positives.rows)} positive "
-            f"pairs, got the shape {tuple(losses.shape)}"
-        )
+    check_losses(loss, "matrix_losses", losses, len(positives.rows))
     return losses
+
+
+def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
+    """Raise ``ValueError`` for what a hook returns if it is not a loss of each pair, such as a mean."""
+    if not isinstance(losses, Tensor) or losses.shape != (pairs,):
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"{hook} of {type(loss).__name__} must return the loss of each of the {pairs} positive pairs, ({pairs},), "
+            f"got {found}"
+        )
 
 
 def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tensor:

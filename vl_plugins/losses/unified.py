@@ -37,8 +37,8 @@ class UnifiedLoss(ScaledLoss):
       ``loss(..., margin=soft_margin(confidence))`` of Noisy Correspondence Rectifier, see :func:`soft_margin` (Eq. 27).
 
     Args:
-        margin: m, by how much the positive should be closer than the negatives, >= 0. A call may give another number,
-            or one of each caption, (C,).
+        margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a parameter of one
+            element. A call may give another one, or one of each caption, (C,).
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
             belongs to the call, ``loss(..., scale=model.logit_scale.exp())``, or to the loss, ``learn_scale=True``.
         weights: w, two elementwise functions of similarities, for those of positives and of negatives. Here and in
@@ -61,28 +61,17 @@ class UnifiedLoss(ScaledLoss):
 
     def __init__(
         self,
-        margin: float = 0.2,
+        margin: float | Tensor = 0.2,
         scale: float = 50.0,
         weights: tuple[Function, Function] | None = None,
         relative: Function | None = None,
         **kwargs: Any,
     ):
         super().__init__(scale=scale, **kwargs)
-        self.margin = margin
+        self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
         self.positive_weight, self.negative_weight = map(_function, (None, None) if weights is None else weights)
         self.relative = _function(relative)
         self.add_to_recordable_attributes(name="margin")
-
-    @property
-    def margin(self) -> float:
-        """m, of calls that give no other."""
-        return self._margin
-
-    @margin.setter
-    def margin(self, value: float) -> None:
-        if isinstance(value, Tensor):
-            raise ValueError("a margin of each caption belongs to the call: loss(..., margin=margins), (C,)")
-        self._margin = number("margin", value, least=0)
 
     @property
     def needs_matrix(self) -> bool:
