@@ -527,13 +527,12 @@ class _SoftGradient:
         if y_norms is not None:
             weights.div_(y_norms.T)
         if self.needs_x or self.needs_scale:
-            of_units = weights @ self.vectors.y
+            of_units = torch.mm(weights, self.vectors.y, out=None if self.x is None else self.x[rows])
             if self.needs_scale:
                 products = (of_units * x_units).sum()
                 self.products = products if self.products is None else self.products + products
             if self.x is not None:
-                norms = None if self.vectors.x_norms is None else self.vectors.x_norms[rows]
-                self.x[rows] = _across(of_units, x_units, norms)
+                _across(of_units, x_units, None if self.vectors.x_norms is None else self.vectors.x_norms[rows])
         if self.y is not None:
             self.y.addmm_(weights.T, x_units)
 

@@ -17,7 +17,7 @@ from vl_plugins.miners import HardestNegativeMiner
 LABELS = torch.tensor([0, 1, 2])
 PAIRS = (LABELS, LABELS, LABELS, LABELS.roll(1))
 LOSSES = pytest.mark.parametrize("name", list_losses())
-WITH_SCALE, WITHOUT_SCALE = ("unified", "vlc"), ("goal", "smooth_chamfer", "triplet_hn", "triplet_sh")
+WITH_SCALE, WITHOUT_SCALE = ("siglip", "unified", "vlc"), ("goal", "smooth_chamfer", "triplet_hn", "triplet_sh")
 UNEQUAL_WIDTHS = r"embeddings and ref_emb must .*, got .*4\b.* and .*6\b"
 
 
@@ -131,15 +131,15 @@ def test_wrong_labels(compare, change, message):
 @LOSSES
 def test_missing_labels(name):
     loss, call = create_loss(name), call_of()
-    one_set = {"labels": None, "ref_emb": None}
-    for change in ({"labels": None}, one_set, one_set | {"indices_tuple": PAIRS}):
-        with pytest.raises(ValueError, match="labels must be a tensor, an array or a list of integers, got None"):
-            loss(**call | change)
-    five = torch.ones(15, 4)
-    with pytest.raises(ValueError, match=r"ref_labels must be given .* with 5 rows .*, labels.repeat_interleave\(5\)"):
-        loss(call["embeddings"], LABELS, ref_emb=five)
-    with pytest.raises(ValueError, match=r"ref_labels must be given with ref_emb$"):
-        loss(call["embeddings"], LABELS, ref_emb=five[:4])
+    with pytest.raises(ValueError, match="labels must be given with ref_labels"):
+        loss(**call | {"labels": None})
+    with pytest.raises(ValueError, match="labels must be given with one set of embeddings"):
+        loss(call["embeddings"])
+    with pytest.raises(ValueError, match="ref_labels must be the labels, because ref_emb is the embeddings or missing"):
+        loss(**call | {"labels": None, "ref_emb": None})
+    for labels in (None, LABELS):
+        with pytest.raises(ValueError, match=r"row i of the embeddings: 4 rows are no multiple of 3$"):
+            loss(call["embeddings"], labels, ref_emb=torch.ones(4, 4))
 
 
 WRONG_SCALES = [
@@ -168,7 +168,7 @@ def test_a_scale_that_is_not_above_zero(name, scale, message):
 @pytest.mark.parametrize("name", WITHOUT_SCALE)
 def test_a_scale_for_a_loss_without_one(name):
     for compare in (create_loss(name), create_loss(name, gather_across_devices=True)):
-        with pytest.raises(ValueError, match=r"has no scale; losses that have one: unified, vlc$"):
+        with pytest.raises(ValueError, match=r"has no scale; losses that have one: siglip, unified, vlc$"):
             compare(**call_of(), scale=5.0)
 
 

@@ -67,14 +67,15 @@ def pair_losses(pair_loss, similarities, positives, negatives, *, symmetric, **o
     """
     values = {}
     for i, p in sorted(positives):
-        values[i, p] = _pair_loss(pair_loss, similarities, positives, negatives, i, p, options)
+        values[i, p] = value_of_pair(pair_loss, similarities, positives, negatives, i, p, options)
         if symmetric:
             turned = [{(c, r) for r, c in pairs} for pairs in (positives, negatives)]
-            values[i, p] = values[i, p] + _pair_loss(pair_loss, similarities.T, *turned, p, i, options)
+            values[i, p] = values[i, p] + value_of_pair(pair_loss, similarities.T, *turned, p, i, options)
     return values
 
 
-def _pair_loss(pair_loss, similarities, positives, negatives, anchor, positive, options):
+def value_of_pair(pair_loss, similarities, positives, negatives, anchor, positive, options):
+    """Return the loss of one pair; a formula with a parameter ``positives`` gets those of its anchor."""
     others = [c for r, c in sorted(negatives) if r == anchor]
     if "positives" in inspect.signature(pair_loss).parameters:
         options = options | {"positives": [c for r, c in sorted(positives) if r == anchor]}

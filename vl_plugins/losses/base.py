@@ -25,7 +25,7 @@ from vl_plugins.losses.paths import (
 )
 from vl_plugins.losses.reduction import reduced
 from vl_plugins.losses.statistics import STATISTICS, record_statistics
-from vl_plugins.numerics import eager, full_precision
+from vl_plugins.numerics import check_tensors, eager, full_precision
 from vl_plugins.registry import losses_with_scale, options_of, scale_advice
 
 __all__ = ["PairLoss"]
@@ -161,9 +161,7 @@ class PairLoss(BaseMetricLossFunction):
 
     def check_number(self, name: str, value: Any) -> Any:
         """Return a number of the call as the hooks receive it; raise ``ValueError`` if it is out of its range."""
-        if not isinstance(value, Tensor):
-            return number(name, value)
-        return value.reshape(()) if value.numel() == 1 else value
+        return value if isinstance(value, Tensor) else number(name, value)
 
     # What is called
 
@@ -201,13 +199,14 @@ class PairLoss(BaseMetricLossFunction):
             matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Rows
                 are filled up with negative numbers.
             negative_ids: (N,), ids of ``negatives``.
-            numbers: those of :attr:`numbers`, such as ``scale``: a number, a tensor of one element, which receives a
-                gradient, such as ``model.logit_scale.exp()``; or one of each caption, (C,).
+            numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
+                such as ``model.logit_scale.exp()``; or one of each caption, (C,).
 
         Raises:
             ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a number
                 that the loss does not take, or out of its range; or ``tiled=True`` where all similarities are needed.
         """
+        check_tensors(embeddings=embeddings)
         is_mined = _is_mined(indices_tuple)
         both = (self.symmetric and not is_mined) if symmetric is None else symmetric
         scalars, of_captions = self._numbers_of_call(numbers)

@@ -246,8 +246,10 @@ class Batch:
     def _positives(self, rows: Side, columns: Side, first_row: int) -> Pairs:
         """Return the positive pairs of rows and all columns, by labels or by places."""
         if rows.labels is None:
-            numbers = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
-            return Pairs(numbers // self.captions, numbers + first_row * self.captions, per_row=self.captions)
+            columns = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
+            own_rows = columns if self.captions == 1 else columns // self.captions
+            first_column = first_row * self.captions
+            return Pairs(own_rows, columns + first_column if first_column else columns, per_row=self.captions)
         pairs = label_pairs(rows.labels, columns.labels)
         if not self.one_set:
             return pairs
@@ -364,6 +366,6 @@ def _number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
         values = torch.as_tensor(values)
     if values.shape != columns.shape[:1]:
         raise ValueError(
-            f"{name} must be a number, or one of each caption, ({len(columns)},); got {tuple(values.shape)}"
+            f"{name} must be a number, or one of each caption, ({len(columns)},); got the shape {tuple(values.shape)}"
         )
     return values.to(columns.device, torch.promote_types(columns.dtype, values.dtype))

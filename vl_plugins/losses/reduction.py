@@ -44,7 +44,8 @@ def reduced(
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
     if type(loss.reducer) is MeanReducer and has_pairs:
-        return _with_nan_of(result, inputs)
+        is_by_place = batch is not None and batch.rows.labels is None  # so that every embedding is in a pair
+        return result if is_by_place else _with_nan_of(result, inputs)
     return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
 
 

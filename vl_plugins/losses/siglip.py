@@ -56,6 +56,14 @@ class SigLIPLoss(ScaledLoss):
         self.bias: Any = nn.Parameter(torch.tensor(value)) if learn_bias else value
         self.add_to_recordable_attributes(name="bias")
 
+    def check_number(self, name: str, value: Any) -> Any:
+        if name == "bias" and isinstance(value, Tensor):
+            if value.numel() != 1:
+                shape = tuple(value.shape)
+                raise ValueError(f"bias must be a number or a tensor of one element, got the shape {shape}")
+            return value.reshape(())
+        return super().check_number(name, value)
+
     def matrix_losses(
         self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, scale: Any, bias: Any
     ) -> Tensor:
