@@ -165,10 +165,9 @@ class Excluded:
     rows_have_one: bool = False
 
     @classmethod
-    def diagonal(cls, size: int, device: torch.device) -> "Excluded":
-        """Exclude each item of one set from its own candidates."""
-        numbers = torch.arange(size, device=device)
-        return cls(Pairs(numbers, numbers, per_row=1))
+    def copies(cls, columns: Tensor) -> "Excluded":
+        """Exclude one column of each row, (A,), such as its own copy."""
+        return cls(Pairs(torch.arange(len(columns), device=columns.device), columns, per_row=1))
 
     @classmethod
     def by_ids(cls, many: Ids, one: Tensor, rows_have_one: bool) -> "Excluded":

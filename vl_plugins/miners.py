@@ -20,7 +20,8 @@ class HardestNegativeMiner(BaseMiner):
 
     ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
     ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
-    ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all.
+    ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all. Of
+    equally hard negatives, any may be chosen.
 
     Args:
         k: number of negatives for each positive pair, >= 1.
@@ -66,11 +67,12 @@ class HardestNegativeMiner(BaseMiner):
         with torch.autocast(embeddings.device.type, enabled=False):
             distances = self.distance(*full_precision(embeddings, ref_emb))
         hardness = distances if self.distance.is_inverted else -distances
-        hardness = hardness.index_put((anchors, positives), hardness.new_tensor(-torch.inf))
+        hardness = hardness.clone()
+        hardness[anchors, positives] = -torch.inf
         if ref_emb is embeddings:
             anchors, positives = anchors[anchors != positives], positives[anchors != positives]
-        values, hardest = hardness.sort(dim=1, descending=True, stable=True)
-        pairs, ranks = (values[anchors, : self.k] > -torch.inf).nonzero().T
+        values, hardest = hardness.topk(min(self.k, hardness.shape[1]), dim=1)
+        pairs, ranks = (values[anchors] > -torch.inf).nonzero().T
         return anchors[pairs], positives[pairs], hardest[anchors[pairs], ranks]
 
     def get_default_distance(self) -> BaseDistance:

@@ -10,6 +10,7 @@ import torch
 from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.distances import SetDistance, UnitElements
 from vl_plugins.engine import LEAST_NORM
@@ -18,6 +19,7 @@ from vl_plugins.numerics import full_precision
 
 __all__ = ["DiversityRegularizer", "JoinedSets", "MMDRegularizer", "UniformityRegularizer", "circular_variance"]
 
+MMD_ROWS = 512  # elements whose distances to all others are kept at a time
 ROUNDING = 32  # times eps and the squared norms: the error of a squared distance from dot products
 
 
@@ -48,15 +50,16 @@ class JoinedSets:
             # Otherwise close vectors far from zero round to the same. Distances do not depend on it: no gradient.
             center = weights.abs() @ vectors.detach() / 2
             vectors = vectors - center
-            products = vectors @ vectors.T
-            squared_norms = products.diagonal()
-            sums = squared_norms[:, None] + squared_norms
-            distances = sums.sub(products, alpha=2)
-            coincide = distances <= ROUNDING * torch.finfo(vectors.dtype).eps * sums
-            # The derivatives of a root are infinite at 0.
-            distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
-            # k - 1: the ones cancel, and would drown what is left.
-            return (weights @ (-gamma * distances).expm1() @ weights).clamp(min=0)
+            squared_norms = vectors.square().sum(dim=1)
+            blocks = [part.split(MMD_ROWS) for part in (vectors, weights, squared_norms)]
+            sums = []
+            for block in zip(*blocks, strict=True):
+                arguments = (*block, vectors, weights, squared_norms, gamma)
+                if len(blocks[0]) == 1:
+                    sums.append(_kernel_sum(*arguments))
+                else:  # computed again for the gradients, instead of keeping the matrix
+                    sums.append(checkpoint(_kernel_sum, *arguments, use_reentrant=False, preserve_rng_state=False))
+            return torch.stack(sums).sum().clamp(min=0)
 
     def diversity(self, scale: float) -> Tensor:
         """Return the mean over the sets of two elements or more, added up over the sides."""
@@ -71,6 +74,21 @@ class JoinedSets:
         """Return 1 / number of True entries of a side, and 0 for others."""
         parts = mask.to(self.units.dtype).split(self.sizes)
         return torch.cat([part / part.sum().clamp(min=1) for part in parts])
+
+
+def _kernel_sum(
+    x: Tensor, x_weights: Tensor, x_squared: Tensor, y: Tensor, y_weights: Tensor, y_squared: Tensor, gamma: float
+) -> Tensor:
+    """Return the weighted sum of k - 1 over all pairs of two groups of vectors, given their squared norms.
+
+    The ones cancel in the discrepancy, and would drown what is left.
+    """
+    sums = x_squared[:, None] + y_squared
+    distances = sums.sub(x @ y.T, alpha=2)
+    coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * sums
+    # The derivatives of a root are infinite at 0.
+    distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
+    return x_weights @ (-gamma * distances).expm1() @ y_weights
 
 
 def circular_variance(sets: Tensor) -> Tensor:
@@ -142,7 +160,7 @@ class MMDRegularizer(SetRegularizer):
         \qquad k(x, y) = e^{-\gamma \lVert x - y \rVert}
 
     Coinciding elements do not move each other; in float32, those count as coinciding whose distance is below 0.003 of
-    their distance from the mean of both clouds. Memory is several numbers per pair.
+    their distance from the mean of both clouds. Memory is several numbers for each pair of 512 elements and all others.
 
     As ``embedding_regularizer`` it works in the losses of this package: those of pytorch-metric-learning do not pass
     ``ref_emb``.

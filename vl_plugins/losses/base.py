@@ -180,6 +180,7 @@ class PairLoss(BaseMetricLossFunction):
         ref_ids: Any = None,
         matching_ids: Any = None,
         negative_ids: Any = None,
+        copies: Tensor | None = None,
         **numbers: Any,
     ) -> Any:
         """Return the reduced loss.
@@ -199,6 +200,8 @@ class PairLoss(BaseMetricLossFunction):
             matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Rows
                 are filled up with negative numbers.
             negative_ids: (N,), ids of ``negatives``.
+            copies: (A,), the places of candidates that are the rows themselves, as in a queue; a row is not compared
+                with its own. Of one set they are known.
             numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
                 such as ``model.logit_scale.exp()``; or one of each caption, (C,).
 
@@ -225,9 +228,12 @@ class PairLoss(BaseMetricLossFunction):
                 both=both,
                 is_mined=is_mined,
                 negatives=negatives,
+                copies=copies,
                 numbers=of_captions,
                 **ids,
             )
+            if copies is not None and self.processes.size > 1:
+                raise ValueError("copies are places of one process: create the loss without gather_across_devices")
             batch = batch.gathered(self.processes, self.compares_own_rows, self._learned_numbers())
             if indices_tuple is not None:
                 losses = [self._losses_of_indices(batch, indices_tuple, scalars)]

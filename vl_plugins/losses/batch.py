@@ -11,7 +11,7 @@ from vl_plugins.distributed import Processes
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
 from vl_plugins.numerics import as_labels, check_tensors, full_precision
 
-__all__ = ["Batch", "Direction", "Side", "by_pair"]
+__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair"]
 
 NO_ID = -1
 PLACES_OF_A_PROCESS = 2**32  # more than a process has rows, so that labels by place are those of no other process
@@ -79,6 +79,8 @@ class Batch:
         all_rows, all_columns: of all processes.
         negatives: of all processes, candidates of the rows that are nobody's positive; or None.
         captions: with places instead of labels, how many columns belong to each row.
+        copies: the column that is each row's own copy, with which it is not compared; or None. With one set it is the
+            row itself.
         first_row: the place of the first row among all.
         one_set: the columns are the rows, and none is compared with itself.
         both: the columns are anchors too.
@@ -92,6 +94,7 @@ class Batch:
     captions: int
     one_set: bool
     both: bool
+    copies: Tensor | None = None
     first_row: int = 0
 
     @classmethod
@@ -109,6 +112,7 @@ class Batch:
         matching_ids: Any = None,
         negatives: Tensor | None = None,
         negative_ids: Any = None,
+        copies: Tensor | None = None,
         numbers: dict[str, Tensor],
     ) -> "Batch":
         """Check the arguments of a call, see :meth:`vl_plugins.losses.PairLoss.forward`.
@@ -139,7 +143,9 @@ class Batch:
             if more is None:
                 raise ValueError("negative_ids need negatives")
             more.ids = as_ids("negative_ids", negative_ids, more.embeddings)
-        return cls(rows, columns, rows, columns, more, captions, one_set, both and not one_set)
+        if one_set:
+            copies = torch.arange(len(x), device=x.device)
+        return cls(rows, columns, rows, columns, more, captions, one_set, both and not one_set, copies)
 
     def gathered(self, processes: Processes, own_rows: bool, learned: dict[str, Tensor]) -> "Batch":
         """Return the batch with the candidates of all processes.
@@ -191,7 +197,8 @@ class Batch:
         )
         more = None if self.negatives is None else Side(tensors["negatives"], None, tensors["negative_ids"])
         captions = _captions_of_each(rows.embeddings, columns.embeddings)
-        return Batch(rows, columns, rows, columns, more, captions, self.one_set, self.both)
+        copies = torch.arange(len(rows), device=rows.embeddings.device) if self.one_set else None
+        return Batch(rows, columns, rows, columns, more, captions, self.one_set, self.both, copies)
 
     @property
     def is_whole(self) -> bool:
@@ -251,16 +258,16 @@ class Batch:
             first_column = first_row * self.captions
             return Pairs(own_rows, columns + first_column if first_column else columns, per_row=self.captions)
         pairs = label_pairs(rows.labels, columns.labels)
-        if not self.one_set:
+        if self.copies is None:
             return pairs
-        (others,) = (pairs.rows != pairs.columns).nonzero(as_tuple=True)
+        (others,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
         return Pairs(pairs.rows[others], pairs.columns[others])
 
     def _excluded(self, rows: Side, positives: Pairs) -> list[Excluded]:
         """Return the pairs of rows and candidates that are no negatives, besides the positive ones."""
         excluded = []
-        if self.one_set:
-            excluded.append(Excluded.diagonal(len(rows), rows.embeddings.device))
+        if self.copies is not None:
+            excluded.append(Excluded.copies(self.copies))
         if self.all_columns.ids is not None:
             ids = self.all_columns.ids
             if self.negatives is not None:

@@ -7,6 +7,8 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
+from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.batch import as_ids
 from vl_plugins.numerics import as_labels, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
@@ -49,15 +51,34 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     def check_loss_support(cls, loss_name: str) -> None:
         """Take any loss, where pytorch-metric-learning takes its own only."""
 
+    def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
+        super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
+        if getattr(getattr(loss, "processes", None), "is_alone", True) is False:
+            raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
+
     def forward(
         self,
         embeddings: Tensor,
         labels: Tensor,
         indices_tuple: tuple[Tensor, ...] | None = None,
         enqueue_mask: Tensor | None = None,
+        *,
+        ref_ids: Any = None,
+        **numbers: Any,
     ) -> Any:
+        """Return the loss of a batch, and put it into the queue.
+
+        Args:
+            embeddings, labels: (B, D) and (B,).
+            indices_tuple, enqueue_mask: see above.
+            ref_ids: (B,), ids of the contents of the embeddings, see :meth:`~vl_plugins.losses.PairLoss.forward`. The
+                queue keeps them.
+            numbers: others of the loss's call, such as ``scale``.
+        """
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
+        if "negatives" in numbers:
+            raise ValueError("negatives cannot be given with a queue, whose embeddings are the candidates")
         labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
@@ -65,8 +86,48 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         if queued > self.memory_size:
             raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
         (embeddings,) = full_precision(embeddings)
+        by_labels = self.miner is None and indices_tuple is None and isinstance(self.loss, PairLoss)
+        if not by_labels and (ref_ids is not None or numbers):
+            raise ValueError(f"{', '.join(numbers) or 'ref_ids'} cannot be given with a miner or its pairs")
         with torch.autocast(embeddings.device.type, enabled=False):
+            if by_labels:
+                return self._loss_by_labels(embeddings, labels, enqueue_mask, ref_ids, numbers)
             return super().forward(embeddings, labels, indices_tuple, enqueue_mask)
+
+    def _loss_by_labels(
+        self, embeddings: Tensor, labels: Tensor, enqueue_mask: Tensor | None, ref_ids: Any, numbers: dict[str, Any]
+    ) -> Any:
+        """Compare the batch with the queue by labels, without a list of all their pairs."""
+        self.reset_stats()
+        self.embedding_memory = self.embedding_memory.to(embeddings)
+        self.label_memory = self.label_memory.to(labels.device, labels.dtype)
+        ids = None if ref_ids is None else as_ids("ref_ids", ref_ids, embeddings)
+        anchors, anchor_labels = embeddings, labels
+        if enqueue_mask is not None:
+            anchors, anchor_labels = embeddings[~enqueue_mask], labels[~enqueue_mask]
+            embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
+            ids = None if ids is None else ids[enqueue_mask]
+        self.add_to_memory(embeddings, labels, len(labels))
+        length = self.memory_size if self.has_been_filled else self.queue_idx
+        if ids is not None:
+            numbers["ref_ids"] = self._queued_ids(ids, length)
+        return self.loss(
+            anchors,
+            anchor_labels,
+            ref_emb=self.embedding_memory[:length],
+            ref_labels=self.label_memory[:length],
+            symmetric=False,
+            copies=self.curr_batch_idx if enqueue_mask is None else None,
+            **numbers,
+        )
+
+    def _queued_ids(self, ids: Tensor, length: int) -> Tensor:
+        """Put ids into the queue; return those of all embeddings in it, -1 where none was given."""
+        if not hasattr(self, "id_memory"):
+            self.id_memory = ids.new_full((self.memory_size,), -1)
+        self.id_memory = self.id_memory.to(ids.device)
+        self.id_memory[self.curr_batch_idx] = ids
+        return self.id_memory[:length]
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         if batch_size > 0:
