@@ -1,0 +1,112 @@
+"""Learned scales, and what a loss records of a call."""
+
+import math
+
+import pytest
+import torch
+from pytorch_metric_learning.distances import LpDistance
+
+from tests.helpers.loops import call_with, expected, leaves_of, make_loss
+from tests.helpers.processes import in_processes
+from tests.losses.test_hooks import make_call, pairs_of
+from vl_plugins import create_loss
+from vl_plugins.losses.statistics import STATISTICS
+
+SCALED = pytest.mark.parametrize("name", ["unified", "vlc", "siglip"])
+
+
+@SCALED
+def test_a_learned_scale_begins_at_the_number_and_has_the_gradient_of_its_logarithm(name):
+    learned, call = make_loss(name, learn_scale=True), call_with(2)
+    scale = torch.tensor(learned.own_scale, dtype=torch.float64, requires_grad=True)
+    value, plain = learned(**call), make_loss(name)(**call, scale=scale)
+    torch.testing.assert_close(value, plain)
+    (of_log,) = torch.autograd.grad(value, learned.log_scale)
+    (of_scale,) = torch.autograd.grad(plain, scale)
+    torch.testing.assert_close(of_log.double(), of_scale * scale.detach(), rtol=1e-5, atol=1e-6)
+    assert [*learned.state_dict()] == ["log_scale"]
+    with pytest.raises(ValueError, match="scale is the loss's own parameter"):
+        learned(**call, scale=3.0)
+
+
+def test_a_learned_scale_stays_at_its_limit_and_can_leave_it():
+    loss, call = make_loss("unified", learn_scale=True, max_scale=30.0), call_with(2)
+    with torch.no_grad():
+        loss.log_scale.fill_(10.0)
+    value = loss(**call)
+    assert loss.scale.item() == pytest.approx(30.0)
+    assert torch.autograd.grad(value, loss.log_scale)[0] != 0
+
+
+def test_a_learned_bias():
+    loss, call = make_loss("siglip", learn_bias=True), call_with(2)
+    bias = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    plain = make_loss("siglip")(**call, bias=bias)
+    torch.testing.assert_close(loss(**call), plain)
+    gradients = torch.autograd.grad(loss(**call), loss.bias)[0], torch.autograd.grad(plain, bias)[0]
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def with_another_scale(rank):
+    loss = create_loss("unified", gather_across_devices=True, learn_scale=True)
+    with torch.no_grad():
+        loss.log_scale.add_(rank)
+    try:
+        loss(torch.eye(3), ref_emb=torch.eye(3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_learned_scale_that_differs_between_processes():
+    for error in in_processes(with_another_scale, 2):
+        assert error.startswith("log_scale is learned, and has another value in each process: wrap the loss in")
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn", "siglip", "goal nca con"])
+@pytest.mark.parametrize("options", [{}, {"distance": LpDistance(normalize_embeddings=False)}], ids=["plain", "matrix"])
+def test_statistics(name, options):
+    """Of the pairs by loops; computed only if they are asked for, and with the same loss."""
+    if options and name == "goal nca con":
+        pytest.skip("tested with the plain distance")
+    call = make_call(("known",), "labels")
+    loss = make_loss(name, collect_stats=True, **options)
+    assert loss(**call) == make_loss(name, **options)(**call)
+    x, y = call["embeddings"].detach(), call["ref_emb"].detach()
+    if options:
+        similarities = -torch.cdist(x, y)
+    else:
+        similarities = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(y).T
+    positives, negatives, _ = pairs_of(call)
+    scale = loss.own_scale if hasattr(loss, "own_scale") else None
+    positive = [similarities[pair].item() for pair in sorted(positives)]
+    negative = []
+    for row, _ in sorted(positives):
+        others = [similarities[row, column].item() for r, column in negatives if r == row]
+        soft = scale and math.log(sum(math.exp(scale * other) for other in others)) / scale
+        negative.append(soft if scale else max(others))
+    margin = 0.0 if name == "siglip" else 0.3
+    active = sum(margin + n > p for p, n in zip(positive, negative, strict=True)) / len(positive)
+    left_out = 1 - (len(positives) + len(negatives)) / similarities.numel()
+    found = {name: getattr(loss, name).item() for name in STATISTICS}
+    expected_values = {
+        "mean_positive": sum(positive) / len(positive),
+        "mean_negative": sum(negative) / len(negative),
+        "active_pairs": active,
+        "scale_in_use": scale or 1.0,
+        "known_positives_left_out": left_out,
+    }
+    assert found == pytest.approx(expected_values, rel=1e-5)
+    assert 0 < left_out < 1
+    plain = make_loss(name)
+    plain(**call)
+    assert not any(hasattr(plain, statistic) for statistic in STATISTICS)
+
+
+@SCALED
+def test_the_loss_with_a_scale_of_its_own_is_that_of_the_loops(name):
+    call = call_with(2)
+    value, gradients = expected(name, call)
+    loss = make_loss(name, learn_scale=True).double()
+    torch.testing.assert_close(loss(**call).item(), value)
+    torch.testing.assert_close(torch.autograd.grad(loss(**call), leaves_of(call)), tuple(gradients))
