@@ -8,6 +8,8 @@ from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance
+from vl_plugins.engine import label_pairs
+from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.registry import create, create_loss
 
@@ -53,35 +55,88 @@ class CrossModalLoss(nn.Module):
         indices_tuple: None,
         texts: Tensor,
         text_labels: Tensor | None = None,
+        *,
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
+        ref_ids: Tensor | None = None,
+        matching_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """Return the loss.
 
         Args:
             images, texts: (B, D) and (C, D), or sets (B, K, D) and (C, K, D) where the loss's distance compares those.
-            labels, text_labels: (B,) and (C,); a text belongs to the images of its label.
+            labels, text_labels: (B,) and (C,); a text belongs to the images of its label. A loss of this package
+                without a miner may do without them, see :class:`~vl_plugins.losses.PairLoss`.
             indices_tuple: None, because the miner chooses the pairs.
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
+            ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. Of
+                what a miner chose, and for losses of pytorch-metric-learning, known positives are left out here.
             options: others of the loss's call, such as ``scale``.
         """
-        sides = (images, labels), (texts, text_labels)
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
                 both = torch.cat([images, texts]), torch.cat([labels, text_labels])
                 return self.loss(*both, None if self.miner is None else self.miner(*both))
-            adds_both = self.miner is None and hasattr(self.pair_loss, "symmetric")
-            steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
-            value: Any = 0
-            for queries, candidates in (sides, sides[::-1]) if self.symmetric and not adds_both else (sides,):
-                for module, step in steps.items():
-                    module.step = step  # both directions are one step
-                pairs = None if self.miner is None else self.miner(*queries, *candidates)
-                value = value + self.pair_loss(*queries, pairs, *candidates, **options)
+            if self.miner is None and hasattr(self.pair_loss, "symmetric"):
+                ids = {"ref_ids": ref_ids, "matching_ids": matching_ids} if ref_ids is not None else {}
+                value = self.pair_loss(images, labels, None, texts, text_labels, **ids, **options)
+            else:
+                known = None if ref_ids is None else known_positives(labels, text_labels, ref_ids, matching_ids)
+                value = self._loss_by_direction((images, labels), (texts, text_labels), known, options)
             if self.pair_loss is not self.loss:
                 value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
             return value
+
+    def _loss_by_direction(
+        self, images: tuple[Any, Any], texts: tuple[Any, Any], known: Tensor | None, options: dict[str, Any]
+    ) -> Any:
+        """Return the loss of image to text, plus that of text to image."""
+        steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
+        directions = [(images, texts, known)]
+        if self.symmetric:
+            directions.append((texts, images, None if known is None else known.T))
+        value: Any = 0
+        for queries, candidates, known_of_direction in directions:
+            for module, step in steps.items():
+                module.step = step  # both directions are one step
+            pairs = None if self.miner is None else self.miner(*queries, *candidates)
+            if known_of_direction is not None:
+                pairs = _without_known(pairs or _all_pairs(queries[1], candidates[1]), known_of_direction)
+            value = value + self.pair_loss(*queries, pairs, *candidates, **options)
+        return value
+
+
+def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any) -> Tensor:
+    """Return which texts share an id with a text of an image, (B, C) bool, see ``ref_ids`` of ``PairLoss.forward``."""
+    images, texts = labels[:, None].float(), text_labels[:, None].float()  # only their labels and ids count
+    batch = Batch.of(
+        images,
+        labels,
+        texts,
+        text_labels,
+        distance=None,
+        both=False,
+        is_mined=False,
+        ref_ids=ref_ids,
+        matching_ids=matching_ids,
+        numbers={},
+    )
+    return batch.known_positives(label_pairs(labels, text_labels))
+
+
+def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
+    is_positive = labels[:, None] == ref_labels
+    return *is_positive.nonzero(as_tuple=True), *(~is_positive).nonzero(as_tuple=True)
+
+
+def _without_known(indices: tuple[Tensor, ...], known: Tensor) -> tuple[Tensor, ...]:
+    """Return pairs or triplets without the negatives that are known positives."""
+    anchors, positives, *negative_anchors, negatives = indices
+    kept = ~known[negative_anchors[0] if negative_anchors else anchors, negatives]
+    if negative_anchors:
+        return anchors, positives, negative_anchors[0][kept], negatives[kept]
+    return anchors[kept], positives[kept], negatives[kept]
 
 
 def create_loss_and_miner(

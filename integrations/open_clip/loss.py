@@ -13,6 +13,7 @@ from vl_plugins.distributed import DistributedLoss, Processes
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
+from vl_plugins.losses.siglip import SigLIPLoss
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
@@ -146,6 +147,10 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
     if learned_scale and not hasattr(getattr(loss, "base", loss), "scale"):
         raise UserError(f"loss {args.loss!r} has no scale; losses that have one: {', '.join(losses_with_scale())}")
+    if isinstance(loss, SigLIPLoss):
+        raise UserError(
+            "loss 'siglip' learns a scale and a bias, which --loss does not train: use open_clip's --siglip"
+        )
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")

@@ -8,6 +8,7 @@ from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
 from vl_plugins.integrations.cross_modal import CrossModalLoss
+from vl_plugins.miners import HardestNegativeMiner
 
 LABELS = torch.tensor([4, 7, 9])
 TEXT_LABELS = LABELS.repeat_interleave(2)
@@ -61,6 +62,34 @@ class EveryPair:
     def __call__(self, embeddings, labels, ref_emb, ref_labels):
         equal = labels[:, None] == ref_labels
         return *equal.nonzero().T, *(~equal).nonzero().T
+
+
+IDS = torch.tensor([5, 6, 7, 5, 8, 8])  # the second text of the second image is the first one of the first image
+MATCHING = torch.tensor([[8, -1], [-1, -1], [6, -1]])
+# Which texts are no negatives of which images, besides their own.
+KNOWN = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], dtype=torch.bool)
+POSITIVES = LABELS[:, None] == TEXT_LABELS
+IDS_OF_CALL = {"ref_ids": IDS, "matching_ids": MATCHING}
+
+
+@pytest.mark.parametrize("miner", [None, EveryPair()], ids=["all pairs", "a miner's"])
+def test_known_positives_are_no_negatives_of_a_loss_of_the_host(sides, miner):
+    images, texts = sides
+    loss = ContrastiveLoss(pos_margin=0, neg_margin=3)
+    positives, negatives = torch.where(POSITIVES), torch.where(~POSITIVES & ~KNOWN)
+    expected = loss(images, LABELS, (*positives, *negatives), texts, TEXT_LABELS)
+    expected = expected + loss(texts, TEXT_LABELS, (*positives[::-1], *negatives[::-1]), images, LABELS)
+    check(compare(loss, images, texts, miner, **IDS_OF_CALL), expected, sides)
+    assert compare(loss, images, texts, miner) != expected
+
+
+@pytest.mark.parametrize("miner", [None, EveryPair(), HardestNegativeMiner(k=6)], ids=["all", "pairs", "triplets"])
+def test_known_positives_are_no_negatives_of_a_loss_of_ours(sides, miner):
+    images, texts = sides
+    similarities = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+    loss = create_loss("triplet_sh", reducer="SumReducer")
+    expected = loss.from_similarities(similarities, POSITIVES, ~POSITIVES & ~KNOWN)
+    check(compare(loss, images, texts, miner, **IDS_OF_CALL), expected, sides)
 
 
 @pytest.mark.parametrize("miner", [None, EveryPair()], ids=["labels", "a miner"])
