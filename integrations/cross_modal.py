@@ -13,7 +13,7 @@ from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.registry import create, create_loss
 
-__all__ = ["CrossModalLoss", "create_loss_and_miner", "create_miner"]
+__all__ = ["CrossModalLoss", "create_loss_and_miner", "create_miner", "known_positives"]
 
 
 class CrossModalLoss(nn.Module):
@@ -107,7 +107,7 @@ class CrossModalLoss(nn.Module):
         return value
 
 
-def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any) -> Tensor:
+def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:
     """Return which texts share an id with a text of an image, (B, C) bool, see ``ref_ids`` of ``PairLoss.forward``."""
     images, texts = labels[:, None].float(), text_labels[:, None].float()  # only their labels and ids count
     batch = Batch.of(
