@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from vl_plugins.distances import check_widths
 from vl_plugins.numerics import as_labels, eager, full_precision
 
-__all__ = ["DistributedLoss", "Processes", "all_gather_rows", "stop_processes", "world_size"]
+__all__ = ["DistributedLoss", "Processes", "all_gather_rows", "joined_call", "stop_processes", "world_size"]
 
 SECONDS_FOR_THREADS = 0.2
 ABSENT = -1  # in place of a number of rows
@@ -263,20 +263,46 @@ class DistributedLoss(nn.Module):
             raise ValueError("indices_tuple would be of this process only: give the miner as miner=")
         if ref_emb is not None:
             check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
-        labels, ref_labels = pair_labels(embeddings, labels, ref_emb, ref_labels, self.processes.rank)
-        if ref_emb is None:
-            sides = {"embeddings": full_precision(embeddings)[0], "labels": labels}
-        else:
-            x, y = full_precision(embeddings, ref_emb)
-            sides = {"embeddings": x, "labels": labels, "ref_emb": y, "ref_labels": ref_labels}
-        rows = {name: value for name, value in options.items() if isinstance(value, Tensor) and value.ndim > 1}
-        if self.processes.size > 1:
-            gathered = self.processes.gather_rows(sides | rows).tensors
-            sides = {name: gathered[name] for name in sides}
-            options |= {name: gathered[name] for name in rows}
-        indices = None if miner is None else miner(*sides.values())
-        x, labels, *others = sides.values()
-        return self.loss(x, labels, indices, *others, **options)
+        sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
+        call = joined_call(self.processes, sides | options)
+        embeddings, labels, ref_emb, ref_labels = (call.pop(name) for name in sides)
+        refs = () if ref_emb is None else (ref_emb, ref_labels)
+        indices = None if miner is None else miner(embeddings, labels, *refs)
+        return self.loss(embeddings, labels, indices, *refs, **call)
+
+
+def joined_call(processes: Processes, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with the rows of all processes.
+
+    Args:
+        processes: that share the batch.
+        call: ``embeddings``, ``labels``, ``ref_emb``, ``ref_labels`` and others by name. Embeddings become float32 at
+            least, and labels that are not given follow from the order of the rows.
+    """
+    embeddings, ref_emb = call["embeddings"], call["ref_emb"]
+    labels, ref_labels = pair_labels(embeddings, call["labels"], ref_emb, call["ref_labels"], processes.rank)
+    call = call | {"labels": labels, "ref_labels": ref_labels}
+    if ref_emb is None:
+        (call["embeddings"],) = full_precision(embeddings)
+    else:
+        call["embeddings"], call["ref_emb"] = full_precision(embeddings, ref_emb)
+    if processes.size == 1:
+        return call
+    return call | processes.gather_rows(options_with_rows(call)).tensors
+
+
+def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call that have a row for each item; None where the call gives none.
+
+    A scale or a bias may be a tensor (1,), which has none. Nothing else is told by its length, which may be 1 in one of
+    the processes.
+    """
+    rows = {}
+    for name, value in options.items():
+        is_tensor = isinstance(value, Tensor) and value.ndim > 0 and name not in ("scale", "bias")
+        if value is None or is_tensor:
+            rows[name] = value
+    return rows
 
 
 def pair_labels(

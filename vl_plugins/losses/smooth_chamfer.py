@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import Processes, pair_labels
+from vl_plugins.distributed import Processes, joined_call
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
@@ -121,13 +121,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if ref_emb is not None and ref_labels is not None:
             ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
         if self.processes.size > 1:
-            labels, ref_labels = pair_labels(embeddings, labels, ref_emb, ref_labels, self.processes.rank)
-            options |= {"labels": labels, "ref_labels": ref_labels, "slots": slots, "ref_slots": ref_slots}
-            rows = {"embeddings": embeddings, "ref_emb": ref_emb} | _with_rows(options)
-            gathered = self.processes.gather_rows(rows).tensors
-            embeddings, ref_emb = gathered.pop("embeddings"), gathered.pop("ref_emb")
-            options |= gathered
-            labels, ref_labels = options.pop("labels"), options.pop("ref_labels")
+            sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
+            options = joined_call(self.processes, sides | {"slots": slots, "ref_slots": ref_slots} | options)
+            embeddings, labels, ref_emb, ref_labels = (options.pop(name) for name in sides)
             slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
         # Here, so that gradients in half precision are rounded once, not for each term.
         embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
@@ -158,12 +154,3 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
-
-
-def _with_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call that have a row for each item; None where the call gives none."""
-    return {name: value for name, value in options.items() if value is None or _has_rows(value)}
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() != 1
