@@ -238,7 +238,10 @@ class PairLoss(BaseMetricLossFunction):
             if indices_tuple is not None:
                 losses = [self._losses_of_indices(batch, indices_tuple, scalars)]
             else:
-                losses = [self._losses_of_direction(direction, scalars) for direction in batch.directions()]
+                directions = batch.directions()
+                losses = [self._losses_of_direction(direction, scalars) for direction in directions]
+                if self.collect_stats:
+                    record_statistics(self, directions[0], scalars)
             return reduced(self, losses, batch, batch.inputs(), scalars)
 
     def from_similarities(
@@ -281,8 +284,6 @@ class PairLoss(BaseMetricLossFunction):
         confidence = of_pairs.pop(CONFIDENCE, None)
         direction = direction._replace(numbers=of_pairs)
         losses = losses_of_direction(self, direction, numbers)
-        if self.collect_stats:
-            record_statistics(self, direction, numbers)
         return losses if confidence is None else losses._replace(values=losses.values * confidence)
 
     def _losses_of_indices(
