@@ -205,8 +205,8 @@ def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ..
     processes = Processes(group)
     if processes.size == 1 or all(tensor is None for tensor in tensors):
         return tensors
-    named = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
-    return tuple(processes.gather_rows(named).tensors.values())
+    by_name = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+    return tuple(processes.gather_rows(by_name).tensors.values())
 
 
 class DistributedLoss(nn.Module):

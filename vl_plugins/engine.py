@@ -179,7 +179,7 @@ class Excluded:
             rows_have_one: whether the latter are the rows.
         """
         if len(many.ids) * len(one) <= FEW:
-            entries, others = ((many.ids[:, None] == one) & (one >= 0)).nonzero(as_tuple=True)
+            entries, entries_of_one = ((many.ids[:, None] == one) & (one >= 0)).nonzero(as_tuple=True)
         else:
             join = _Join.of(many.ids, one)
             counts = join.counts * (many.ids >= 0)
@@ -187,11 +187,11 @@ class Excluded:
             if total > MANY:
                 return cls._of_masks(many, one, rows_have_one)
             repeated = torch.repeat_interleave(counts, output_size=total)
-            entries, others, _ = join._replace(counts=counts).pairs(repeated)
+            entries, entries_of_one, _ = join._replace(counts=counts).pairs(repeated)
         items = many.items[entries]
         if not rows_have_one:
-            return cls(Pairs(items, others))
-        rows, order = others.sort(stable=True)
+            return cls(Pairs(items, entries_of_one))
+        rows, order = entries_of_one.sort(stable=True)
         return cls(Pairs(rows, items[order]))
 
     @classmethod

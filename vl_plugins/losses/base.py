@@ -362,8 +362,8 @@ def _unknown_number(loss: PairLoss, name: str) -> str:
         return f"{kind} takes no miner: DistributedLoss(loss)(..., miner=miner) does, or give it indices_tuple"
     if name == "scale":
         return f"{kind} has no scale; losses that have one: {', '.join(losses_with_scale())}"
-    known = ", ".join(loss.numbers) or "none"
-    return f"{kind} does not take {name} in a call; numbers of a call: {known}"
+    names = ", ".join(loss.numbers) or "none"
+    return f"{kind} does not take {name} in a call; numbers of a call: {names}"
 
 
 def _check_options(kind: type, options: dict[str, Any]) -> None:

@@ -138,14 +138,14 @@ class Batch:
             rows.ids = as_ids("matching_ids", matching_ids, x, dimensions=2)
         for name, values in numbers.items():
             columns.numbers[name] = _number_of_each(name, values, y)
-        more = None if negatives is None else Side(sides[-1])
+        extra = None if negatives is None else Side(sides[-1])
         if negative_ids is not None:
-            if more is None:
+            if extra is None:
                 raise ValueError("negative_ids need negatives")
-            more.ids = as_ids("negative_ids", negative_ids, more.embeddings)
+            extra.ids = as_ids("negative_ids", negative_ids, extra.embeddings)
         if one_set:
             copies = torch.arange(len(x), device=x.device)
-        return cls(rows, columns, rows, columns, more, captions, one_set, both and not one_set, copies)
+        return cls(rows, columns, rows, columns, extra, captions, one_set, both and not one_set, copies)
 
     def gathered(self, processes: Processes, own_rows: bool, learned: dict[str, Tensor]) -> "Batch":
         """Return the batch with the candidates of all processes.
@@ -178,10 +178,10 @@ class Batch:
         if not self.one_set:
             tensors |= {"ref_emb": self.columns.embeddings, "ref_labels": self.columns.labels}
         tensors |= {"ref_ids": self.columns.ids, **self.columns.numbers}
-        more = self.negatives
+        extra = self.negatives
         return tensors | {
-            "negatives": None if more is None else more.embeddings,
-            "negative_ids": None if more is None else more.ids,
+            "negatives": None if extra is None else extra.embeddings,
+            "negative_ids": None if extra is None else extra.ids,
         }
 
     def _of_tensors(self, tensors: dict[str, Any]) -> "Batch":
@@ -195,10 +195,10 @@ class Batch:
             tensors["ref_ids"],
             numbers,
         )
-        more = None if self.negatives is None else Side(tensors["negatives"], None, tensors["negative_ids"])
+        extra = None if self.negatives is None else Side(tensors["negatives"], None, tensors["negative_ids"])
         captions = _captions_of_each(rows.embeddings, columns.embeddings)
         copies = torch.arange(len(rows), device=rows.embeddings.device) if self.one_set else None
-        return Batch(rows, columns, rows, columns, more, captions, self.one_set, self.both, copies)
+        return Batch(rows, columns, rows, columns, extra, captions, self.one_set, self.both, copies)
 
     @property
     def is_whole(self) -> bool:
@@ -260,8 +260,8 @@ class Batch:
         pairs = label_pairs(rows.labels, columns.labels)
         if self.copies is None:
             return pairs
-        (others,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
-        return Pairs(pairs.rows[others], pairs.columns[others])
+        (not_copies,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
+        return Pairs(pairs.rows[not_copies], pairs.columns[not_copies])
 
     def _excluded(self, rows: Side, positives: Pairs) -> list[Excluded]:
         """Return the pairs of rows and candidates that are no negatives, besides the positive ones."""
@@ -271,10 +271,10 @@ class Batch:
         if self.all_columns.ids is not None:
             ids = self.all_columns.ids
             if self.negatives is not None:
-                more = self.negatives.ids
-                if more is None:
-                    more = ids.new_full((len(self.negatives),), NO_ID)
-                ids = torch.cat([ids, more])
+                extra = self.negatives.ids
+                if extra is None:
+                    extra = ids.new_full((len(self.negatives),), NO_ID)
+                ids = torch.cat([ids, extra])
             excluded.append(Excluded.by_ids(self._ids_of_rows(rows, positives), ids, rows_have_one=False))
         return excluded
 
@@ -317,8 +317,8 @@ def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tens
 
 def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> list[Tensor]:
     """Return the embeddings that are given in their common type, float32 at least."""
-    given = {"embeddings": embeddings, "ref_emb": ref_emb, "negatives": negatives}
-    present = {name: value for name, value in given.items() if value is not None}
+    arguments = {"embeddings": embeddings, "ref_emb": ref_emb, "negatives": negatives}
+    present = {name: value for name, value in arguments.items() if value is not None}
     check_tensors(**present)
     for name, side in present.items():
         check_widths(distance, embeddings, side, name)

@@ -203,8 +203,10 @@ class GOALLoss(PairLoss):
         else:
             exponents = self.beta * (similarities - hardest.masked_fill(hardest == -torch.inf, 0))
             terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
-            rest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
+            without_hardest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
             # The sum without a term: that of the hardest is not subtracted, because it may drown all others.
-            total = torch.where(similarities == hardest, rest, terms.gather(1, index) + rest - terms)
+            total = torch.where(
+                similarities == hardest, without_hardest, terms.gather(1, index) + without_hardest - terms
+            )
             mean = total / others.clamp(min=1) * (-exponents).exp()
         return to_positives, torch.where(others > 0, mean, 0)

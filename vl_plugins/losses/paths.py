@@ -86,15 +86,15 @@ def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled:
     x, y, positives, excluded, anchor_columns, of_pairs = direction
     options: dict[str, Any] = {"normalize": loss.distance.normalize_embeddings, "anchor_columns": anchor_columns}
     if type(loss).of_negatives is hardest:
-        found = engine.maxima(x, y, positives, excluded, **options)
+        maxima_of_pairs = engine.maxima(x, y, positives, excluded, **options)
     else:
-        found = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
-    positive, negative = found.positive, found.of_rows[positives.rows]
-    if found.of_columns is None:
+        maxima_of_pairs = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
+    positive, negative = maxima_of_pairs.positive, maxima_of_pairs.of_rows[positives.rows]
+    if maxima_of_pairs.of_columns is None:
         return loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
     # The formula once, of the pairs of both directions.
     positive = torch.cat([positive, positive])
-    negative = torch.cat([negative, found.of_columns[positives.columns]])
+    negative = torch.cat([negative, maxima_of_pairs.of_columns[positives.columns]])
     of_pairs = {name: torch.cat([values, values]) for name, values in of_pairs.items()}
     losses: Tensor = loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
     return losses.view(2, -1).sum(dim=0)
@@ -141,10 +141,10 @@ def _losses_of_rows(
 def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
     """Raise ``ValueError`` for what a hook returns if it is not a loss of each pair, such as a mean."""
     if not isinstance(losses, Tensor) or losses.shape != (pairs,):
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
             f"{hook} of {type(loss).__name__} must return the loss of each of the {pairs} positive pairs, ({pairs},), "
-            f"got {found}"
+            f"got {shape}"
         )
 
 
@@ -178,11 +178,11 @@ def _losses_of_blocks(
     losses, done = [], 0
     for number, pairs in enumerate(positives.of_blocks(starts)):
         of_block = [next(of_blocks) for of_blocks in excluded_of_blocks]
-        part = slice(done, done + len(pairs.rows))
-        done = part.stop
+        rows_of_block = slice(done, done + len(pairs.rows))
+        done = rows_of_block.stop
         if len(pairs.rows) > 0:
             block = anchors[starts[number] : starts[number + 1]]
-            own = numbers | {name: values[part] for name, values in of_pairs.items()}
+            own = numbers | {name: values[rows_of_block] for name, values in of_pairs.items()}
             losses.append(_again(_losses_of_block, loss, block, candidates, pairs, of_block, own))
     return torch.cat(losses)
 
@@ -213,24 +213,24 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
     anchors, positives, *others = indices_tuple
     negative_anchors, negatives = (anchors, others[0]) if len(others) == 1 else others
     shape = len(batch.rows), len(batch.columns)
-    known = batch.known_positives(Pairs(anchors, positives)) if batch.columns.ids is not None else None
+    excluded = batch.known_positives(Pairs(anchors, positives)) if batch.columns.ids is not None else None
     direction = Direction(batch.rows.embeddings, batch.columns.embeddings, Pairs(anchors, positives), [], 0, {})
     similarities = similarities_of(loss, direction)
     of_columns = batch.columns.numbers
     if len(others) == 1 and loss.takes_triplets and len(anchors) > 0:
         if batch.both:
             raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
-        if known is not None:
-            kept = ~known[anchors, negatives]
-            anchors, positives, negatives = anchors[kept], positives[kept], negatives[kept]
+        if excluded is not None:
+            is_negative = ~excluded[anchors, negatives]
+            anchors, positives, negatives = anchors[is_negative], positives[is_negative], negatives[is_negative]
         values = loss.triplet_losses(
             similarities, anchors, positives, negatives, **numbers, **by_pair(of_columns, positives)
         )
         return PairLosses(values, (anchors, positives, negatives))
     positive_mask = Pairs(anchors, positives).mask(shape)
     negative_mask = Pairs(negative_anchors, negatives).mask(shape)
-    if known is not None:
-        negative_mask &= ~known
+    if excluded is not None:
+        negative_mask &= ~excluded
     pairs = Pairs.of_mask(positive_mask)
     of_pairs = by_pair(of_columns, pairs.columns)
     masks = positive_mask, negative_mask

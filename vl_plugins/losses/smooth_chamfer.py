@@ -150,7 +150,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
         if self.diversity_weight > 0:
             if slots is not None or ref_slots is not None:
-                given = (slots, ref_slots)[: len(sets)]
-                joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
+                slots_of_sides = (slots, ref_slots)[: len(sets)]
+                joined = JoinedSets(
+                    *(own if other is None else other for own, other in zip(sets, slots_of_sides, strict=True))
+                )
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
