@@ -7,7 +7,7 @@ import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances import SetDistance
+from vl_plugins.distances import OrderSimilarity, SetDistance, captions_come_first
 from vl_plugins.engine import label_pairs
 from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.warmup import Warmup
@@ -93,18 +93,22 @@ class CrossModalLoss(nn.Module):
     ) -> Any:
         """Return the loss of image to text, plus that of text to image."""
         steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
-        directions = [(images, texts, known)]
+        value = self._loss_of_anchors(images, texts, known, options)
         if self.symmetric:
-            directions.append((texts, images, None if known is None else known.T))
-        value: Any = 0
-        for queries, candidates, known_of_direction in directions:
             for module, step in steps.items():
                 module.step = step  # both directions are one step
-            pairs = None if self.miner is None else self.miner(*queries, *candidates)
-            if known_of_direction is not None:
-                pairs = _without_known(pairs or _all_pairs(queries[1], candidates[1]), known_of_direction)
-            value = value + self.pair_loss(*queries, pairs, *candidates, **options)
+            with captions_come_first(self):
+                value = value + self._loss_of_anchors(texts, images, None if known is None else known.T, options)
         return value
+
+    def _loss_of_anchors(
+        self, anchors: tuple[Any, Any], candidates: tuple[Any, Any], known: Tensor | None, options: dict[str, Any]
+    ) -> Any:
+        """Return the loss of anchors with their labels, by the miner's pairs without known positives."""
+        pairs = None if self.miner is None else self.miner(*anchors, *candidates)
+        if known is not None:
+            pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), known)
+        return self.pair_loss(*anchors, pairs, *candidates, **options)
 
 
 def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:
@@ -164,10 +168,13 @@ def create_loss_and_miner(
 
 
 def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = False) -> Any:
-    """Return the miner of a configuration; of sets, it compares as the loss does. See :func:`create_loss_and_miner`."""
+    """Return the miner of a configuration; of sets and of order embeddings, it compares as the loss does.
+
+    See :func:`create_loss_and_miner`.
+    """
     if miner is None:
         return None
     specification: Any = {"name": miner} if isinstance(miner, str) else miner
-    if sets:
+    if sets or isinstance(loss.distance, OrderSimilarity):
         specification = {"distance": loss.distance, **specification}
     return create("miner", specification)

@@ -1,5 +1,7 @@
-"""Similarities of sets of embeddings, as pytorch-metric-learning distances."""
+"""Similarities of sets of embeddings, and that of order embeddings, as pytorch-metric-learning distances."""
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,13 +25,89 @@ __all__ = [
     "ChamferSimilarity",
     "MILSimilarity",
     "MatchProbability",
+    "OrderSimilarity",
     "SetDistance",
     "SmoothChamferSimilarity",
+    "captions_come_first",
     "check_widths",
 ]
 
-VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance)
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
+
+
+class OrderSimilarity(BaseDistance):
+    r"""Similarity of order embeddings: how little a caption says that its image does not show, 0 at most.
+
+    .. math:: s(i, c) = - \lVert \max(0, |c| - |i|) \rVert^2
+
+    with unit vectors i and c. A caption may leave out what an image shows, so the two sides are not alike: the first
+    argument of a call is the images, and :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss` keeps to it where
+    captions are the anchors. The margin belongs to this scale: the papers use 0.05.
+
+    Args:
+        absolute: compare the absolute values of the elements, because order embeddings are not negative.
+        captions_first: the first argument of a call is the captions.
+        normalize_embeddings: L2-normalize each vector first.
+
+    Raises:
+        ValueError: one set of embeddings, which has no images and captions.
+
+    Reference:
+        Vendrov et al. 2016, Order-Embeddings of Images and Language; Faghri et al. 2018, VSE++, Table 4 (Order++ with
+        ``triplet_hn``, Order0 with ``triplet_sh``).
+
+    >>> images, captions = torch.tensor([[0.6, 0.8]]), torch.tensor([[0.6, 0.8], [1.0, 0.0]])
+    >>> OrderSimilarity()(images, captions)
+    tensor([[-0.0000, -0.1600]])
+    """
+
+    def __init__(self, absolute: bool = True, captions_first: bool = False, normalize_embeddings: bool = True):
+        super().__init__(normalize_embeddings, is_inverted=True)
+        self.absolute, self.captions_first = absolute, captions_first
+
+    def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
+        """Return the similarities, (A, C)."""
+        if ref_emb is None or ref_emb is query_emb:
+            raise ValueError("OrderSimilarity compares images with captions, not one set of embeddings")
+        similarities: Tensor = super().forward(*full_precision(query_emb, ref_emb))
+        return similarities
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        if self.absolute:
+            query_emb, ref_emb = query_emb.abs(), ref_emb.abs()
+        images, captions = (ref_emb, query_emb) if self.captions_first else (query_emb, ref_emb)
+        size = captions.numel()
+        is_large = len(images) * size * images.element_size() > MATRIX_BYTES
+        blocks = []
+        for block in images.split(block_rows(size, images.device, least=1)):
+            if is_large:  # computed again for the gradients
+                violations = checkpoint(_violations, block, captions, use_reentrant=False, preserve_rng_state=False)
+            else:
+                violations = _violations(block, captions)
+            blocks.append(-violations)
+        similarities = torch.cat(blocks)
+        return similarities.T if self.captions_first else similarities
+
+
+def _violations(images: Tensor, captions: Tensor) -> Tensor:
+    """Return by how much captions exceed images, squared, (i, C)."""
+    return (captions - images[:, None]).relu().square().sum(dim=2)
+
+
+@contextlib.contextmanager
+def captions_come_first(module: nn.Module) -> Iterator[None]:
+    """Let each :class:`OrderSimilarity` in a module take captions as the first argument of its calls, for a while."""
+    similarities = [part for part in module.modules() if isinstance(part, OrderSimilarity)]
+    for similarity in similarities:
+        similarity.captions_first = not similarity.captions_first
+    try:
+        yield
+    finally:
+        for similarity in similarities:
+            similarity.captions_first = not similarity.captions_first
+
+
+VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, OrderSimilarity, SNRDistance)
 
 
 def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str = "ref_emb") -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.data.randomness import seed_everything
+from vl_plugins.distances import OrderSimilarity
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of
@@ -123,5 +124,6 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     with config_errors("miner"):
         miner = create_miner(config.miner, loss, sets)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
-    towers.similarity = loss.distance if sets else None
+    # Vectors are compared by cosine in retrieval, whatever the loss compares, but for order embeddings.
+    towers.similarity = loss.distance if sets or isinstance(loss.distance, OrderSimilarity) else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
