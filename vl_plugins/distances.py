@@ -41,7 +41,7 @@ class OrderSimilarity(BaseDistance):
     .. math:: s(i, c) = - \lVert \max(0, |c| - |i|) \rVert^2
 
     with unit vectors i and c. A caption may leave out what an image shows, so the two sides are not alike: the first
-    argument of a call is the images, and :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss` keeps to it where
+    argument of a call is the images, and :class:`~vl_plugins.losses.CrossModalLoss` keeps to it where
     captions are the anchors. The margin belongs to this scale: the papers use 0.05.
 
     Args:

@@ -95,8 +95,10 @@ class Processes:
         """Return what every process says about its tensors and its learned numbers; the host waits once."""
         words = []
         for name, value in tensors.items():
-            is_checked = name == "labels" and value is not None and not self.has_checked_labels
-            words += [*_shape(value), int(is_checked and _are_places(value))]
+            are_places = False
+            if name == "labels" and value is not None and not self.has_checked_labels:
+                are_places = _are_places(value)
+            words += [*_shape(value), int(are_places)]
         device = next(value.device for value in tensors.values() if value is not None)
         message = torch.tensor(words, dtype=torch.int64).to(device)
         if learned:

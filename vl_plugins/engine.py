@@ -66,7 +66,7 @@ class Pairs(NamedTuple):
     columns: Tensor
     per_row: int | None = None
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
@@ -468,11 +468,12 @@ class _SoftMaxima(torch.autograd.Function):
         vectors = _Vectors(x, y, *(norms or (None, None)))
         matrix, ctx.matrix = ctx.matrix, None  # overwritten here; a second backward pass computes it again
         gradient = _SoftGradient(vectors, ctx.needs_input_grad, ctx.scale)
-        of_pairs = _split(grad, len(ctx.pairs[0].rows), len(x), ctx.anchor_columns)
-        # Not -inf, which minus itself is NaN.
-        sums = _split(values.clamp(min=torch.finfo(x.dtype).min), len(ctx.pairs[0].rows), len(x), ctx.anchor_columns)
+        positives, excluded = ctx.pairs
+        of_pairs = _split(grad, len(positives.rows), len(x), ctx.anchor_columns)
+        finite = values.clamp(min=torch.finfo(x.dtype).min)  # not -inf, which minus itself is NaN
+        sums = _split(finite, len(positives.rows), len(x), ctx.anchor_columns)
         done = 0
-        for block in _blocks(*ctx.pairs, len(x), len(y)):
+        for block in _blocks(positives, excluded, len(x), len(y)):
             exponents = weights = None  # frees those of the last block
             if matrix is None:
                 exponents = _exponents(vectors, block.part, ctx.scale)

@@ -128,14 +128,12 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
 
 
 def _constructed(factory: Any, options: dict[str, Any]) -> Any:
-    """Return a component; a loss with ``warmup_steps`` begins with its :meth:`first_loss`."""
-    steps = options.get("warmup_steps", 0)
-    if not hasattr(factory, "first_loss") or not steps:
-        return factory(**{name: value for name, value in options.items() if name != "warmup_steps" or steps})
-    from vl_plugins.losses import Warmup  # imports torch, which takes seconds
-
+    """Return a component; a loss that has one and ``warmup_steps`` begins with a warm-up."""
+    if not hasattr(factory, "warmed_up"):
+        return factory(**options)
     own = {name: value for name, value in options.items() if name != "warmup_steps"}
-    return Warmup(factory.first_loss(**own), factory(**own), steps)
+    steps = options.get("warmup_steps", 0)
+    return factory.warmed_up(steps, **own) if steps else factory(**own)
 
 
 def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
@@ -230,7 +228,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
             options.setdefault(parameter.name, parameter.default)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
-    if hasattr(factory, "first_loss"):
+    if hasattr(factory, "warmed_up"):
         options["warmup_steps"] = 0
     return options
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from vl_plugins.distributed import DistributedLoss, Processes
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
+from vl_plugins.integrations.components import create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.losses.siglip import SigLIPLoss
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
@@ -24,7 +25,7 @@ __all__ = ["TwoTowerLoss", "build_loss"]
 class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Image to text and text to image are added, see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`. With
+    Image to text and text to image are added, see :class:`~vl_plugins.losses.CrossModalLoss`. With
     several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages, are
     those of one process with the joined batch.
 
@@ -46,7 +47,7 @@ class TwoTowerLoss(nn.Module):
     def __init__(
         self,
         name: str,
-        loss: nn.Module,
+        loss: Any,
         miner: nn.Module | None = None,
         learned_scale: bool = False,
         local_loss: bool = False,
@@ -58,7 +59,7 @@ class TwoTowerLoss(nn.Module):
         self.compares_own_rows = local_loss and miner is None and getattr(loss, "compares_own_rows", False)
         self.compare: nn.Module = CrossModalLoss(loss, miner)
         if self.compares_own_rows:
-            loss.processes = Processes(True)
+            self.loss.processes = Processes(True)
         else:
             self.compare = DistributedLoss(self.compare)
 

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from vl_plugins.distributed import all_gather_rows, world_size
 from vl_plugins.errors import number
-from vl_plugins.integrations.cross_modal import known_positives
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
+from vl_plugins.losses.cross_modal import known_positives
 from vl_plugins.numerics import full_precision
 from vl_plugins.registry import create_loss
 

@@ -8,7 +8,8 @@ from pytorch_metric_learning.reducers import SumReducer
 from tests.helpers.seeds import seeded
 from vl_plugins import create_loss, distances
 from vl_plugins.distances import OrderSimilarity
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
+from vl_plugins.integrations.components import create_loss_and_miner
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.retrieval.features import Features, describe_similarity
 
 LABELS = torch.tensor([4, 7, 9])

@@ -10,8 +10,8 @@ from pytorch_metric_learning.losses import NTXentLoss
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distributed import DistributedLoss
-from vl_plugins.integrations.cross_modal import CrossModalLoss
 from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, UnifiedLoss
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.miners import HardestNegativeMiner
 
 LABELS = torch.tensor([0, 1, 2])

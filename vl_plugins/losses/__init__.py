@@ -1,6 +1,7 @@
 """Losses for pytorch-metric-learning."""
 
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.losses.goal import GOALLoss
 from vl_plugins.losses.paths import hardest, soft_maximum
 from vl_plugins.losses.scaled import ScaledLoss
@@ -13,6 +14,7 @@ from vl_plugins.losses.wrappers import CrossBatchMemory, SelfSupervisedLoss
 
 __all__ = [
     "CrossBatchMemory",
+    "CrossModalLoss",
     "GOALLoss",
     "PairLoss",
     "Polynomial",

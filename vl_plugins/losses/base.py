@@ -108,7 +108,7 @@ class PairLoss(BaseMetricLossFunction):
 
     # What a loss overrides
 
-    def of_pairs(self, positive: Tensor, negative: Tensor, **numbers: Any) -> Tensor:
+    def of_pairs(self, positive: Tensor, negative: Tensor, *_: Any, **numbers: Any) -> Tensor:
         """Return the loss of each pair, (M,), elementwise. A pair whose anchor has no negatives has loss 0 anyway.
 
         Args:
@@ -119,7 +119,7 @@ class PairLoss(BaseMetricLossFunction):
         raise NotImplementedError
 
     def matrix_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, **numbers: Any
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *_: Any, **numbers: Any
     ) -> Tensor:
         """Return the losses of the positive pairs, (M,), in the order of ``positive_mask.nonzero()``.
 
@@ -137,7 +137,7 @@ class PairLoss(BaseMetricLossFunction):
         return self.of_pairs_with_negatives(similarities[rows, columns], negative[rows], numbers)
 
     def triplet_losses(
-        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, **numbers: Any
+        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, *_: Any, **numbers: Any
     ) -> Tensor:
         """Return the losses of T given triplets of a row and two columns, (T,)."""
         return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], **numbers)

@@ -241,7 +241,7 @@ class Batch:
             columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
             positives = Pairs(columns, columns // self.captions + self.first_row, per_row=1)
         else:
-            positives = label_pairs(self.columns.labels, self.all_rows.labels)
+            positives = _pairs_by_label(self.columns, self.all_rows)
         excluded = []
         if self.columns.ids is not None:
             of_all = self._positives(self.all_rows, self.all_columns, 0)
@@ -253,11 +253,11 @@ class Batch:
     def _positives(self, rows: Side, columns: Side, first_row: int) -> Pairs:
         """Return the positive pairs of rows and all columns, by labels or by places."""
         if rows.labels is None:
-            columns = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
-            own_rows = columns if self.captions == 1 else columns // self.captions
-            first_column = first_row * self.captions
-            return Pairs(own_rows, columns + first_column if first_column else columns, per_row=self.captions)
-        pairs = label_pairs(rows.labels, columns.labels)
+            places = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
+            own_rows = places if self.captions == 1 else places // self.captions
+            first_place = first_row * self.captions
+            return Pairs(own_rows, places + first_place if first_place else places, per_row=self.captions)
+        pairs = _pairs_by_label(rows, columns)
         if self.copies is None:
             return pairs
         (not_copies,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
@@ -301,6 +301,12 @@ class Batch:
 def by_pair(numbers: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
     """Return numbers of captions as numbers of pairs, given the caption of each pair."""
     return {name: values[places] for name, values in numbers.items()}
+
+
+def _pairs_by_label(rows: Side, columns: Side) -> Pairs:
+    assert rows.labels is not None
+    assert columns.labels is not None
+    return label_pairs(rows.labels, columns.labels)
 
 
 def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn.functional import softplus
 
 from vl_plugins.errors import number, one_of
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.warmup import Warmup
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -122,9 +123,9 @@ class GOALLoss(PairLoss):
     takes_triplets = True
 
     @classmethod
-    def first_loss(cls, **options: Any) -> PairLoss:
-        """Return the loss of a warm-up with these options: that of all negatives."""
-        return cls(all_negatives=True, **options)
+    def warmed_up(cls, steps: int, **options: Any) -> Warmup:
+        """Return this loss with these options after some steps with all negatives."""
+        return Warmup(cls(all_negatives=True, **options), cls(**options), steps)
 
     def of_pairs(self, positive: Tensor, negative: Tensor, relative: Relative = (0.0, 0.0)) -> Tensor:
         """Return V of each triplet, with the objective as its gradient; ``relative`` are m+ and m-."""

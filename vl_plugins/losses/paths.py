@@ -125,8 +125,12 @@ def losses_of_masks(
     if anchor_columns == 0:
         return losses
     back, order = positives.transposed()
-    matrices = [matrix[:, :anchor_columns].T for matrix in (similarities, positive_mask, negative_mask)]
-    return losses.index_add(0, order, _losses_of_rows(loss, *matrices, back, numbers | by_pair(of_pairs, order)))
+    similarities, positive_mask, negative_mask = (
+        matrix[:, :anchor_columns].T for matrix in (similarities, positive_mask, negative_mask)
+    )
+    numbers_back = numbers | by_pair(of_pairs, order)
+    losses_back = _losses_of_rows(loss, similarities, positive_mask, negative_mask, back, numbers_back)
+    return losses.index_add(0, order, losses_back)
 
 
 def _losses_of_rows(

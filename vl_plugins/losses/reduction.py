@@ -72,7 +72,7 @@ def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
 
 
 def _regularization(loss: Any, batch: Batch) -> Tensor:
-    sides = [batch.rows.embeddings]
+    sides: list[Tensor | None] = [batch.rows.embeddings]
     if getattr(loss.embedding_regularizer, "takes_ref_emb", False):
         sides.append(None if batch.one_set else batch.columns.embeddings)
     term: Tensor = loss.embedding_regularizer(*sides) * loss.embedding_reg_weight

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vl_plugins.errors import number
 from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.warmup import Warmup
 
 __all__ = ["TripletHNLoss", "TripletSHLoss"]
 
@@ -39,9 +40,9 @@ class TripletHNLoss(PairLoss):
         return (self.margin + negative - positive).relu()
 
     @classmethod
-    def first_loss(cls, **options: Any) -> PairLoss:
-        """Return the loss of a warm-up with these options: that of all negatives."""
-        return TripletSHLoss(**options)
+    def warmed_up(cls, steps: int, **options: Any) -> Warmup:
+        """Return this loss with these options after some steps with all negatives."""
+        return Warmup(TripletSHLoss(**options), cls(**options), steps)
 
 
 class TripletSHLoss(PairLoss):

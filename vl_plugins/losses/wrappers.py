@@ -47,6 +47,10 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     (tensor(0.), tensor(1.2000))
     """
 
+    # Buffers of pytorch-metric-learning.
+    embedding_memory: Tensor
+    label_memory: Tensor
+
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
         """Take any loss, where pytorch-metric-learning takes its own only."""

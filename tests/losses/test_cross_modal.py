@@ -7,7 +7,7 @@ from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
-from vl_plugins.integrations.cross_modal import CrossModalLoss
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.miners import HardestNegativeMiner
 
 LABELS = torch.tensor([4, 7, 9])

@@ -1,19 +1,17 @@
 """Any pytorch-metric-learning loss on two modalities, in both directions."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances import OrderSimilarity, SetDistance, captions_come_first
+from vl_plugins.distances import captions_come_first
 from vl_plugins.engine import label_pairs
 from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.registry import create, create_loss
 
-__all__ = ["CrossModalLoss", "create_loss_and_miner", "create_miner", "known_positives"]
+__all__ = ["CrossModalLoss", "known_positives"]
 
 
 class CrossModalLoss(nn.Module):
@@ -51,10 +49,10 @@ class CrossModalLoss(nn.Module):
     def forward(
         self,
         images: Tensor,
-        labels: Tensor | None,
+        labels: Any,
         indices_tuple: None,
         texts: Tensor,
-        text_labels: Tensor | None = None,
+        text_labels: Any = None,
         *,
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
@@ -73,7 +71,13 @@ class CrossModalLoss(nn.Module):
             ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. Of
                 what a miner chose, and for losses of pytorch-metric-learning, known positives are left out here.
             options: others of the loss's call, such as ``scale``.
+
+        Raises:
+            ValueError: no labels where they are needed.
         """
+        needs_labels = self.one_set or self.miner is not None or not hasattr(self.pair_loss, "symmetric")
+        if needs_labels and (labels is None or text_labels is None):
+            raise ValueError("labels of both sides must be given for a miner, for one_set, and for this loss")
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
                 both = torch.cat([images, texts]), torch.cat([labels, text_labels])
@@ -141,40 +145,3 @@ def _without_known(indices: tuple[Tensor, ...], known: Tensor) -> tuple[Tensor, 
     if negative_anchors:
         return anchors, positives, negative_anchors[0][kept], negatives[kept]
     return anchors[kept], positives[kept], negatives[kept]
-
-
-def create_loss_and_miner(
-    loss: str | Mapping[str, Any], miner: str | Mapping[str, Any] | None = None, sets: bool = False, **options: Any
-) -> tuple[Any, Any]:
-    """Return the loss and the miner of a configuration, the latter None if none is given.
-
-    Args:
-        loss: name, or a mapping of ``name`` and options, as for :func:`~vl_plugins.registry.create_loss`.
-        miner: the same, as for :func:`~vl_plugins.registry.create`.
-        sets: whether embeddings are sets. They are compared by smooth-Chamfer similarity if no ``distance`` is given,
-            and the miner compares them as the loss does.
-        options: ``reducer`` and ``distance`` of the loss; None for its own.
-
-    Raises:
-        UserError: an unknown name or option, or one that is given twice.
-        ValueError: an option out of its range.
-    """
-    named: dict[str, Any] = {"name": loss} if isinstance(loss, str) else dict(loss)
-    options = {name: value for name, value in options.items() if value is not None}
-    made = create_loss(named, **options)
-    if sets and not isinstance(made.distance, SetDistance) and "distance" not in named | options:
-        made = create_loss(named, **options, distance="smooth_chamfer")
-    return made, create_miner(miner, made, sets)
-
-
-def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = False) -> Any:
-    """Return the miner of a configuration; of sets and of order embeddings, it compares as the loss does.
-
-    See :func:`create_loss_and_miner`.
-    """
-    if miner is None:
-        return None
-    specification: Any = {"name": miner} if isinstance(miner, str) else miner
-    if sets or isinstance(loss.distance, OrderSimilarity):
-        specification = {"distance": loss.distance, **specification}
-    return create("miner", specification)
