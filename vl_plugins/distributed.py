@@ -1,4 +1,17 @@
-"""Rows of all processes of a group, losses of pytorch-metric-learning on them, and how processes leave."""
+"""Losses of a batch that W processes share, each with its own rows.
+
+Each direction of a pair is computed once, by the process of its anchor: image to text where the image is, text to image
+where the caption is. The candidates are the rows of all processes, which are gathered.
+
+- Value: process r returns W S_r / N, with S_r the sum over its own anchors and N the number of positive pairs of all.
+  The mean over the processes is the loss of the joined batch.
+- Gradient: that of an anchor arises where it lives. That of a candidate arises in each process that compares it; the
+  backward pass of the gather sums these and returns them to the process that has the row. So each process has W times
+  the gradient of the joined batch, and the mean over the processes, which DistributedDataParallel takes, is right.
+
+Where own rows do not suffice, and for losses of pytorch-metric-learning, each process computes the loss of the joined
+batch. Then the gather sums W equal gradients, and the mean is right again.
+"""
 
 import time
 from typing import Any, NamedTuple
@@ -28,11 +41,11 @@ class GatheredRows(NamedTuple):
 
     Attributes:
         tensors: by name; None for what no process has.
-        first_rows: by name, the place of this process's first row among them.
+        counts: by name, the number of rows of each process.
     """
 
     tensors: dict[str, Any]
-    first_rows: dict[str, int]
+    counts: dict[str, list[int]]
 
 
 class Processes:
@@ -68,7 +81,7 @@ class Processes:
         """Return the rows of all processes, in the order of their ranks; each may have another number of them.
 
         The host waits once for the numbers of rows. Gradients of all processes are summed and sent back to where the
-        rows come from: all processes have to run the backward pass together.
+        rows come from, so all processes have to run the backward pass together.
 
         Args:
             tensors: (n, ...) by name, the same names in all processes; integers (n, M) may have another M in each.
@@ -89,7 +102,7 @@ class Processes:
             padded.append(pad(value, (0, most - value.shape[1]), value=-1) if _is_list_of_ids(value) else value)
         gathered = iter(_Gather.apply(self, list(counts.values()), *padded))
         joined: dict[str, Any] = {name: None if value is None else next(gathered) for name, value in tensors.items()}
-        return GatheredRows(joined, {name: sum(of_name[: self.rank]) for name, of_name in counts.items()})
+        return GatheredRows(joined, counts)
 
     def _exchange(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor]) -> tuple[Any, Any]:
         """Return what every process says about its tensors and its learned numbers; the host waits once."""
@@ -107,11 +120,13 @@ class Processes:
         messages = message.new_zeros(self.size, len(message))
         messages[self.rank] = message
         lists = self.sum(messages).tolist()
-        shapes = []
-        for words in lists:
-            triples = zip(*[iter(words[: 3 * len(tensors)])] * 3, strict=True)
-            shapes.append(dict(zip(tensors, triples, strict=True)))
-        numbers = [dict(zip(learned, words[3 * len(tensors) :], strict=True)) for words in lists]
+        shapes, numbers = [], []
+        for words in lists:  # of a process: three of each tensor, then the learned numbers
+            of_tensors = {}
+            for place, name in enumerate(tensors):
+                of_tensors[name] = words[3 * place : 3 * place + 3]
+            shapes.append(of_tensors)
+            numbers.append(dict(zip(learned, words[3 * len(tensors) :], strict=True)))
         return shapes, numbers
 
     def _check(self, tensors: Any, shapes: Any, learned: Any, numbers: Any) -> None:
@@ -193,6 +208,7 @@ class _Gather(torch.autograd.Function):
             raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
         own: list[Any] = []
         for grad, counts, is_needed in zip(grads, ctx.counts, ctx.needs_input_grad[2:], strict=True):
+            # A row gets its gradients in all processes.
             own.append(ctx.processes.sum(grad).split(counts)[ctx.processes.rank] if is_needed else None)
         return None, None, *own
 

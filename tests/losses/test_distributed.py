@@ -29,7 +29,7 @@ GATHERING = (*OURS, "siglip", "own SquaredHinge", "average of those above 0")
 CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), gathered" for name in GATHERING for sets in (1, 2)]
-CASES += ["smooth_chamfer", "captions", "captions, gathered", "scale", "memory"]
+CASES += ["smooth_chamfer", "captions", "captions, gathered", "1 or 2 captions", "scale", "memory"]
 
 
 def rows(ranks, labels, seed):
@@ -73,6 +73,16 @@ def compute(*ranks):
     # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
     add("captions", create_loss("unified"), x, None, texts)
     add("captions, gathered", create_loss("unified"), x, None, texts, gathers=True)
+    # One caption of each image in the first process, two in the second, some of them equal.
+    captions = [side.repeat_interleave(rank + 1) for rank, side in enumerate(LABELS)]
+    y, _ = rows(ranks, captions, 30)
+    ref_ids = torch.cat([torch.arange(len(captions[rank])) % 3 for rank in ranks])
+    images = ref_images = None
+    if len(ranks) > 1:
+        images = torch.arange(len(x))
+        ref_images = images.repeat_interleave(torch.cat([torch.full((len(LABELS[rank]),), rank + 1) for rank in ranks]))
+    add("1 or 2 captions", create_loss("unified"), x, images, y, ref_images, gathers=True, ref_ids=ref_ids)
+    y, _ = rows(ranks, REF_LABELS, 10)
     add("scale", create_loss("vlc"), x, labels, y, ref_labels, scale=torch.tensor(7.0).double())
     add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found

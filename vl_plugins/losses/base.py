@@ -13,7 +13,7 @@ from torch import Tensor
 from vl_plugins.distributed import Processes
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number
-from vl_plugins.losses.batch import Batch, Direction
+from vl_plugins.losses.batch import Batch, Direction, by_pair
 from vl_plugins.losses.paths import (
     PairLosses,
     check_losses,
@@ -45,12 +45,12 @@ class PairLoss(BaseMetricLossFunction):
                 super().__init__(scale=scale, **kwargs)
                 self.margin = margin
 
-            def of_pairs(self, positive, negative, scale):
+            def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
                 return (self.margin + negative - positive).relu() ** 2
 
     The rest follows: several positives, one set or two, labels or places or a miner's choice, known positives, any
-    distance and reducer, large batches in tiles, several processes. A loss that needs all similarities overrides
-    :meth:`matrix_losses`. It is called as
+    distance and reducer, large batches in tiles, several processes (:mod:`vl_plugins.distributed`). Where no single
+    number says enough of the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
 
     - ``loss(image_embeddings, ref_emb=text_embeddings)``: rows k i to k i + k - 1 of the texts belong to image i.
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
@@ -82,11 +82,14 @@ class PairLoss(BaseMetricLossFunction):
     """
 
     of_negatives: Any = hardest
-    """``(similarities (A, C), negative_mask (A, C), **numbers) -> (A,)``: :func:`hardest`, :func:`soft_maximum`, or a
-    method; -inf for an anchor without negatives."""
+    """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
+
+    It returns one number of each anchor's negatives, (A,), given similarities and a mask (A, C); -inf for an anchor
+    without negatives. The number of an anchor depends on its own row only, because large batches come in blocks of
+    rows."""
 
     numbers: tuple[str, ...] = ()
-    """Names of numbers that a call may give, and that the hooks receive by name; by default those of the loss."""
+    """Names of the numbers that the hooks receive by name. A call may give them; otherwise they are attributes."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class PairLoss(BaseMetricLossFunction):
         super().__init_subclass__(**kwargs)
         _check_hooks(cls)
 
-    # What a loss overrides
+    # What a loss overrides. It names the numbers that it takes, which `*_` allows in the eyes of a type checker.
 
     def of_pairs(self, positive: Tensor, negative: Tensor, *_: Any, **numbers: Any) -> Tensor:
         """Return the loss of each pair, (M,), elementwise. A pair whose anchor has no negatives has loss 0 anyway.
@@ -132,9 +135,9 @@ class PairLoss(BaseMetricLossFunction):
             numbers: see :meth:`of_pairs`.
         """
         rows, columns = positive_mask.nonzero(as_tuple=True)
-        scalars = {name: value for name, value in numbers.items() if not _is_of_pairs(value)}
+        scalars = {name: value for name, value in numbers.items() if not _is_one_of_each(value)}
         negative = self.of_negatives(similarities, negative_mask, **scalars)
-        return self.of_pairs_with_negatives(similarities[rows, columns], negative[rows], numbers)
+        return self.losses_of_pairs(similarities[rows, columns], negative[rows], numbers)
 
     def triplet_losses(
         self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, *_: Any, **numbers: Any
@@ -144,7 +147,7 @@ class PairLoss(BaseMetricLossFunction):
 
     @property
     def needs_matrix(self) -> bool:
-        """True if all similarities are needed at once; otherwise they need not be kept."""
+        """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
         is_own = type(self).matrix_losses is not PairLoss.matrix_losses
         return is_own or type(self).of_negatives not in (hardest, soft_maximum)
 
@@ -212,9 +215,9 @@ class PairLoss(BaseMetricLossFunction):
         check_tensors(embeddings=embeddings)
         is_mined = _is_mined(indices_tuple)
         both = (self.symmetric and not is_mined) if symmetric is None else symmetric
-        scalars, of_captions = self._numbers_of_call(numbers)
+        scalars, caption_numbers = self._numbers_of_call(numbers)
         if confidence is not None:
-            of_captions[CONFIDENCE] = confidence
+            caption_numbers[CONFIDENCE] = confidence
         ids = {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
         if not self.known_positives:
             ids = {}
@@ -229,7 +232,7 @@ class PairLoss(BaseMetricLossFunction):
                 is_mined=is_mined,
                 negatives=negatives,
                 copies=copies,
-                numbers=of_captions,
+                numbers=caption_numbers,
                 **ids,
             )
             if copies is not None and self.processes.size > 1:
@@ -267,22 +270,22 @@ class PairLoss(BaseMetricLossFunction):
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
-        scalars, of_captions = self._numbers_of_call(numbers)
+        scalars, caption_numbers = self._numbers_of_call(numbers)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
             positives = Pairs.of_mask(positive_mask)
-            of_pairs = {name: values[positives.columns] for name, values in of_captions.items()}
+            pair_numbers = by_pair(caption_numbers, positives.columns)
             both = self.symmetric if symmetric is None else symmetric
             columns = similarities.shape[1] if both else 0
             masks = positive_mask, negative_mask
-            values = losses_of_masks(self, similarities, *masks, positives, scalars, of_pairs, columns)
+            values = losses_of_masks(self, similarities, *masks, positives, scalars, pair_numbers, columns)
             losses = [PairLosses(values, (positives.rows, positives.columns))]
             return reduced(self, losses, None, [similarities], scalars)
 
     def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:
-        of_pairs = dict(direction.numbers)
-        confidence = of_pairs.pop(CONFIDENCE, None)
-        direction = direction._replace(numbers=of_pairs)
+        pair_numbers = dict(direction.pair_numbers)
+        confidence = pair_numbers.pop(CONFIDENCE, None)
+        direction = direction._replace(pair_numbers=pair_numbers)
         losses = losses_of_direction(self, direction, numbers)
         return losses if confidence is None else losses._replace(values=losses.values * confidence)
 
@@ -295,7 +298,7 @@ class PairLoss(BaseMetricLossFunction):
             return losses
         return losses._replace(values=losses.values * confidence[losses.indices[1]])
 
-    def of_pairs_with_negatives(self, positive: Tensor, negative: Tensor, numbers: dict[str, Any]) -> Tensor:
+    def losses_of_pairs(self, positive: Tensor, negative: Tensor, numbers: dict[str, Any]) -> Tensor:
         """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
         is_missing = negative == -torch.inf
         losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
@@ -319,15 +322,15 @@ class PairLoss(BaseMetricLossFunction):
         for name in given:
             if name not in self.numbers:
                 raise ValueError(_unknown_number(self, name))
-        scalars, of_captions = {}, {}
+        scalars, caption_numbers = {}, {}
         for name in self.numbers:
             value = given.get(name)
             value = _own_number(self, name) if value is None else self.check_number(name, value)
             if isinstance(value, Tensor) and value.ndim > 0:
-                of_captions[name] = value
+                caption_numbers[name] = value
             else:
                 scalars[name] = value
-        return scalars, of_captions
+        return scalars, caption_numbers
 
     def _learned_numbers(self) -> dict[str, Tensor]:
         """Return the parameters of one element, which have to be equal in all processes."""
@@ -337,7 +340,7 @@ class PairLoss(BaseMetricLossFunction):
         return CosineSimilarity()
 
 
-def _is_of_pairs(value: Any) -> bool:
+def _is_one_of_each(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -349,7 +352,7 @@ def _is_mined(indices_tuple: Any) -> bool:
 
 def _own_number(loss: PairLoss, name: str) -> Any:
     value = getattr(loss, name)
-    if _is_of_pairs(value):
+    if _is_one_of_each(value):
         raise ValueError(
             f"{name} of one batch belongs to the call: loss(..., {name}=values), one of each caption, (C,)"
         )

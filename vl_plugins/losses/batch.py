@@ -46,7 +46,7 @@ class Direction(NamedTuple):
         positives: M pairs.
         excluded: further pairs that are no negatives.
         anchor_columns: so many of the candidates are anchors too, in the same matrix; 0 for none.
-        numbers: (M,) by name, of each positive pair.
+        pair_numbers: (M,) by name, of each positive pair.
     """
 
     anchors: Tensor
@@ -54,7 +54,7 @@ class Direction(NamedTuple):
     positives: Pairs
     excluded: list[Excluded]
     anchor_columns: int
-    numbers: dict[str, Tensor]
+    pair_numbers: dict[str, Tensor]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,18 +72,23 @@ class Direction(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """Rows, which are anchors, and columns, their candidates.
+    """The rows and columns of a call, such as images and captions. Rows are anchors, columns may be.
+
+    In several processes, those of this process are compared with those of all, or all with all, see
+    :mod:`vl_plugins.distributed`.
 
     Attributes:
-        rows, columns: those that are anchors here: of this process, or of all processes together.
-        all_rows, all_columns: of all processes.
-        negatives: of all processes, candidates of the rows that are nobody's positive; or None.
-        captions: with places instead of labels, how many columns belong to each row.
-        copies: the column that is each row's own copy, with which it is not compared; or None. With one set it is the
-            row itself.
-        first_row: the place of the first row among all.
+        rows, columns: the anchors that this process compares, its own or all.
+        all_rows, all_columns: the candidates, those of all processes.
+        negatives: further candidates of the rows, of all processes, which are nobody's positives; or None.
+        captions: with places instead of labels, how many columns of this process belong to each of its rows.
         one_set: the columns are the rows, and none is compared with itself.
         both: the columns are anchors too.
+        copies: the column that is each row's own copy, with which it is not compared; or None. With one set it is the
+            row itself.
+        counts: the numbers of rows and columns of each process.
+        rank: the number of this process.
+        is_whole: each process compares all rows and columns.
     """
 
     rows: Side
@@ -95,7 +100,9 @@ class Batch:
     one_set: bool
     both: bool
     copies: Tensor | None = None
-    first_row: int = 0
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    rank: int = 0
+    is_whole: bool = True
 
     @classmethod
     def of(
@@ -152,7 +159,8 @@ class Batch:
 
         Args:
             processes: that share the batch.
-            own_rows: keep only the anchors of this process, where two sides are compared.
+            own_rows: compare only the rows and columns of this process, where there are two sides; one set has both
+                directions in one matrix.
             learned: numbers of the loss that are trained, which must be equal in all processes.
         """
         if processes.size == 1:
@@ -163,8 +171,17 @@ class Batch:
         batch = batch._of_tensors(gathered.tensors)
         if not own_rows:
             return batch
-        batch.rows, batch.columns, batch.first_row = self.rows, self.columns, gathered.first_rows["embeddings"]
-        return batch
+        counts = list(zip(gathered.counts["embeddings"], gathered.counts["ref_emb"], strict=True))
+        # Own rows and columns are not the gathered copies: as anchors, they get their gradients here.
+        return replace(
+            batch,
+            rows=self.rows,
+            columns=self.columns,
+            captions=self.captions,
+            counts=counts,
+            rank=processes.rank,
+            is_whole=False,
+        )
 
     def _labelled_by_place(self, rank: int) -> "Batch":
         """Return the batch with labels that say what the places say, other ones in each process."""
@@ -200,11 +217,6 @@ class Batch:
         copies = torch.arange(len(rows), device=rows.embeddings.device) if self.one_set else None
         return Batch(rows, columns, rows, columns, extra, captions, self.one_set, self.both, copies)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the anchors are all rows of all processes."""
-        return self.rows is self.all_rows
-
     def inputs(self) -> list[Tensor]:
         """Return all embeddings that are compared."""
         inputs = [self.all_rows.embeddings]
@@ -225,7 +237,7 @@ class Batch:
 
         Where the anchors are those of all processes, both are read from one matrix.
         """
-        positives = self._positives(self.rows, self.all_columns, self.first_row)
+        positives = self._positives()
         excluded = self._excluded(self.rows, positives)
         anchor_columns = len(self.columns) if self.both and self.is_whole else 0
         numbers = by_pair(self.all_columns.numbers, positives.columns)
@@ -239,29 +251,46 @@ class Batch:
         """Return the comparison of this process's columns with all rows."""
         if self.rows.labels is None:
             columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
-            positives = Pairs(columns, columns // self.captions + self.first_row, per_row=1)
+            positives = Pairs(columns, columns // self.captions + self._first()[0], per_row=1)
         else:
             positives = _pairs_by_label(self.columns, self.all_rows)
         excluded = []
         if self.columns.ids is not None:
-            of_all = self._positives(self.all_rows, self.all_columns, 0)
-            ids = self._ids_of_rows(self.all_rows, of_all)
+            ids = self._ids_of_rows(self.all_rows, self._positives_of_all())
             excluded.append(Excluded.by_ids(ids, self.columns.ids, rows_have_one=True))
         numbers = by_pair(self.columns.numbers, positives.rows)
         return Direction(self.columns.embeddings, self.all_rows.embeddings, positives, excluded, 0, numbers)
 
-    def _positives(self, rows: Side, columns: Side, first_row: int) -> Pairs:
-        """Return the positive pairs of rows and all columns, by labels or by places."""
-        if rows.labels is None:
-            places = torch.arange(len(rows) * self.captions, device=rows.embeddings.device)
-            own_rows = places if self.captions == 1 else places // self.captions
-            first_place = first_row * self.captions
-            return Pairs(own_rows, places + first_place if first_place else places, per_row=self.captions)
-        pairs = _pairs_by_label(rows, columns)
+    def _positives(self) -> Pairs:
+        """Return the positive pairs of the rows and all columns, by labels or by places."""
+        if self.rows.labels is None:
+            columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
+            rows = columns if self.captions == 1 else columns // self.captions
+            _, first_column = self._first()
+            return Pairs(rows, columns + first_column if first_column else columns, per_row=self.captions)
+        pairs = _pairs_by_label(self.rows, self.all_columns)
         if self.copies is None:
             return pairs
         (not_copies,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
         return Pairs(pairs.rows[not_copies], pairs.columns[not_copies])
+
+    def _positives_of_all(self) -> Pairs:
+        """Return the positive pairs of all rows and all columns, where this process compares its own."""
+        if self.rows.labels is not None:
+            return _pairs_by_label(self.all_rows, self.all_columns)
+        columns = torch.arange(len(self.all_columns), device=self.all_columns.embeddings.device)
+        rows_of_columns, first_row = [], 0
+        for rows, columns_of_process in self.counts:
+            places = torch.arange(first_row, first_row + rows, device=columns.device)
+            captions = columns_of_process // max(rows, 1)
+            rows_of_columns.append(places.repeat_interleave(captions, output_size=columns_of_process))
+            first_row += rows
+        return Pairs(torch.cat(rows_of_columns), columns)
+
+    def _first(self) -> tuple[int, int]:
+        """Return the places of this process's first row and column among all."""
+        before = self.counts[: self.rank]
+        return sum(rows for rows, _ in before), sum(columns for _, columns in before)
 
     def _excluded(self, rows: Side, positives: Pairs) -> list[Excluded]:
         """Return the pairs of rows and candidates that are no negatives, besides the positive ones."""

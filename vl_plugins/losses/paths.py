@@ -63,8 +63,8 @@ def losses_of_direction(loss: Any, direction: Direction, numbers: Numbers) -> Pa
     else:
         similarities = similarities_of(loss, direction)
         masks = direction.positive_mask(), direction.negative_mask()
-        pairs = direction.numbers
-        values = losses_of_masks(loss, similarities, *masks, positives, numbers, pairs, direction.anchor_columns)
+        options = direction.pair_numbers, direction.anchor_columns
+        values = losses_of_masks(loss, similarities, *masks, positives, numbers, *options)
     return PairLosses(values, (positives.rows, positives.columns))
 
 
@@ -83,20 +83,20 @@ def _is_tiled(loss: Any, direction: Direction) -> bool:
 
 def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled: bool) -> Tensor:
     """Return the losses by :mod:`vl_plugins.engine`, both directions from one product."""
-    x, y, positives, excluded, anchor_columns, of_pairs = direction
+    x, y, positives, excluded, anchor_columns, pair_numbers = direction
     options: dict[str, Any] = {"normalize": loss.distance.normalize_embeddings, "anchor_columns": anchor_columns}
     if type(loss).of_negatives is hardest:
-        maxima_of_pairs = engine.maxima(x, y, positives, excluded, **options)
+        maxima = engine.maxima(x, y, positives, excluded, **options)
     else:
-        maxima_of_pairs = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
-    positive, negative = maxima_of_pairs.positive, maxima_of_pairs.of_rows[positives.rows]
-    if maxima_of_pairs.of_columns is None:
-        return loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
+        maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
+    positive, negative = maxima.positive, maxima.of_rows[positives.rows]
+    if maxima.of_columns is None:
+        return loss.losses_of_pairs(positive, negative, numbers | pair_numbers)
     # The formula once, of the pairs of both directions.
     positive = torch.cat([positive, positive])
-    negative = torch.cat([negative, maxima_of_pairs.of_columns[positives.columns]])
-    of_pairs = {name: torch.cat([values, values]) for name, values in of_pairs.items()}
-    losses: Tensor = loss.of_pairs_with_negatives(positive, negative, numbers | of_pairs)
+    negative = torch.cat([negative, maxima.of_columns[positives.columns]])
+    pair_numbers = {name: torch.cat([values, values]) for name, values in pair_numbers.items()}
+    losses: Tensor = loss.losses_of_pairs(positive, negative, numbers | pair_numbers)
     return losses.view(2, -1).sum(dim=0)
 
 
@@ -107,7 +107,7 @@ def losses_of_masks(
     negative_mask: Tensor,
     positives: Pairs,
     numbers: Numbers,
-    of_pairs: Numbers,
+    pair_numbers: Numbers,
     anchor_columns: int,
 ) -> Tensor:
     """Return the losses of the positive pairs by a matrix.
@@ -116,19 +116,19 @@ def losses_of_masks(
         similarities, positive_mask, negative_mask: (A, C).
         positives: the M places where ``positive_mask`` is True.
         numbers: of the call.
-        of_pairs: (M,) by name.
+        pair_numbers: (M,) by name.
         anchor_columns: the first so many columns are anchors too; 0 for none.
     """
     if len(positives.rows) == 0:
         return similarities.new_zeros(0)
-    losses = _losses_of_rows(loss, similarities, positive_mask, negative_mask, positives, numbers | of_pairs)
+    losses = _losses_of_rows(loss, similarities, positive_mask, negative_mask, positives, numbers | pair_numbers)
     if anchor_columns == 0:
         return losses
     back, order = positives.transposed()
     similarities, positive_mask, negative_mask = (
         matrix[:, :anchor_columns].T for matrix in (similarities, positive_mask, negative_mask)
     )
-    numbers_back = numbers | by_pair(of_pairs, order)
+    numbers_back = numbers | by_pair(pair_numbers, order)
     losses_back = _losses_of_rows(loss, similarities, positive_mask, negative_mask, back, numbers_back)
     return losses.index_add(0, order, losses_back)
 
@@ -154,15 +154,15 @@ def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
 
 def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tensor:
     """Return the losses by blocks of rows of the matrix, which are computed again for the gradients."""
-    x, y, positives, excluded, anchor_columns, of_pairs = direction
-    values = _losses_of_blocks(loss, x, y, positives, excluded, numbers, of_pairs)
+    x, y, positives, excluded, anchor_columns, pair_numbers = direction
+    values = _losses_of_blocks(loss, x, y, positives, excluded, numbers, pair_numbers)
     if anchor_columns == 0:
         return values
     back, order = positives.transposed()
     transposed = [of_direction.transposed() for of_direction in excluded]
-    of_pairs = by_pair(of_pairs, order)
+    pair_numbers = by_pair(pair_numbers, order)
     columns = y[:anchor_columns]
-    return values.index_add(0, order, _losses_of_blocks(loss, columns, x, back, transposed, numbers, of_pairs))
+    return values.index_add(0, order, _losses_of_blocks(loss, columns, x, back, transposed, numbers, pair_numbers))
 
 
 def _losses_of_blocks(
@@ -172,7 +172,7 @@ def _losses_of_blocks(
     positives: Pairs,
     excluded: list[engine.Excluded],
     numbers: Numbers,
-    of_pairs: Numbers,
+    pair_numbers: Numbers,
 ) -> Tensor:
     if loss.distance.normalize_embeddings:
         anchors, candidates = unit_vectors(anchors), unit_vectors(candidates)
@@ -186,7 +186,7 @@ def _losses_of_blocks(
         done = rows_of_block.stop
         if len(pairs.rows) > 0:
             block = anchors[starts[number] : starts[number + 1]]
-            own = numbers | {name: values[rows_of_block] for name, values in of_pairs.items()}
+            own = numbers | {name: values[rows_of_block] for name, values in pair_numbers.items()}
             losses.append(_again(_losses_of_block, loss, block, candidates, pairs, of_block, own))
     return torch.cat(losses)
 
@@ -236,9 +236,9 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
     if excluded is not None:
         negative_mask &= ~excluded
     pairs = Pairs.of_mask(positive_mask)
-    of_pairs = by_pair(of_columns, pairs.columns)
+    pair_numbers = by_pair(of_columns, pairs.columns)
     masks = positive_mask, negative_mask
-    values = losses_of_masks(loss, similarities, *masks, pairs, numbers, of_pairs, shape[1] if batch.both else 0)
+    values = losses_of_masks(loss, similarities, *masks, pairs, numbers, pair_numbers, shape[1] if batch.both else 0)
     return PairLosses(values, (pairs.rows, pairs.columns))
 
 

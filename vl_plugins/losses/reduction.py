@@ -44,7 +44,8 @@ def reduced(
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
     if type(loss.reducer) is MeanReducer and has_pairs:
-        is_by_place = batch is not None and batch.rows.labels is None  # so that every embedding is in a pair
+        # By place, every embedding is in a pair, and its NaN is in the mean already.
+        is_by_place = batch is not None and batch.rows.labels is None
         return result if is_by_place else _with_nan_of(result, inputs)
     return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
 
@@ -59,13 +60,14 @@ def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:
 
 
 def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
-    """Return the losses of own rows and own columns, times a number.
+    """Return the losses of own rows and own columns, so scaled that their mean is W S / N.
 
-    The mean of the result is this process's sum, times the number of processes, divided by the number of pairs of all:
-    its mean over the processes is the mean over all pairs.
+    W is the number of processes, S the sum of the losses, and N the number of pairs of all. A pair counts once in N,
+    though it has a loss in each direction. See :mod:`vl_plugins.distributed`.
     """
     values = torch.cat([of_direction.values for of_direction in losses])
-    all_pairs = loss.processes.sum(values.new_tensor(len(losses[0].values)))
+    own_pairs = torch.tensor(len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
+    all_pairs = loss.processes.sum(own_pairs)
     values = values * (len(values) * loss.processes.size / all_pairs.clamp(min=1))
     places = torch.arange(len(values), device=values.device)
     return PairLosses(values, (places, places))

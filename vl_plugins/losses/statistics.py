@@ -46,14 +46,14 @@ def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple
     if len(positives.rows) == 0:
         return x.new_zeros(0), x.new_zeros(0)
     if loss.is_plain() and of_negatives is hardest:
-        maxima_of_pairs = engine.maxima(x, y, positives, excluded, **options)
+        maxima = engine.maxima(x, y, positives, excluded, **options)
     elif loss.is_plain() and of_negatives is soft_maximum:
-        maxima_of_pairs = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
+        maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
     else:
         similarities = similarities_of(loss, direction)
         of_rows = loss.of_negatives(similarities, direction.negative_mask(), **numbers)
         return similarities[positives.rows, positives.columns], of_rows[positives.rows]
-    return maxima_of_pairs.positive, maxima_of_pairs.of_rows[positives.rows]
+    return maxima.positive, maxima.of_rows[positives.rows]
 
 
 def _left_out(direction: Direction) -> Tensor:

@@ -100,7 +100,7 @@ class UnifiedLoss(ScaledLoss):
             differences = self.relative(similarities[rows] - positive[:, None])
             negative = matrix_maximum(differences, negative_mask[rows], scale)
             positive = torch.zeros_like(positive)
-        return self.of_pairs_with_negatives(positive, negative, {"scale": scale, "margin": margin})
+        return self.losses_of_pairs(positive, negative, {"scale": scale, "margin": margin})
 
 
 class VLCLoss(ScaledLoss):
