@@ -28,7 +28,7 @@ def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) 
     """Set the statistics of a call as attributes of the loss."""
     positive, negative = _compared(loss, direction, numbers)
     has_negative = negative > -torch.inf
-    margin = (numbers | direction.numbers).get("margin", getattr(loss, "margin", 0.0))
+    margin = (numbers | direction.pair_numbers).get("margin", getattr(loss, "margin", 0.0))
     is_active = (margin + negative > positive) & has_negative
     count = has_negative.sum().clamp(min=1)
     loss.mean_positive = positive.sum() / max(1, len(positive))
