@@ -13,7 +13,7 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
@@ -226,7 +226,7 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
     """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``."""
-    expected = Real if kind is float else int
+    expected = Real if kind is float else Integral  # numpy has both
     is_number = isinstance(value, expected) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or value <= above:
         bound = f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""

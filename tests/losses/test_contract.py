@@ -28,7 +28,7 @@ from tests.helpers.loops import (
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
 from vl_plugins import engine
-from vl_plugins.losses import PairLoss
+from vl_plugins.losses import PairLoss, soft_maximum
 
 NAMES = [name for name in REFERENCES if name not in ("goal", "smooth_chamfer")]
 ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
@@ -387,6 +387,17 @@ def test_masks_of_another_shape_or_type(mask):
     for name, masks in (("positive_mask", (mask, right)), ("negative_mask", (right, mask))):
         with pytest.raises(ValueError, match=f"{name} must be bool"):
             make_loss("unified").from_similarities(similarities, *masks)
+
+
+def test_a_pair_in_both_masks():
+    masks = torch.ones(3, 3, dtype=torch.bool), ~torch.eye(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="a pair is in both positive_mask and negative_mask"):
+        make_loss("unified").from_similarities(torch.rand(3, 3), *masks)
+
+
+def test_a_soft_maximum_needs_a_scale():
+    with pytest.raises(TypeError, match="of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss"):
+        type("Own", (PairLoss,), {"of_negatives": soft_maximum})
 
 
 def test_pairs_of_equal_labels_of_a_large_batch():

@@ -260,7 +260,7 @@ class PairLoss(BaseMetricLossFunction):
 
         Args:
             similarities: (A, C), anchors x candidates, larger is closer.
-            positive_mask, negative_mask: (A, C), bool; no pair is in both.
+            positive_mask, negative_mask: (A, C), bool; no pair is in both, which is checked on the CPU.
             symmetric: instead of the loss's own; False for the matrix of one set, which has both directions already.
             numbers: see :meth:`forward`.
 
@@ -270,6 +270,8 @@ class PairLoss(BaseMetricLossFunction):
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
+        if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # elsewhere the host would wait
+            raise ValueError("a pair is in both positive_mask and negative_mask")
         scalars, caption_numbers = self._numbers_of_call(numbers)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
@@ -381,11 +383,13 @@ def _check_options(kind: type, options: dict[str, Any]) -> None:
         )
 
 
-def _check_hooks(kind: type) -> None:
-    """Raise ``TypeError`` for a loss that was written for version 0.3."""
+def _check_hooks(kind: Any) -> None:
+    """Raise ``TypeError`` for a soft maximum without a scale, and for a loss that was written for version 0.3."""
     own = vars(kind)
     matrix_losses: Callable[..., Any] | None = own.get("matrix_losses")
     has_old_matrix = matrix_losses is not None and "anchors" in inspect.signature(matrix_losses).parameters
+    if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
+        raise TypeError(f"{kind.__name__}: of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss")
     if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:
         raise TypeError(
             f"{kind.__name__} is written for vl_plugins 0.3: define of_negatives and of_pairs(positive, negative, "
