@@ -13,12 +13,13 @@ from torch import Tensor
 from vl_plugins.distributed import Processes
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number
-from vl_plugins.losses.batch import Batch, Direction, by_pair
+from vl_plugins.losses.batch import Batch, Direction, by_pair, is_one_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
     check_losses,
     hardest,
     losses_of_direction,
+    losses_of_hooks,
     losses_of_indices,
     losses_of_masks,
     soft_maximum,
@@ -134,10 +135,7 @@ class PairLoss(BaseMetricLossFunction):
             positive_mask, negative_mask: (A, C), bool.
             numbers: see :meth:`of_pairs`.
         """
-        rows, columns = positive_mask.nonzero(as_tuple=True)
-        scalars = {name: value for name, value in numbers.items() if not _is_one_of_each(value)}
-        negative = self.of_negatives(similarities, negative_mask, **scalars)
-        return self.losses_of_pairs(similarities[rows, columns], negative[rows], numbers)
+        return losses_of_hooks(self, similarities, negative_mask, Pairs.of_mask(positive_mask), numbers)
 
     def triplet_losses(
         self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, *_: Any, **numbers: Any
@@ -146,10 +144,14 @@ class PairLoss(BaseMetricLossFunction):
         return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], **numbers)
 
     @property
+    def has_matrix_losses(self) -> bool:
+        """True if :meth:`matrix_losses` is the loss's own; otherwise it is its ``of_negatives`` and ``of_pairs``."""
+        return type(self).matrix_losses is not PairLoss.matrix_losses
+
+    @property
     def needs_matrix(self) -> bool:
         """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
-        is_own = type(self).matrix_losses is not PairLoss.matrix_losses
-        return is_own or type(self).of_negatives not in (hardest, soft_maximum)
+        return self.has_matrix_losses or type(self).of_negatives not in (hardest, soft_maximum)
 
     @property
     def by_row(self) -> bool:
@@ -342,10 +344,6 @@ class PairLoss(BaseMetricLossFunction):
         return CosineSimilarity()
 
 
-def _is_one_of_each(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
 def _is_mined(indices_tuple: Any) -> bool:
     if isinstance(indices_tuple, Tensor):
         raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
@@ -354,7 +352,7 @@ def _is_mined(indices_tuple: Any) -> bool:
 
 def _own_number(loss: PairLoss, name: str) -> Any:
     value = getattr(loss, name)
-    if _is_one_of_each(value):
+    if is_one_of_each(value):
         raise ValueError(
             f"{name} of one batch belongs to the call: loss(..., {name}=values), one of each caption, (C,)"
         )

@@ -11,7 +11,7 @@ from vl_plugins.distributed import Processes
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
 from vl_plugins.numerics import as_labels, check_tensors, full_precision
 
-__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair"]
+__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each"]
 
 NO_ID = -1
 PLACES_OF_A_PROCESS = 2**32  # more than a process has rows, so that labels by place are those of no other process
@@ -60,14 +60,13 @@ class Direction(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return len(self.anchors), len(self.candidates)
 
-    def positive_mask(self) -> Tensor:
-        return self.positives.mask(self.shape)
-
-    def negative_mask(self) -> Tensor:
-        mask = self.positive_mask()
+    def masks(self) -> tuple[Tensor, Tensor]:
+        """Return which pairs are positive and which are negative, (A, C) each."""
+        positive_mask = self.positives.mask(self.shape)
+        negative_mask = ~positive_mask
         for excluded in self.excluded:
-            mask |= excluded.mask(self.shape)
-        return ~mask
+            negative_mask &= ~excluded.mask(self.shape)
+        return positive_mask, negative_mask
 
 
 @dataclass(eq=False)
@@ -336,6 +335,11 @@ def _pairs_by_label(rows: Side, columns: Side) -> Pairs:
     assert rows.labels is not None
     assert columns.labels is not None
     return label_pairs(rows.labels, columns.labels)
+
+
+def is_one_of_each(number: Any) -> bool:
+    """Return whether a number of a call is one of each caption or pair."""
+    return isinstance(number, Tensor) and number.ndim > 0
 
 
 def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor:

@@ -113,7 +113,7 @@ class GOALLoss(PairLoss):
             )
 
     @property
-    def needs_matrix(self) -> bool:
+    def has_matrix_losses(self) -> bool:
         return self.is_relative or self.all_negatives
 
     @property

@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from vl_plugins import engine
 from vl_plugins.engine import Pairs, cosines, matrix_maximum, unit_vectors
-from vl_plugins.losses.batch import Batch, Direction, by_pair
+from vl_plugins.losses.batch import Batch, Direction, by_pair, is_one_of_each
 
 __all__ = [
     "PairLosses",
     "check_losses",
     "hardest",
     "losses_of_direction",
+    "losses_of_hooks",
     "losses_of_indices",
     "losses_of_masks",
     "soft_maximum",
@@ -62,7 +63,7 @@ def losses_of_direction(loss: Any, direction: Direction, numbers: Numbers) -> Pa
         values = _losses_in_blocks(loss, direction, numbers)
     else:
         similarities = similarities_of(loss, direction)
-        masks = direction.positive_mask(), direction.negative_mask()
+        masks = direction.masks()
         options = direction.pair_numbers, direction.anchor_columns
         values = losses_of_masks(loss, similarities, *masks, positives, numbers, *options)
     return PairLosses(values, (positives.rows, positives.columns))
@@ -121,13 +122,17 @@ def losses_of_masks(
     """
     if len(positives.rows) == 0:
         return similarities.new_zeros(0)
-    losses = _losses_of_rows(loss, similarities, positive_mask, negative_mask, positives, numbers | pair_numbers)
+    numbers_of_pairs = numbers | pair_numbers
+    losses = _losses_of_rows(loss, similarities, positive_mask, negative_mask, positives, numbers_of_pairs)
     if anchor_columns == 0:
         return losses
-    back, order = positives.transposed()
     similarities, positive_mask, negative_mask = (
         matrix[:, :anchor_columns].T for matrix in (similarities, positive_mask, negative_mask)
     )
+    if not loss.has_matrix_losses:  # the hooks take pairs in any order
+        back = Pairs(positives.columns, positives.rows)
+        return losses + losses_of_hooks(loss, similarities, negative_mask, back, numbers_of_pairs)
+    back, order = positives.transposed()
     numbers_back = numbers | by_pair(pair_numbers, order)
     losses_back = _losses_of_rows(loss, similarities, positive_mask, negative_mask, back, numbers_back)
     return losses.index_add(0, order, losses_back)
@@ -136,9 +141,21 @@ def losses_of_masks(
 def _losses_of_rows(
     loss: Any, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, positives: Pairs, numbers: Numbers
 ) -> Tensor:
-    """Return the loss's own ``matrix_losses``, checked."""
+    if not loss.has_matrix_losses:
+        return losses_of_hooks(loss, similarities, negative_mask, positives, numbers)
     losses = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers)
     check_losses(loss, "matrix_losses", losses, len(positives.rows))
+    return losses
+
+
+def losses_of_hooks(
+    loss: Any, similarities: Tensor, negative_mask: Tensor, positives: Pairs, numbers: Numbers
+) -> Tensor:
+    """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without a wait for the device."""
+    scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
+    negative = loss.of_negatives(similarities, negative_mask, **scalars)
+    positive = similarities[positives.rows, positives.columns]
+    losses: Tensor = loss.losses_of_pairs(positive, negative[positives.rows], numbers)
     return losses
 
 
@@ -196,8 +213,7 @@ def _losses_of_block(
 ) -> Tensor:
     direction = Direction(anchors, candidates, positives, excluded, 0, {})
     similarities = anchors @ candidates.T
-    masks = direction.positive_mask(), direction.negative_mask()
-    return _losses_of_rows(loss, similarities, *masks, positives, numbers)
+    return _losses_of_rows(loss, similarities, *direction.masks(), positives, numbers)
 
 
 def _again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

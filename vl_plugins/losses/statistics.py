@@ -51,11 +51,11 @@ def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple
         maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
     else:
         similarities = similarities_of(loss, direction)
-        of_rows = loss.of_negatives(similarities, direction.negative_mask(), **numbers)
+        of_rows = loss.of_negatives(similarities, direction.masks()[1], **numbers)
         return similarities[positives.rows, positives.columns], of_rows[positives.rows]
     return maxima.positive, maxima.of_rows[positives.rows]
 
 
 def _left_out(direction: Direction) -> Tensor:
-    excluded, positive = direction.negative_mask(), direction.positive_mask()
-    return 1 - (excluded | positive).sum() / max(1, excluded.numel())
+    positive, negative = direction.masks()
+    return 1 - (positive | negative).sum() / max(1, negative.numel())

@@ -74,7 +74,7 @@ class UnifiedLoss(ScaledLoss):
         self.add_to_recordable_attributes(name="margin")
 
     @property
-    def needs_matrix(self) -> bool:
+    def has_matrix_losses(self) -> bool:
         return self.positive_weight is not None or self.relative is not None
 
     def check_number(self, name: str, value: Any) -> Any:
