@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.distances import (
@@ -97,7 +97,7 @@ def _violations(images: Tensor, captions: Tensor) -> Tensor:
 @contextlib.contextmanager
 def captions_come_first(module: nn.Module) -> Iterator[None]:
     """Let each :class:`OrderSimilarity` in a module take captions as the first argument of its calls, for a while."""
-    similarities = [part for part in module.modules() if isinstance(part, OrderSimilarity)]
+    similarities = [submodule for submodule in module.modules() if isinstance(submodule, OrderSimilarity)]
     for similarity in similarities:
         similarity.captions_first = not similarity.captions_first
     try:
@@ -173,36 +173,45 @@ class SetDistance(BaseDistance):
 
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         """Return the similarities, (A, C)."""
-        return self.compute_mat(query_emb, query_emb if ref_emb is None else ref_emb)
+        if ref_emb is None:
+            ref_emb = query_emb
+        return self.compute_mat(query_emb, ref_emb)
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        sides = full_precision(*self.unpack(query_emb, ref_emb))
-        (x, *x_parts), (y, *y_parts) = (self._elements(side) for side in sides)
-        y_bias, y_weights, y_exists = (tensor.T for tensor in y_parts)  # (K2, C), and (1, C)
-        (k2, c), y = y_bias.shape, y.transpose(0, 1).flatten(0, 1)
+        queries, refs = full_precision(*self.unpack(query_emb, ref_emb))
+        x, y = self._elements(queries), self._elements(refs)
+        columns = y.vectors.transpose(0, 1).flatten(0, 1)  # (K2 * C, D)
+        size = x.vectors.shape[1] * len(columns)  # cosines of a query
+        tiled = self.tiled
+        if tiled is None:
+            tiled = len(queries) * size * queries.element_size() > MATRIX_BYTES
+        similarities = []
+        for block in x.blocks(block_rows(size, queries.device, least=1)):
+            if tiled:
+                compare = partial(checkpoint, self._compare, use_reentrant=False, preserve_rng_state=False)
+            else:
+                compare = self._compare
+            similarities.append(compare(block, y, columns))
+        return torch.cat(similarities)
 
-        def block(x: Tensor, bias: Tensor, weights: Tensor, exists: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, enabled=False):
-                cosines = (x.flatten(0, 1) @ y.T).view(*x.shape[:2], k2, c)
-            cosines = cosines.add_(bias[:, :, None, None]).add_(y_bias)
-            # Not masked: 0 times NaN is NaN.
-            return self.formula(cosines, weights[..., None], y_weights) * exists * y_exists
+    def _compare(self, x: "Elements", y: "Elements", columns: Tensor) -> Tensor:
+        """Return the similarities of some queries to all candidates, whose vectors ``columns`` has too, (K2 * C, D)."""
+        y_bias = y.bias.T
+        with torch.autocast(columns.device.type, enabled=False):
+            cosines = (x.vectors.flatten(0, 1) @ columns.T).view(*x.vectors.shape[:2], *y_bias.shape)
+        cosines = cosines.add_(x.bias[:, :, None, None]).add_(y_bias)
+        # Not masked: 0 times NaN is NaN.
+        return self.formula(cosines, x.weights[..., None], y.weights.T) * x.exists * y.exists.T
 
-        size = x.shape[1] * k2 * c
-        tiled = len(x) * size * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
-        run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if tiled else block
-        rows = block_rows(size, x.device, least=1)
-        return torch.cat([run(*parts) for parts in zip(*(tensor.split(rows) for tensor in (x, *x_parts)), strict=True)])
-
-    def _elements(self, sets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the elements (B, K, D), their bias and weights, (B, K), and 1 for sets that are not empty, (B, 1)."""
+    def _elements(self, sets: Tensor) -> "Elements":
         if sets.shape[1] == 0:
             sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
         units, norms = UnitElements.apply(sets)
         absent = (norms < LEAST_NORM).to(sets.dtype).squeeze(2)
         sizes = sets.shape[1] - absent.sum(1, keepdim=True)
-        elements = units if self.normalize_embeddings else sets
-        return elements, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1)
+        if self.normalize_embeddings:
+            sets = units
+        return Elements(sets, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1))
 
     def unpack(self, query_emb: Tensor, *others: Tensor) -> list[Tensor]:
         """Return the sides as (A, K1, D) and (C, K2, D)."""
@@ -219,6 +228,27 @@ class SetDistance(BaseDistance):
                 f"{' and '.join(shapes)}"
             )
         return [side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides]
+
+
+class Elements(NamedTuple):
+    """The elements of sets.
+
+    Attributes:
+        vectors: (B, K, D).
+        bias: (B, K), added to their cosines: about -1e24 for padding, and 0 for others.
+        weights: (B, K), 1 / size of the set, and 0 for padding.
+        exists: (B, 1), 0 for an empty set, and 1 for others.
+    """
+
+    vectors: Tensor
+    bias: Tensor
+    weights: Tensor
+    exists: Tensor
+
+    def blocks(self, rows: int) -> Iterator["Elements"]:
+        """Yield the elements of ``rows`` sets at a time."""
+        for tensors in zip(*(tensor.split(rows) for tensor in self), strict=True):
+            yield Elements(*tensors)
 
 
 class UnitElements(torch.autograd.Function):

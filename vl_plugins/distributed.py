@@ -15,6 +15,7 @@ batch. Then the gather sums W equal gradients, and the mean is right again.
 
 import time
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,6 +28,7 @@ __all__ = ["DistributedLoss", "Processes", "all_gather_rows", "joined_call", "st
 
 SECONDS_FOR_THREADS = 0.2
 ABSENT = -1  # in place of a number of rows
+MESSAGE = 256  # words that a process says about its call, more than any call needs
 
 
 def world_size(group: Any = None) -> int:
@@ -94,39 +96,52 @@ class Processes:
         learned = learned or {}
         shapes, numbers = self._exchange(tensors, learned)
         self._check(tensors, shapes, learned, numbers)
-        present = {name: value for name, value in tensors.items() if value is not None}
-        counts = {name: [shape[name][0] for shape in shapes] for name in present}
+        counts: dict[str, list[int]] = {}
         padded = []
-        for name, value in present.items():
-            most = max(shape[name][1] for shape in shapes)
-            padded.append(pad(value, (0, most - value.shape[1]), value=-1) if _is_list_of_ids(value) else value)
-        gathered = iter(_Gather.apply(self, list(counts.values()), *padded))
-        joined: dict[str, Any] = {name: None if value is None else next(gathered) for name, value in tensors.items()}
+        for name, value in tensors.items():
+            if value is None:
+                continue
+            counts[name] = [shape[name][0] for shape in shapes]
+            if _is_list_of_ids(value):
+                longest = max(shape[name][1] for shape in shapes)
+                value = pad(value, (0, longest - value.shape[1]), value=-1)
+            padded.append(value)
+        gathered = _Gather.apply(self, list(counts.values()), *padded)
+        joined: dict[str, Any] = dict.fromkeys(tensors)
+        joined.update(zip(counts, gathered, strict=True))
         return GatheredRows(joined, counts)
 
     def _exchange(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor]) -> tuple[Any, Any]:
-        """Return what every process says about its tensors and its learned numbers; the host waits once."""
-        words = []
+        """Return what every process says about its tensors and its learned numbers; the host waits once.
+
+        Raises:
+            ValueError: in all processes, if they have other names.
+        """
+        names = ", ".join([*tensors, *learned])
+        words = [crc32(names.encode())]
         for name, value in tensors.items():
             are_places = False
             if name == "labels" and value is not None and not self.has_checked_labels:
                 are_places = _are_places(value)
             words += [*_shape(value), int(are_places)]
         device = next(value.device for value in tensors.values() if value is not None)
-        message = torch.tensor(words, dtype=torch.int64).to(device)
+        messages = torch.zeros(self.size, MESSAGE, dtype=torch.int64)  # of one length, whatever a process has
+        messages[self.rank, : len(words)] = torch.tensor(words)
+        messages = messages.to(device)
         if learned:
             values = torch.stack([number.detach().reshape(()).double() for number in learned.values()])
-            message = torch.cat([message, values.to(device).view(torch.int64)])
-        messages = message.new_zeros(self.size, len(message))
-        messages[self.rank] = message
+            messages[self.rank, len(words) : len(words) + len(values)] = values.to(device).view(torch.int64)
         lists = self.sum(messages).tolist()
+        if len({checksum for checksum, *_ in lists}) > 1:
+            raise ValueError(f"the processes give different arguments; this one gives {names}: give the same in all")
         shapes, numbers = [], []
-        for words in lists:  # of a process: three of each tensor, then the learned numbers
+        for _, *words in lists:  # of a process: three of each tensor, then the learned numbers
             of_tensors = {}
             for place, name in enumerate(tensors):
                 of_tensors[name] = words[3 * place : 3 * place + 3]
             shapes.append(of_tensors)
-            numbers.append(dict(zip(learned, words[3 * len(tensors) :], strict=True)))
+            first = 3 * len(tensors)
+            numbers.append(dict(zip(learned, words[first : first + len(learned)], strict=True)))
         return shapes, numbers
 
     def _check(self, tensors: Any, shapes: Any, learned: Any, numbers: Any) -> None:
@@ -208,8 +223,9 @@ class _Gather(torch.autograd.Function):
             raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
         own: list[Any] = []
         for grad, counts, is_needed in zip(grads, ctx.counts, ctx.needs_input_grad[2:], strict=True):
-            # A row gets its gradients in all processes.
-            own.append(ctx.processes.sum(grad).split(counts)[ctx.processes.rank] if is_needed else None)
+            own.append(None)
+            if is_needed:  # a row gets its gradients in all processes
+                own[-1] = ctx.processes.sum(grad).split(counts)[ctx.processes.rank]
         return None, None, *own
 
 

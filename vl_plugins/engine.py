@@ -102,8 +102,8 @@ class Pairs(NamedTuple):
         else:
             bounds = [start * self.per_row for start in starts]
         for number, start in enumerate(starts[:-1]):
-            part = slice(bounds[number], bounds[number + 1])
-            yield Pairs(self.rows[part] - start, self.columns[part], self.per_row)
+            places = slice(bounds[number], bounds[number + 1])
+            yield Pairs(self.rows[places] - start, self.columns[places], self.per_row)
 
 
 def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
@@ -299,13 +299,13 @@ def maxima(
         vectors = _Vectors.of(x, y, normalize)
         y_units = vectors.units(vectors.y, vectors.y_norms)
         for block in _blocks(positives, excluded, len(x), len(y)):
-            products = vectors.x_units(block.part) @ y_units.T
+            products = vectors.x_units(block.rows) @ y_units.T
             of_positives.append(block.take_out(products))
             values, places = products.max(dim=1)
             of_rows.append(values)
             row_places.append(places)
             if anchor_columns > 0:
-                columns.add(products[:, :anchor_columns], block.part.start)
+                columns.add(products[:, :anchor_columns], block.rows.start)
         numbers = torch.arange(max(len(x), anchor_columns), device=x.device)
         rows, of_columns = [positives.rows, numbers[: len(x)]], [positives.columns, *row_places]
         values = [*of_positives, *of_rows]
@@ -371,7 +371,7 @@ class _Vectors(NamedTuple):
 class _Block(NamedTuple):
     """A block of rows, the positive pairs in it, and what is excluded."""
 
-    part: slice
+    rows: slice
     positives: Pairs
     excluded: list[Excluded]
 
@@ -391,8 +391,8 @@ def _blocks(positives: Pairs, excluded: list[Excluded], rows: int, columns: int)
     starts = [*range(0, max(rows, 1), step), rows]
     excluded_of_blocks = [pairs.of_blocks(starts) for pairs in excluded]
     for number, pairs in enumerate(positives.of_blocks(starts)):
-        part = slice(starts[number], starts[number + 1])
-        yield _Block(part, pairs, [next(of_blocks) for of_blocks in excluded_of_blocks])
+        rows_of_block = slice(starts[number], starts[number + 1])
+        yield _Block(rows_of_block, pairs, [next(of_blocks) for of_blocks in excluded_of_blocks])
 
 
 def block_rows(size: int, device: torch.device, least: int = 32) -> int:
@@ -441,20 +441,22 @@ class _SoftMaxima(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, y, scale, positives, excluded, normalize, tiled, anchor_columns = arguments
         vectors = _Vectors.of(x, y, normalize)
-        whole = slice(0, len(x))
-        matrix = None if tiled else _exponents(vectors, whole, scale)
+        matrix: Any = None
+        if not tiled:
+            matrix = _exponents(vectors, slice(0, len(x)), scale)
         of_positives, row_sums = [], []
         column_sums: Any = None
         for block in _blocks(positives, excluded, len(x), len(y)):
             exponents = None  # frees that of the last block
-            exponents = _exponents(vectors, block.part, scale) if matrix is None else matrix[block.part]
+            exponents = _exponents(vectors, block.rows, scale) if matrix is None else matrix[block.rows]
             of_positives.append(block.take_out(exponents))
             row_sums.append(exponents.logsumexp(dim=1))
             if anchor_columns > 0:
                 sums = exponents[:, :anchor_columns].logsumexp(dim=0)
                 column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-        columns = [] if column_sums is None else [column_sums]
-        values = torch.cat([*of_positives, *row_sums, *columns])
+        if column_sums is not None:
+            row_sums.append(column_sums)
+        values = torch.cat([*of_positives, *row_sums])
         norms = [tensor for tensor in (vectors.x_norms, vectors.y_norms) if tensor is not None]
         ctx.save_for_backward(x, y, values, *norms)
         ctx.pairs, ctx.matrix, ctx.scale, ctx.anchor_columns = (positives, excluded), matrix, scale, anchor_columns
@@ -476,15 +478,15 @@ class _SoftMaxima(torch.autograd.Function):
         for block in _blocks(positives, excluded, len(x), len(y)):
             exponents = weights = None  # frees those of the last block
             if matrix is None:
-                exponents = _exponents(vectors, block.part, ctx.scale)
+                exponents = _exponents(vectors, block.rows, ctx.scale)
                 block.take_out(exponents)
             else:
-                exponents = matrix[block.part]
-            weights = _soft_weights(exponents, block.part, sums, of_pairs)
+                exponents = matrix[block.rows]
+            weights = _soft_weights(exponents, block.rows, sums, of_pairs)
             number = len(block.positives.rows)
             weights[block.positives.rows, block.positives.columns] = of_pairs.positive[done : done + number]
             done += number
-            gradient.add(block.part, weights)
+            gradient.add(block.rows, weights)
         return gradient.x, gradient.of_y(), gradient.of_scale(values, grad), *[None] * 5
 
 

@@ -51,11 +51,11 @@ class JoinedSets:
             center = weights.abs() @ vectors.detach() / 2
             vectors = vectors - center
             squared_norms = vectors.square().sum(dim=1)
-            blocks = [part.split(MMD_ROWS) for part in (vectors, weights, squared_norms)]
+            whole = vectors, weights, squared_norms
             sums = []
-            for block in zip(*blocks, strict=True):
-                arguments = (*block, vectors, weights, squared_norms, gamma)
-                if len(blocks[0]) == 1:
+            for block in zip(*(tensor.split(MMD_ROWS) for tensor in whole), strict=True):
+                arguments = (*block, *whole, gamma)
+                if len(vectors) <= MMD_ROWS:
                     sums.append(_kernel_sum(*arguments))
                 else:  # computed again for the gradients, instead of keeping the matrix
                     sums.append(checkpoint(_kernel_sum, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -72,8 +72,8 @@ class JoinedSets:
 
     def _shares(self, mask: Tensor) -> Tensor:
         """Return 1 / number of True entries of a side, and 0 for others."""
-        parts = mask.to(self.units.dtype).split(self.sizes)
-        return torch.cat([part / part.sum().clamp(min=1) for part in parts])
+        sides = mask.to(self.units.dtype).split(self.sizes)
+        return torch.cat([side / side.sum().clamp(min=1) for side in sides])
 
 
 def _kernel_sum(

@@ -96,6 +96,13 @@ def in_one_process(rank):
             loss(x, ids, ref_emb=x + 1, ref_labels=ids)
         except ValueError as error:
             found["errors"].append(str(error))
+    # What one process has and the other has not: an argument of ours, and one of a wrapped loss.
+    confidence = {} if rank == 0 else {"confidence": torch.ones(len(x))}
+    for compare in (create_loss("unified", gather_across_devices=True), DistributedLoss(create_loss("unified"))):
+        try:
+            compare(x, ref_emb=x + 1, **confidence)
+        except ValueError as error:
+            found["errors"].append(str(error))
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
 
@@ -133,10 +140,12 @@ def test_gradients_are_those_of_one_process_with_all_rows(results, expected, cas
         assert gradient.abs().max() > 1e-4
 
 
-def test_labels_that_would_join_strangers_and_unequal_rows(results):
+def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(results):
     for found in results:
-        (error,) = found["errors"]
-        assert error.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
+        labels, ours, wrapped = found["errors"]
+        assert labels.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
+        assert ours == "confidence is given in some processes, and not in process 0: give it in all or none"
+        assert wrapped.startswith("the processes give different arguments; this one gives embeddings, labels, ")
         nothing, counts = found["gathered"]
         assert nothing is None
         assert counts.tolist() == [0, 0, 1]

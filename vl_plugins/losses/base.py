@@ -216,13 +216,13 @@ class PairLoss(BaseMetricLossFunction):
         """
         check_tensors(embeddings=embeddings)
         is_mined = _is_mined(indices_tuple)
-        both = (self.symmetric and not is_mined) if symmetric is None else symmetric
+        if symmetric is None:
+            symmetric = self.symmetric and not is_mined
         scalars, caption_numbers = self._numbers_of_call(numbers)
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
-        ids = {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
         if not self.known_positives:
-            ids = {}
+            ref_ids = matching_ids = negative_ids = None
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = Batch.of(
                 embeddings,
@@ -230,23 +230,17 @@ class PairLoss(BaseMetricLossFunction):
                 ref_emb,
                 ref_labels,
                 distance=self.distance,
-                both=both,
+                both=symmetric,
                 is_mined=is_mined,
                 negatives=negatives,
                 copies=copies,
                 numbers=caption_numbers,
-                **ids,
+                ref_ids=ref_ids,
+                matching_ids=matching_ids,
+                negative_ids=negative_ids,
             )
-            if copies is not None and self.processes.size > 1:
-                raise ValueError("copies are places of one process: create the loss without gather_across_devices")
-            batch = batch.gathered(self.processes, self.compares_own_rows, self._learned_numbers())
-            if indices_tuple is not None:
-                losses = [self._losses_of_indices(batch, indices_tuple, scalars)]
-            else:
-                directions = batch.directions()
-                losses = [self._losses_of_direction(direction, scalars) for direction in directions]
-                if self.collect_stats:
-                    record_statistics(self, directions[0], scalars)
+            batch = self._gathered(batch, copies)
+            losses = self._losses_of_batch(batch, indices_tuple, scalars)
             return reduced(self, losses, batch, batch.inputs(), scalars)
 
     def from_similarities(
@@ -279,12 +273,32 @@ class PairLoss(BaseMetricLossFunction):
             (similarities,) = full_precision(similarities)
             positives = Pairs.of_mask(positive_mask)
             pair_numbers = by_pair(caption_numbers, positives.columns)
-            both = self.symmetric if symmetric is None else symmetric
-            columns = similarities.shape[1] if both else 0
+            if symmetric is None:
+                symmetric = self.symmetric
+            columns = similarities.shape[1] if symmetric else 0
             masks = positive_mask, negative_mask
             values = losses_of_masks(self, similarities, *masks, positives, scalars, pair_numbers, columns)
             losses = [PairLosses(values, (positives.rows, positives.columns))]
             return reduced(self, losses, None, [similarities], scalars)
+
+    def _gathered(self, batch: Batch, copies: Tensor | None) -> Batch:
+        """Return the batch with the candidates of all processes."""
+        if copies is not None and self.processes.size > 1:
+            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
+        numbers = (*self.numbers, CONFIDENCE)
+        return batch.gathered(self.processes, self.compares_own_rows, numbers, self._learned_numbers())
+
+    def _losses_of_batch(
+        self, batch: Batch, indices_tuple: tuple[Tensor, ...] | None, numbers: dict[str, Any]
+    ) -> list[PairLosses]:
+        """Return the losses of a miner's choice, or those of each direction; record their statistics."""
+        if indices_tuple is not None:
+            return [self._losses_of_indices(batch, indices_tuple, numbers)]
+        directions = batch.directions()
+        losses = [self._losses_of_direction(direction, numbers) for direction in directions]
+        if self.collect_stats:
+            record_statistics(self, directions[0], numbers)
+        return losses
 
     def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:
         pair_numbers = dict(direction.pair_numbers)

@@ -28,7 +28,7 @@ class Side:
         numbers: (N,) by name, such as the ``confidence`` in the pairs of each.
     """
 
-    embeddings: Tensor
+    embeddings: Any
     labels: Tensor | None = None
     ids: Tensor | None = None
     numbers: dict[str, Tensor] = field(default_factory=dict)
@@ -127,46 +127,48 @@ class Batch:
             numbers: (C,) by name.
         """
         one_set = ref_emb is None or ref_emb is embeddings
-        sides = _checked_sides(distance, embeddings, None if one_set else ref_emb, negatives)
-        x, y = sides[0], sides[0] if one_set else sides[1]
+        if one_set:
+            ref_emb = None
+        x, y, extra = _checked_sides(distance, embeddings, ref_emb, negatives)
         captions = _captions_of_each(x, y)
         if one_set:
             labels = _labels_of_one_set(labels, ref_labels, x, is_mined)
             ref_labels = labels
+            copies = torch.arange(len(x), device=x.device)
         else:
             labels, ref_labels = _labels_of_two_sides(labels, ref_labels, x, y, captions, is_mined)
+        columns = Side(y, ref_labels, as_ids("ref_ids", ref_ids, y))
+        rows = Side(x, labels, as_ids("matching_ids", matching_ids, x, dimensions=2))
+        side_of_negatives = None
+        if extra is not None:
+            side_of_negatives = Side(extra, None, as_ids("negative_ids", negative_ids, extra))
+        elif negative_ids is not None:
+            raise ValueError("negative_ids need negatives")
         if ref_ids is None and not (matching_ids is None and negative_ids is None):
             raise ValueError("matching_ids and negative_ids need ref_ids, the ids of the candidates")
-        rows, columns = Side(x, labels), Side(y, ref_labels)
-        if ref_ids is not None:
-            columns.ids = as_ids("ref_ids", ref_ids, y)
-        if matching_ids is not None:
-            rows.ids = as_ids("matching_ids", matching_ids, x, dimensions=2)
         for name, values in numbers.items():
             columns.numbers[name] = _number_of_each(name, values, y)
-        extra = None if negatives is None else Side(sides[-1])
-        if negative_ids is not None:
-            if extra is None:
-                raise ValueError("negative_ids need negatives")
-            extra.ids = as_ids("negative_ids", negative_ids, extra.embeddings)
-        if one_set:
-            copies = torch.arange(len(x), device=x.device)
-        return cls(rows, columns, rows, columns, extra, captions, one_set, both and not one_set, copies)
+        return cls(rows, columns, rows, columns, side_of_negatives, captions, one_set, both and not one_set, copies)
 
-    def gathered(self, processes: Processes, own_rows: bool, learned: dict[str, Tensor]) -> "Batch":
+    def gathered(
+        self, processes: Processes, own_rows: bool, numbers: tuple[str, ...], learned: dict[str, Tensor]
+    ) -> "Batch":
         """Return the batch with the candidates of all processes.
 
         Args:
             processes: that share the batch.
             own_rows: compare only the rows and columns of this process, where there are two sides; one set has both
                 directions in one matrix.
+            numbers: names of those of captions that a call may give.
             learned: numbers of the loss that are trained, which must be equal in all processes.
         """
         if processes.size == 1:
             return self
         own_rows = own_rows and not self.one_set
-        batch = self if own_rows or self.rows.labels is not None else self._labelled_by_place(processes.rank)
-        gathered = processes.gather_rows(batch._tensors(), learned)
+        batch = self
+        if not own_rows and self.rows.labels is None:
+            batch = self._labelled_by_place(processes.rank)
+        gathered = processes.gather_rows(batch._tensors(numbers), learned)
         batch = batch._of_tensors(gathered.tensors)
         if not own_rows:
             return batch
@@ -188,33 +190,37 @@ class Batch:
         of_columns = places.repeat_interleave(self.captions, output_size=len(self.columns))
         return replace(self, rows=replace(self.rows, labels=places), columns=replace(self.columns, labels=of_columns))
 
-    def _tensors(self) -> dict[str, Tensor | None]:
-        """Return what has rows, by the name of the call's argument; None for what is not given."""
+    def _tensors(self, numbers: tuple[str, ...]) -> dict[str, Tensor | None]:
+        """Return what has rows, by the name of the call's argument; None for what is not given.
+
+        The names are those of every process, so that what only some of them are given is found.
+        """
         tensors = {"embeddings": self.rows.embeddings, "labels": self.rows.labels, "matching_ids": self.rows.ids}
         if not self.one_set:
             tensors |= {"ref_emb": self.columns.embeddings, "ref_labels": self.columns.labels}
-        tensors |= {"ref_ids": self.columns.ids, **self.columns.numbers}
-        extra = self.negatives
-        return tensors | {
-            "negatives": None if extra is None else extra.embeddings,
-            "negative_ids": None if extra is None else extra.ids,
-        }
+        tensors["ref_ids"] = self.columns.ids
+        for name in numbers:
+            tensors[name] = self.columns.numbers.get(name)
+        negatives = self.negatives or Side(None)
+        return tensors | {"negatives": negatives.embeddings, "negative_ids": negatives.ids}
 
     def _of_tensors(self, tensors: dict[str, Any]) -> "Batch":
         """Return the batch with other rows, named as in :meth:`_tensors`."""
         rows = Side(tensors["embeddings"], tensors["labels"], tensors["matching_ids"])
-        numbers = {name: tensors[name] for name in self.columns.numbers}
-        prefix = "" if self.one_set else "ref_"
-        columns = Side(
-            rows.embeddings if self.one_set else tensors["ref_emb"],
-            tensors[f"{prefix}labels"],
-            tensors["ref_ids"],
-            numbers,
-        )
-        extra = None if self.negatives is None else Side(tensors["negatives"], None, tensors["negative_ids"])
+        copies = None
+        if self.one_set:
+            columns = Side(rows.embeddings, rows.labels)
+            copies = torch.arange(len(rows), device=rows.embeddings.device)
+        else:
+            columns = Side(tensors["ref_emb"], tensors["ref_labels"])
+        columns.ids = tensors["ref_ids"]
+        for name in self.columns.numbers:
+            columns.numbers[name] = tensors[name]
+        negatives = None
+        if self.negatives is not None:
+            negatives = Side(tensors["negatives"], None, tensors["negative_ids"])
         captions = _captions_of_each(rows.embeddings, columns.embeddings)
-        copies = torch.arange(len(rows), device=rows.embeddings.device) if self.one_set else None
-        return Batch(rows, columns, rows, columns, extra, captions, self.one_set, self.both, copies)
+        return Batch(rows, columns, rows, columns, negatives, captions, self.one_set, self.both, copies)
 
     def inputs(self) -> list[Tensor]:
         """Return all embeddings that are compared."""
@@ -238,7 +244,9 @@ class Batch:
         """
         positives = self._positives()
         excluded = self._excluded(self.rows, positives)
-        anchor_columns = len(self.columns) if self.both and self.is_whole else 0
+        anchor_columns = 0
+        if self.both and self.is_whole:
+            anchor_columns = len(self.columns)
         numbers = by_pair(self.all_columns.numbers, positives.columns)
         x = self.rows.embeddings
         directions = [Direction(x, self.candidates(), positives, excluded, anchor_columns, numbers)]
@@ -263,10 +271,13 @@ class Batch:
     def _positives(self) -> Pairs:
         """Return the positive pairs of the rows and all columns, by labels or by places."""
         if self.rows.labels is None:
-            columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
-            rows = columns if self.captions == 1 else columns // self.captions
+            rows = columns = torch.arange(len(self.columns), device=self.columns.embeddings.device)
+            if self.captions > 1:
+                rows = columns // self.captions
             _, first_column = self._first()
-            return Pairs(rows, columns + first_column if first_column else columns, per_row=self.captions)
+            if first_column > 0:
+                columns = columns + first_column
+            return Pairs(rows, columns, per_row=self.captions)
         pairs = _pairs_by_label(self.rows, self.all_columns)
         if self.copies is None:
             return pairs
@@ -288,8 +299,11 @@ class Batch:
 
     def _first(self) -> tuple[int, int]:
         """Return the places of this process's first row and column among all."""
-        before = self.counts[: self.rank]
-        return sum(rows for rows, _ in before), sum(columns for _, columns in before)
+        first_row = first_column = 0
+        for rows, columns in self.counts[: self.rank]:
+            first_row += rows
+            first_column += columns
+        return first_row, first_column
 
     def _excluded(self, rows: Side, positives: Pairs) -> list[Excluded]:
         """Return the pairs of rows and candidates that are no negatives, besides the positive ones."""
@@ -342,26 +356,35 @@ def is_one_of_each(number: Any) -> bool:
     return isinstance(number, Tensor) and number.ndim > 0
 
 
-def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor:
-    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...)."""
+def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor | None:
+    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...); None stays None."""
+    if ids is None:
+        return None
     if not isinstance(ids, Tensor):
         ids = torch.as_tensor(ids)
     if ids.ndim != dimensions or len(ids) != len(embeddings):
-        shape = f"({len(embeddings)},)" if dimensions == 1 else f"({len(embeddings)}, M)"
+        shape = f"({len(embeddings)},)"
+        if dimensions == 2:
+            shape = f"({len(embeddings)}, M)"
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"{name} must be integers, got {ids.dtype}")
     return ids.to(embeddings.device, torch.int64)
 
 
-def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> list[Tensor]:
-    """Return the embeddings that are given in their common type, float32 at least."""
-    arguments = {"embeddings": embeddings, "ref_emb": ref_emb, "negatives": negatives}
-    present = {name: value for name, value in arguments.items() if value is not None}
-    check_tensors(**present)
-    for name, side in present.items():
+def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> tuple[Any, Any, Any]:
+    """Return the three in their common type, float32 at least: one set twice, and None for no further negatives."""
+    sides = {"embeddings": embeddings}
+    if ref_emb is not None:
+        sides["ref_emb"] = ref_emb
+    if negatives is not None:
+        sides["negatives"] = negatives
+    check_tensors(**sides)
+    for name, side in sides.items():
         check_widths(distance, embeddings, side, name)
-    return list(full_precision(*present.values()))
+    checked = dict(zip(sides, full_precision(*sides.values()), strict=True))
+    x = checked["embeddings"]
+    return x, checked.get("ref_emb", x), checked.get("negatives")
 
 
 def _captions_of_each(x: Tensor, y: Tensor) -> int:

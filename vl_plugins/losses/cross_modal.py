@@ -80,38 +80,56 @@ class CrossModalLoss(nn.Module):
             raise ValueError("labels of both sides must be given for a miner, for one_set, and for this loss")
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
-                both = torch.cat([images, texts]), torch.cat([labels, text_labels])
-                return self.loss(*both, None if self.miner is None else self.miner(*both))
+                return self._loss_of_one_set(torch.cat([images, texts]), torch.cat([labels, text_labels]))
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
-                ids = {"ref_ids": ref_ids, "matching_ids": matching_ids} if ref_ids is not None else {}
-                value = self.pair_loss(images, labels, None, texts, text_labels, **ids, **options)
+                if ref_ids is not None:
+                    options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
+                value = self.pair_loss(images, labels, None, texts, text_labels, **options)
             else:
-                known = None if ref_ids is None else known_positives(labels, text_labels, ref_ids, matching_ids)
-                value = self._loss_by_direction((images, labels), (texts, text_labels), known, options)
+                is_known = None
+                if ref_ids is not None:
+                    is_known = known_positives(labels, text_labels, ref_ids, matching_ids)
+                value = self._loss_by_direction((images, labels), (texts, text_labels), is_known, options)
             if self.pair_loss is not self.loss:
                 value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
             return value
 
+    def _loss_of_one_set(self, embeddings: Tensor, labels: Tensor) -> Any:
+        pairs = None
+        if self.miner is not None:
+            pairs = self.miner(embeddings, labels)
+        return self.loss(embeddings, labels, pairs)
+
     def _loss_by_direction(
-        self, images: tuple[Any, Any], texts: tuple[Any, Any], known: Tensor | None, options: dict[str, Any]
+        self, images: tuple[Any, Any], texts: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
     ) -> Any:
-        """Return the loss of image to text, plus that of text to image."""
+        """Return the loss of image to text, plus that of text to image.
+
+        Args:
+            images, texts: embeddings and labels.
+            is_known: (B, C), which texts are known positives of which images; None for none.
+            options: of the loss's call.
+        """
         steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
-        value = self._loss_of_anchors(images, texts, known, options)
+        value = self._loss_of_anchors(images, texts, is_known, options)
         if self.symmetric:
             for module, step in steps.items():
                 module.step = step  # both directions are one step
+            if is_known is not None:
+                is_known = is_known.T
             with captions_come_first(self):
-                value = value + self._loss_of_anchors(texts, images, None if known is None else known.T, options)
+                value = value + self._loss_of_anchors(texts, images, is_known, options)
         return value
 
     def _loss_of_anchors(
-        self, anchors: tuple[Any, Any], candidates: tuple[Any, Any], known: Tensor | None, options: dict[str, Any]
+        self, anchors: tuple[Any, Any], candidates: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
     ) -> Any:
         """Return the loss of anchors with their labels, by the miner's pairs without known positives."""
-        pairs = None if self.miner is None else self.miner(*anchors, *candidates)
-        if known is not None:
-            pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), known)
+        pairs = None
+        if self.miner is not None:
+            pairs = self.miner(*anchors, *candidates)
+        if is_known is not None:
+            pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
         return self.pair_loss(*anchors, pairs, *candidates, **options)
 
 
@@ -138,10 +156,12 @@ def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
     return *is_positive.nonzero(as_tuple=True), *(~is_positive).nonzero(as_tuple=True)
 
 
-def _without_known(indices: tuple[Tensor, ...], known: Tensor) -> tuple[Tensor, ...]:
+def _without_known(indices: tuple[Tensor, ...], is_known: Tensor) -> tuple[Tensor, ...]:
     """Return pairs or triplets without the negatives that are known positives."""
-    anchors, positives, *negative_anchors, negatives = indices
-    kept = ~known[negative_anchors[0] if negative_anchors else anchors, negatives]
-    if negative_anchors:
-        return anchors, positives, negative_anchors[0][kept], negatives[kept]
-    return anchors[kept], positives[kept], negatives[kept]
+    if len(indices) == 3:
+        anchors, positives, negatives = indices
+        is_negative = ~is_known[anchors, negatives]
+        return anchors[is_negative], positives[is_negative], negatives[is_negative]
+    anchors, positives, negative_anchors, negatives = indices
+    is_negative = ~is_known[negative_anchors, negatives]
+    return anchors, positives, negative_anchors[is_negative], negatives[is_negative]

@@ -230,14 +230,20 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
         raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
     if batch.negatives is not None:
         raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
-    anchors, positives, *others = indices_tuple
-    negative_anchors, negatives = (anchors, others[0]) if len(others) == 1 else others
+    are_triplets = len(indices_tuple) == 3
+    if are_triplets:
+        anchors, positives, negatives = indices_tuple
+        negative_anchors = anchors
+    else:
+        anchors, positives, negative_anchors, negatives = indices_tuple
     shape = len(batch.rows), len(batch.columns)
-    excluded = batch.known_positives(Pairs(anchors, positives)) if batch.columns.ids is not None else None
+    excluded = None
+    if batch.columns.ids is not None:
+        excluded = batch.known_positives(Pairs(anchors, positives))
     direction = Direction(batch.rows.embeddings, batch.columns.embeddings, Pairs(anchors, positives), [], 0, {})
     similarities = similarities_of(loss, direction)
     of_columns = batch.columns.numbers
-    if len(others) == 1 and loss.takes_triplets and len(anchors) > 0:
+    if are_triplets and loss.takes_triplets and len(anchors) > 0:
         if batch.both:
             raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
         if excluded is not None:

@@ -46,7 +46,9 @@ def reduced(
     if type(loss.reducer) is MeanReducer and has_pairs:
         # By place, every embedding is in a pair, and its NaN is in the mean already.
         is_by_place = batch is not None and batch.rows.labels is None
-        return result if is_by_place else _with_nan_of(result, inputs)
+        if is_by_place:
+            return result
+        return _in_graph_of(result, [values.detach() for values in inputs])
     return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
 
 
@@ -79,11 +81,6 @@ def _regularization(loss: Any, batch: Batch) -> Tensor:
         sides.append(None if batch.one_set else batch.columns.embeddings)
     term: Tensor = loss.embedding_regularizer(*sides) * loss.embedding_reg_weight
     return term
-
-
-def _with_nan_of(result: Tensor, inputs: list[Tensor]) -> Tensor:
-    """Return the loss, or NaN if an embedding has NaN or infinity, also one that is in no pair."""
-    return _in_graph_of(result, [values.detach() for values in inputs])
 
 
 def _in_graph_of(result: Tensor, sources: list[Any]) -> Tensor:

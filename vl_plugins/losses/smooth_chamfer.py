@@ -110,7 +110,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        ref_emb = None if ref_emb is embeddings else ref_emb
+        if ref_emb is embeddings:
+            ref_emb = None
         check_tensors(embeddings=embeddings)
         if ref_emb is not None:
             check_tensors(ref_emb=ref_emb)
@@ -126,13 +127,17 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             embeddings, labels, ref_emb, ref_labels = (options.pop(name) for name in sides)
             slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
         # Here, so that gradients in half precision are rounded once, not for each term.
-        embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
-        ref_emb = other[0] if other else None
+        if ref_emb is None:
+            (embeddings,) = full_precision(embeddings)
+        else:
+            embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):  # DoNothingReducer returns its input
-            return loss | {name: self.zero_loss() | {"losses": term} for name, term in terms.items()}
+            for name, term in terms.items():
+                loss[name] = self.zero_loss() | {"losses": term}
+            return loss
         return sum(terms.values(), start=loss)
 
     def regularization(
@@ -144,15 +149,18 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
         distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
-        sets = distance.unpack(embeddings, *([] if ref_emb is None or ref_emb is embeddings else [ref_emb]))
+        sides = [embeddings]
+        if ref_emb is not None and ref_emb is not embeddings:
+            sides.append(ref_emb)
+        sets = distance.unpack(*sides)
         terms, joined = {}, JoinedSets(*sets)
         if self.mmd_weight > 0 and len(sets) == 2:
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
         if self.diversity_weight > 0:
             if slots is not None or ref_slots is not None:
-                slots_of_sides = (slots, ref_slots)[: len(sets)]
-                joined = JoinedSets(
-                    *(own if other is None else other for own, other in zip(sets, slots_of_sides, strict=True))
-                )
+                for side, slots_of_side in enumerate((slots, ref_slots)[: len(sets)]):
+                    if slots_of_side is not None:
+                        sets[side] = slots_of_side
+                joined = JoinedSets(*sets)
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms

@@ -86,7 +86,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
-        queued = len(labels) if enqueue_mask is None else int(enqueue_mask.sum())
+        queued = len(labels)
+        if enqueue_mask is not None:
+            queued = int(enqueue_mask.sum())
         if queued > self.memory_size:
             raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
         (embeddings,) = full_precision(embeddings)
@@ -105,14 +107,17 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         self.reset_stats()
         self.embedding_memory = self.embedding_memory.to(embeddings)
         self.label_memory = self.label_memory.to(labels.device, labels.dtype)
-        ids = None if ref_ids is None else as_ids("ref_ids", ref_ids, embeddings)
+        ids = as_ids("ref_ids", ref_ids, embeddings)
         anchors, anchor_labels = embeddings, labels
         if enqueue_mask is not None:
             anchors, anchor_labels = embeddings[~enqueue_mask], labels[~enqueue_mask]
             embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
-            ids = None if ids is None else ids[enqueue_mask]
+            if ids is not None:
+                ids = ids[enqueue_mask]
         self.add_to_memory(embeddings, labels, len(labels))
-        length = self.memory_size if self.has_been_filled else self.queue_idx
+        length = self.queue_idx
+        if self.has_been_filled:
+            length = self.memory_size
         if ids is not None:
             numbers["ref_ids"] = self._queued_ids(ids, length)
         return self.loss(
@@ -140,21 +145,23 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
 
     def create_indices_tuple(self, *arguments: Any) -> tuple[Tensor, ...]:
-        *batch_and_queue, given, do_remove_self_comparisons = arguments
+        *batch_and_queue, indices_tuple, do_remove_self_comparisons = arguments
         is_easy = isinstance(self.miner, BatchEasyHardMiner) and self.miner.pos_strategy == BatchEasyHardMiner.EASY
         if is_easy and do_remove_self_comparisons:
             raise ValueError("pos_strategy='easy' would choose each embedding's own copy in the queue: choose another")
         own = self.curr_batch_idx
-        if given is not None:  # the base class takes the index in the batch for the index in the queue
-            anchors, positives, *negative_anchors, negatives = given
-            given = anchors, own[positives], *negative_anchors, own[negatives]
+        if indices_tuple is not None:  # the base class takes the index in the batch for the index in the queue
+            anchors, positives, *negative_anchors, negatives = indices_tuple
+            indices_tuple = anchors, own[positives], *negative_anchors, own[negatives]
         # The base class removes own copies too, but not those of a batch of one, and fails for an empty batch.
-        indices: tuple[Tensor, ...] = super().create_indices_tuple(*batch_and_queue, given, False)
+        indices: tuple[Tensor, ...] = super().create_indices_tuple(*batch_and_queue, indices_tuple, False)
         if not do_remove_self_comparisons:
             return indices
-        others = indices[1] != own[indices[0]]
-        kept = 3 if len(indices) == 3 else 2
-        return *(index[others] for index in indices[:kept]), *indices[kept:]
+        anchors, positives, *negatives_of_pairs = indices
+        is_other = positives != own[anchors]
+        if len(indices) == 3:
+            return anchors[is_other], positives[is_other], indices[2][is_other]
+        return anchors[is_other], positives[is_other], *negatives_of_pairs
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled}
