@@ -334,7 +334,8 @@ def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
     """Return the table of all claims in Markdown."""
     rows = ["| claim | verdict |", "|---|---|"]
     for claim in claims:
-        rows.append(f"| [{claim.name[:3]}: {claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
+        number = f"{claim.name[:3]}: " if claim.name[:3].isdigit() else ""  # of the paper
+        rows.append(f"| [{number}{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
     return "\n".join(rows)
 
 

@@ -185,7 +185,12 @@ class Results:
         return [self.outcome(run) for run in self.runs(cell, method)]
 
     def seed_outcomes(self, regime: str, method: str) -> list[Outcome]:
-        """Return the outcomes of all seeds of a method at its best rate; none before all of them are there."""
+        """Return the outcomes of all seeds of a method at its best rate.
+
+        None before all of them are there, and of a regime that the study does not have.
+        """
+        if regime not in self.study.regimes:
+            return []
         for cell in self.study.cells:
             if cell.regime == regime and method in cell.all_methods:
                 return self.outcomes(cell, method) if self.is_complete(cell, method) else []
