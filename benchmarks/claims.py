@@ -424,12 +424,16 @@ def run(arguments: argparse.Namespace) -> None:
         print(write_page(read_claims()))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", metavar="NAME", help="a file of benchmarks/claims (default: all)")
     parser.add_argument("--scale", metavar="NAME", help="print the commands with the paper's data set: coco, flickr30k")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="results at this scale, of evaluate --json")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
     return exit_status("benchmarks.claims", lambda: run(arguments))
 
 
