@@ -270,6 +270,7 @@ def test_a_small_study_of_real_commands(tmp_path):
         "--batch-size 128": "--batch-size 8",
         "batch: 64": "batch: 8",
         "--epochs 14": "--epochs 1",
+        "training.epochs={epochs}": "training.epochs={epochs} data.batch_size=8",
     }
     for old, new in smaller.items():
         assert old in text
