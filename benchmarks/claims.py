@@ -35,9 +35,11 @@ from scipy.special import stdtrit
 from benchmarks.grid import Results, Study
 from benchmarks.outcomes import Outcome
 from benchmarks.study import RESULTS
+from benchmarks.study_tables import format_interval
 from vl_plugins.data.files import write_file
 from vl_plugins.errors import UserError, exit_status, one_of
 from vl_plugins.retrieval import compare
+from vl_plugins.retrieval.comparison import CONFIDENCE, POWER
 
 CLAIMS = Path("benchmarks/claims")
 STUDIES = Path("benchmarks/studies")
@@ -47,7 +49,6 @@ PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN = "reproduced", "contradicted", "not resolved", "not run"
 EXPECTATIONS = ("above", "below", "equal")
-CONFIDENCE, POWER = 0.95, 0.8
 
 # How the page names metrics, with their units.
 METRICS = {
@@ -362,7 +363,7 @@ def finding_row(finding: Finding) -> str:
     if finding.verdict == NOT_RUN:
         return f"{start} | | | | not run |"
     digits = 3 if comparison.metric.endswith("_variance") else 1
-    interval = f"{finding.mean:+.{digits}f} [{finding.low:+.{digits}f}, {finding.high:+.{digits}f}]"
+    interval = format_interval(finding.mean, finding.low, finding.high, digits)
     seeds = f"{finding.seeds[0]}, {finding.seeds[1]}"
     return f"{start} {interval} | {finding.smallest:.{digits}f} | {finding.time:.2f} | {seeds} | {finding.verdict} |"
 
@@ -377,7 +378,7 @@ def results_at_scale(claim: Claim, scale_name: str) -> str:
     for method, of_method in content["differences"][content["protocol"]].items():
         for metric in sorted({comparison.metric for comparison in claim.comparisons}):
             difference = of_method[metric]
-            interval = f"{difference['difference']:+.1f} [{difference['low']:+.1f}, {difference['high']:+.1f}]"
+            interval = format_interval(difference["difference"], difference["low"], difference["high"])
             lines.append(f"- `{method}` against `{content['baseline']}`, {METRICS[metric]}: {interval}")
     return "\n".join(lines)
 

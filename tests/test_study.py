@@ -19,7 +19,7 @@ from benchmarks.grid import Results, Run, Study
 from benchmarks.inverted_pictures import write_inverted
 from benchmarks.jobs import Jobs, run_command, run_once
 from benchmarks.outcomes import Outcome, metric_means, selected_metrics
-from benchmarks.study_tables import COLUMNS, comparison_table, write_tables
+from benchmarks.study_tables import COLUMNS, comparison_table, rsum_differences, write_tables
 from benchmarks.swapped_captions import swap_captions
 from vl_plugins.cli import build_parser
 from vl_plugins.errors import UserError
@@ -154,7 +154,7 @@ def test_tables(results):
             save(results, Run("short", method, rate, seed), val=rsum, test=rsum, seconds=10 if method == "clip" else 15)
         save(results, Run("short", method, "1e-1", 0))
     (cell,) = results.study.cells
-    assert comparison_table(cell, results).count("\n| `") == 2
+    assert comparison_table(cell, results, rsum_differences(cell, results)).count("\n| `") == 2
     text = write_tables(results.study, results)
     # Four images that agree: the interval is that of two queries more, of a step of 1 / 2 seeds in 4 images.
     half = stats.t.ppf(0.975, 3) * (2 * 0.5**2 / 4**2) ** 0.5
