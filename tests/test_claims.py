@@ -7,22 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import claims as claims_module
-from benchmarks.claims import (
+from benchmarks import at_scale, claims
+from benchmarks.at_scale import add_at_scale
+from benchmarks.claim import Claim, Comparison, Scale, find_claim, read_claims
+from benchmarks.claims import claim_section
+from benchmarks.findings import (
     CONTRADICTED,
     NOT_RESOLVED,
     NOT_RUN,
     REPRODUCED,
-    Claim,
-    Comparison,
     Finding,
-    Scale,
-    add_at_scale,
-    claim_section,
     claim_verdict,
-    find_claim,
     finding,
-    read_claims,
+    findings,
     verdict_of,
 )
 from benchmarks.grid import Study
@@ -161,7 +158,7 @@ CLAIM = Claim(
     title="A title",
     says="Somebody says so.",
     source="a paper, Table 1",
-    comparisons=[Comparison("regime", "method", "baseline"), Comparison("regime", "method", "absent")],
+    comparisons=[Comparison("frozen", "method", "baseline"), Comparison("frozen", "method", "absent")],
     at_scale={
         "coco": Scale("coco-5k", "test.tar", "latest.pt", {"clip": "python clip", "unified": "python unified"}, "clip")
     },
@@ -170,11 +167,12 @@ CLAIM = Claim(
 
 def test_the_section_of_a_claim():
     runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 3)}
-    section = claim_section(CLAIM, claims_module.findings(CLAIM, FakeResults(runs)))
+    section = claim_section(CLAIM, findings(CLAIM, FakeResults(runs)))
     assert "Somebody says so. (a paper, Table 1)" in section
-    assert "| regime | `method` > `baseline` | RSUM | +1" in section
+    assert "| frozen | `method` > `baseline` | RSUM | +1" in section
     assert "| 2.00 | 3, 3 | reproduced |" in section
-    assert "| regime | `method` > `absent` | RSUM | | | | | not run |" in section
+    assert "| frozen | `method` > `absent` | RSUM | | | | | not run |" in section
+    assert "benchmarks/studies/claims.yaml --work studies/claims --regimes frozen`" in section
     assert "**Not run** by the rule: all comparisons." in section
 
 
@@ -190,7 +188,7 @@ def evaluation(**changes):
 
 
 def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    monkeypatch.setattr(at_scale, "AT_SCALE", tmp_path / "at_scale")
     (tmp_path / "own.json").write_text(evaluation())
     assert json.loads(add_at_scale(CLAIM, "coco", tmp_path / "own.json").read_text())["claim"] == "001-test"
     assert "- `unified` against `clip`, RSUM: +4.0 [+1.0, +7.0]" in claim_section(CLAIM, [])
@@ -213,7 +211,7 @@ def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
     ],
 )
 def test_other_results_at_scale_are_refused(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    monkeypatch.setattr(at_scale, "AT_SCALE", tmp_path / "at_scale")
     (tmp_path / "own.json").write_text(content)
     with pytest.raises(UserError, match=message):
         add_at_scale(CLAIM, "coco", tmp_path / "own.json")
@@ -221,11 +219,11 @@ def test_other_results_at_scale_are_refused(tmp_path, monkeypatch, content, mess
 
 
 def test_the_commands_of_a_scale_are_printed(capsys):
-    assert claims_module.main(["--scale", "coco", "--claim", "ours-learned-scale"]) == 0
+    assert claims.main(["--scale", "coco", "--claim", "ours-learned-scale"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 * 3 + 1
     assert lines[-1].startswith("vl-plugins evaluate --checkpoint fixed=runs/fixed-0/run fixed=runs/fixed-1/run ")
-    assert claims_module.main(["--scale", "laion", "--claim", "ours-learned-scale"]) == 2
-    assert claims_module.main(["--scale", "coco", "--claim", "nothing"]) == 2
-    assert claims_module.main(["--scale", "coco", "--add", "file.json"]) == 2
+    assert claims.main(["--scale", "laion", "--claim", "ours-learned-scale"]) == 2
+    assert claims.main(["--scale", "coco", "--claim", "nothing"]) == 2
+    assert claims.main(["--scale", "coco", "--add", "file.json"]) == 2
     assert "--add needs --claim and --scale" in capsys.readouterr().err
