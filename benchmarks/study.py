@@ -16,6 +16,7 @@ deleted.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -84,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the study was ended"))  # which ends its trainings, too
     return exit_status("benchmarks.study", lambda: run_study(arguments))
 
 

@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +252,30 @@ def test_the_log_of_a_process_that_fails_is_shown(tmp_path):
     jobs.start("first", tmp_path / "log", fail, "the reason")
     with pytest.raises(UserError, match=r"first failed; .*log ends with:\n.*the reason"):
         jobs.wait()
+
+
+def group_is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="process groups are POSIX's")
+def test_a_study_that_is_ended_ends_its_trainings(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(CONTENT | {"prepare": ["python -m http.server 0"]}))
+    command = [sys.executable, "-m", "benchmarks.study", tmp_path / "study.yaml", "--work", tmp_path / "work"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    log = tmp_path / "work" / "prepare.log"
+    while not log.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    while group_is_alive(process.pid):
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
