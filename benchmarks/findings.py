@@ -110,9 +110,9 @@ def mean_seconds(outcomes: Sequence[Outcome]) -> float:
 
 
 def claim_verdict(found: Sequence[Finding]) -> str:
-    """Return the verdict on a claim."""
+    """Return the verdict on a claim, which is contradicted as soon as one of its comparisons is."""
     verdicts = {finding.verdict for finding in found}
-    for verdict in (NOT_RUN, CONTRADICTED, NOT_RESOLVED):
+    for verdict in (CONTRADICTED, NOT_RUN, NOT_RESOLVED):
         if verdict in verdicts:
             return verdict
     return REPRODUCED

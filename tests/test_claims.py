@@ -95,7 +95,8 @@ def test_verdict_of_an_interval(expected, low, high, verdict):
         ([REPRODUCED, REPRODUCED], REPRODUCED),
         ([REPRODUCED, NOT_RESOLVED], NOT_RESOLVED),
         ([REPRODUCED, CONTRADICTED, NOT_RESOLVED], CONTRADICTED),
-        ([CONTRADICTED, NOT_RUN], NOT_RUN),
+        ([CONTRADICTED, NOT_RUN], CONTRADICTED),
+        ([REPRODUCED, NOT_RUN], NOT_RUN),
     ],
 )
 def test_verdict_of_a_claim(verdicts, of_claim):
