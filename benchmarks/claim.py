@@ -31,6 +31,7 @@ class Comparison:
         expected: ``above``, ``below`` or ``equal``, what the claim says about the method.
         metric: what is compared.
         within: for ``equal``, the difference that does not matter.
+        baseline_regime: that of the baseline, where it is another one, such as a longer training.
     """
 
     regime: str
@@ -39,6 +40,7 @@ class Comparison:
     expected: str = "above"
     metric: str = "rsum"
     within: float = 0.0
+    baseline_regime: str = ""
 
     def __post_init__(self) -> None:
         one_of("expected", self.expected, EXPECTATIONS)
@@ -47,7 +49,13 @@ class Comparison:
     @property
     def text(self) -> str:
         relation = {"above": ">", "below": "<", "equal": "="}[self.expected]
-        return f"`{self.method}` {relation} `{self.baseline}`"
+        where = f" of {self.baseline_regime}" if self.baseline_regime else ""
+        return f"`{self.method}` {relation} `{self.baseline}`{where}"
+
+    @property
+    def regimes(self) -> tuple[str, str]:
+        """Those of the method and of the baseline."""
+        return self.regime, self.baseline_regime or self.regime
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
 def training_command(claim: Claim) -> str:
     """Return the command that trains the runs of a claim, or that the study has no such regime."""
     study = Study.read(study_file(claim))
-    regimes = list(dict.fromkeys(comparison.regime for comparison in claim.comparisons))
+    regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
     missing = [regime for regime in regimes if regime not in study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."

@@ -61,8 +61,9 @@ def findings(claim: Claim, results: Results) -> list[Finding]:
 
 def finding(comparison: Comparison, results: Results, comparisons: int) -> Finding:
     """Return what the runs say about one of several comparisons."""
-    method = results.seed_outcomes(comparison.regime, comparison.method)
-    baseline = results.seed_outcomes(comparison.regime, comparison.baseline)
+    regime, baseline_regime = comparison.regimes
+    method = results.seed_outcomes(regime, comparison.method)
+    baseline = results.seed_outcomes(baseline_regime, comparison.baseline)
     if not method or not baseline:
         return Finding(comparison)
     if comparison.metric.endswith("_variance"):

@@ -45,13 +45,11 @@ def test_the_runs_of_a_claim_belong_to_its_study(claim):
     """Those of a regime that the study does not have are not run."""
     study = Study.read(Path("benchmarks/studies") / f"{claim.study}.yaml")
     for comparison in claim.comparisons:
-        if comparison.regime in study.regimes:
-            methods = {
-                method for cell in study.cells if cell.regime == comparison.regime for method in cell.all_methods
-            }
-            assert {comparison.method, comparison.baseline} <= methods
-        else:
-            assert comparison.regime in {"joint", "frozen-crops"}
+        for regime, method in zip(comparison.regimes, (comparison.method, comparison.baseline), strict=True):
+            if regime in study.regimes:
+                assert method in {name for cell in study.cells if cell.regime == regime for name in cell.all_methods}
+            else:
+                assert regime in {"joint", "frozen-crops"}
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -104,13 +102,13 @@ def test_verdict_of_a_claim(verdicts, of_claim):
 
 
 class FakeResults:
-    """Outcomes by method, of any regime."""
+    """Outcomes by method, of any regime but "another"."""
 
     def __init__(self, outcomes):
         self.outcomes = outcomes
 
     def seed_outcomes(self, regime, method):
-        return self.outcomes.get(method, [])
+        return self.outcomes.get(f"{method} of another" if regime == "another" else method, [])
 
 
 def outcomes(level, seeds, variance=0.5, images=100):
@@ -139,6 +137,14 @@ def test_a_finding_has_the_interval_of_the_comparison():
     alone = finding(Comparison("regime", "method", "baseline"), FakeResults(runs), comparisons=1)
     assert alone.low > found.low
     assert finding(Comparison("regime", "method", "absent"), FakeResults(runs), comparisons=1).verdict == NOT_RUN
+
+
+def test_a_baseline_of_another_regime():
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(30, 3), "baseline of another": outcomes(10, 3)}
+    comparison = Comparison("regime", "method", "baseline", baseline_regime="another")
+    found = finding(comparison, FakeResults(runs), comparisons=1)
+    assert (found.verdict, round(found.mean)) == (REPRODUCED, 10)
+    assert comparison.text == "`method` > `baseline` of another"
 
 
 def test_a_number_of_each_run_is_compared_over_the_seeds():
