@@ -157,8 +157,7 @@ class Results:
 
     def missing(self, cell: Cell, method: str) -> list[Run]:
         """Return the runs that a method needs next: at rates to choose from, or of the seeds at the best one."""
-        tried = self._tried_rates(cell.regime, method)
-        tuning = [Run(cell.regime, method, rate, self.study.tuning_seed) for rate in tried]
+        tuning = self._tuning_runs(cell.regime, method, self._tried_rates(cell.regime, method))
         missing = [run for run in tuning if not self.has(run)]
         if missing:
             return missing
@@ -166,8 +165,7 @@ class Results:
 
     def rate(self, regime: str, method: str) -> str:
         """Return the learning rate with the highest RSUM on validation."""
-        tried = self._tried_rates(regime, method)
-        return max(tried, key=lambda rate: self._validation_rsum(regime, method, rate))
+        return self._best_rate(regime, method, self._tried_rates(regime, method))
 
     def is_at_edge(self, regime: str, method: str) -> bool:
         """Whether the best learning rate is the lowest or highest of all that may be tried."""
@@ -185,7 +183,12 @@ class Results:
         return [self.outcome(run) for run in self.runs(cell, method)]
 
     def seed_outcomes(self, regime: str, method: str) -> list[Outcome]:
-        """Return the outcomes of all seeds of a method at its best rate; none before all of them are there."""
+        """Return the outcomes of all seeds of a method at its best rate.
+
+        None before all of them are there, and of a regime that the study does not have.
+        """
+        if regime not in self.study.regimes:
+            return []
         for cell in self.study.cells:
             if cell.regime == regime and method in cell.all_methods:
                 return self.outcomes(cell, method) if self.is_complete(cell, method) else []
@@ -196,8 +199,7 @@ class Results:
         seen = set()
         for cell in self.study.cells:
             for method in cell.all_methods:
-                rates = self._tried_rates(cell.regime, method)
-                runs = [Run(cell.regime, method, rate, self.study.tuning_seed) for rate in rates]
+                runs = self._tuning_runs(cell.regime, method, self._tried_rates(cell.regime, method))
                 if all(map(self.has, runs)):
                     runs += self.runs(cell, method)
                 for run in runs:
@@ -212,10 +214,9 @@ class Results:
         last = first + FIRST_RATES - 1
         while True:
             tried = rates[first : last + 1]
-            runs = [Run(regime, method, rate, self.study.tuning_seed) for rate in tried]
-            if not all(map(self.has, runs)):
+            if not all(map(self.has, self._tuning_runs(regime, method, tried))):
                 return tried
-            best = max(tried, key=lambda rate: self._validation_rsum(regime, method, rate))
+            best = self._best_rate(regime, method, tried)
             if best == tried[0] and first > 0:
                 first -= 1
             elif best == tried[-1] and last < len(rates) - 1:
@@ -223,5 +224,9 @@ class Results:
             else:
                 return tried
 
-    def _validation_rsum(self, regime: str, method: str, rate: str) -> float:
-        return self.outcome(Run(regime, method, rate, self.study.tuning_seed)).val["rsum"]
+    def _tuning_runs(self, regime: str, method: str, rates: list[str]) -> list[Run]:
+        return [Run(regime, method, rate, self.study.tuning_seed) for rate in rates]
+
+    def _best_rate(self, regime: str, method: str, rates: list[str]) -> str:
+        runs = self._tuning_runs(regime, method, rates)
+        return max(runs, key=lambda run: self.outcome(run).val["rsum"]).rate

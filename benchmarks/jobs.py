@@ -79,7 +79,10 @@ def _call(log: Path, function: Callable[..., None], arguments: tuple[Any, ...]) 
     with log.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        function(*arguments)
+        try:
+            function(*arguments)
+        except UserError as error:  # the log says it already
+            sys.exit(str(error))
 
 
 def run_command(command: str) -> None:

@@ -16,6 +16,7 @@ deleted.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -70,7 +71,7 @@ def run_study(arguments: argparse.Namespace) -> None:
     print(f"{training.hours_used():.1f} hours of processor time in {len(list(results.all_runs()))} runs")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", type=Path, help="the study, .yaml")
@@ -79,7 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--regimes", nargs="+", default=[], metavar="NAME", help="train the runs of these only (default: all)")
     add("--hours", type=float, default=float("inf"), help="start no run after this processor time of all runs")
     add("--sample", metavar="NAME", help="train some runs again, and compare them with the results that are kept")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the study was ended"))  # which ends its trainings, too
     return exit_status("benchmarks.study", lambda: run_study(arguments))
 
 

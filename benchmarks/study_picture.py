@@ -1,9 +1,13 @@
 """The picture of a study: for each cell, the differences of RSUM from the baseline with their intervals."""
 
+import io
 from pathlib import Path
 from typing import Any
 
-from vl_plugins.plots.figures import COLORS, new_figure, write_figure
+from matplotlib import rc_context
+
+from vl_plugins.data.files import write_file
+from vl_plugins.plots.figures import COLORS, new_figure
 from vl_plugins.retrieval import Difference
 
 __all__ = ["draw_differences"]
@@ -13,13 +17,17 @@ RESOLVED, NOT_RESOLVED = COLORS[0], "0.6"
 
 
 def draw_differences(panels: dict[str, dict[str, Difference]], file: Path) -> None:
-    """Draw the differences of methods, by title of the panel and by name of the method."""
+    """Draw the differences of methods, by title of the panel and by name of the method, as SVG."""
     heights = [len(differences) + 2.5 for differences in panels.values()]
     figure = new_figure(7, ROW_HEIGHT * sum(heights))
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (title, differences) in zip(axes, panels.items(), strict=True):
         _draw_panel(axis, title, differences)
-    write_figure(figure, file)
+    picture = io.BytesIO()
+    # The same picture is the same file: no date, and no random names.
+    with rc_context({"svg.hashsalt": "study"}):
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    write_file(file, picture.getbuffer())
 
 
 def _draw_panel(axis: Any, title: str, differences: dict[str, Difference]) -> None:

@@ -6,10 +6,9 @@ from statistics import fmean, stdev
 from benchmarks.grid import Cell, Results, Run, Study
 from benchmarks.study_picture import draw_differences
 from vl_plugins.retrieval import Difference, compare
+from vl_plugins.retrieval.metrics import DIRECTIONS, RECALL_AT
 
-__all__ = ["COLUMNS", "comparison_table", "rsum_differences", "write_tables"]
-
-DIRECTIONS = ("image_to_text", "text_to_image")
+__all__ = ["COLUMNS", "comparison_table", "format_interval", "rsum_differences", "write_tables"]
 
 TITLE = """\
 ---
@@ -24,15 +23,18 @@ multiple of the baseline's. Intervals are 95 %, and bold where they exclude 0.
 
 # Columns of the table, by the metric's name.
 COLUMNS = {"rsum": "RSUM"} | {
-    f"{direction}_R@{k}": f"{label} R@{k}"
-    for direction, label in zip(DIRECTIONS, ("i2t", "t2i"), strict=True)
-    for k in (1, 5, 10)
+    f"{direction}_R@{k}": f"{label} R@{k}" for direction, label in DIRECTIONS.items() for k in RECALL_AT
 }
 
 
-def verdict(difference: Difference) -> str:
+def format_interval(mean: float, low: float, high: float, digits: int = 1) -> str:
+    """Return a difference with its interval, as all tables of a study have it."""
+    return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def rsum_cell(difference: Difference) -> str:
     """Return the interval of a difference, bold where it excludes 0."""
-    interval = f"{difference.mean:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]"
+    interval = format_interval(difference.mean, difference.low, difference.high)
     return f"**{interval}**" if difference.resolved else interval
 
 
@@ -47,11 +49,8 @@ def rsum_differences(cell: Cell, results: Results) -> dict[str, Difference]:
     return {method: of_method["rsum"] for method, of_method in compare(values, cell.baseline).items()}
 
 
-def comparison_table(cell: Cell, results: Results) -> str:
-    """Return a table in Markdown of the methods of a cell that are complete; empty before two of them are."""
-    differences = rsum_differences(cell, results)
-    if not differences:
-        return ""
+def comparison_table(cell: Cell, results: Results, differences: dict[str, Difference]) -> str:
+    """Return a table in Markdown of the baseline of a cell and the methods of :func:`rsum_differences`."""
     methods = [cell.baseline, *differences]
     outcomes = {method: results.outcomes(cell, method) for method in methods}
     base_seconds = fmean(outcome.training_seconds for outcome in outcomes[cell.baseline])
@@ -70,7 +69,7 @@ def comparison_table(cell: Cell, results: Results) -> str:
             str(results.study.epochs(cell.regime, method)),
             f"{seconds / base_seconds:.2f}",
             f"{fmean(rsums):.1f} ± {stdev(rsums):.1f}" if len(rsums) > 1 else f"{rsums[0]:.1f}",
-            "" if method == cell.baseline else verdict(differences[method]),
+            "" if method == cell.baseline else rsum_cell(differences[method]),
             *(f"{recall:.1f}" for recall in recalls),
         ]
         rows.append(f"| {' | '.join(cells)} |")
@@ -92,9 +91,10 @@ def write_tables(study: Study, results: Results) -> str:
             writer.writerow([*run, epochs, f"{outcome.training_seconds:.1f}", *(f"{number:.3f}" for number in numbers)])
     parts, panels = [], {}
     for cell in study.cells:
-        if table := comparison_table(cell, results):
+        if differences := rsum_differences(cell, results):
+            table = comparison_table(cell, results, differences)
             parts.append(f"## {cell.regime}, against `{cell.baseline}`\n\n{table}\n")
-            panels[f"{cell.regime}: RSUM against {cell.baseline}"] = rsum_differences(cell, results)
+            panels[f"{cell.regime}: RSUM against {cell.baseline}"] = differences
     if panels:
         draw_differences(panels, results.folder / "study.svg")
     text = "\n".join([TITLE, *parts])

@@ -73,7 +73,7 @@ class Training:
 
     def line_about(self, run: Run) -> str:
         outcome = self.results.outcome(run)
-        rsums = f"RSUM {outcome.val['rsum']:.1f} on validation, {outcome.test['rsum']:.1f}"
+        rsums = f"RSUM {outcome.val['rsum']:.1f} on validation, {outcome.test['rsum']:.1f} on test"
         return f"{self.hours_used():.2f} h: {run.path}, {outcome.training_seconds:.0f} s, {rsums}"
 
 

@@ -7,22 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import claims as claims_module
-from benchmarks.claims import (
+from benchmarks import at_scale, claims
+from benchmarks.at_scale import add_at_scale
+from benchmarks.claim import Claim, Comparison, Scale, find_claim, read_claims
+from benchmarks.claims import claim_section
+from benchmarks.findings import (
     CONTRADICTED,
     NOT_RESOLVED,
     NOT_RUN,
     REPRODUCED,
-    Claim,
-    Comparison,
     Finding,
-    Scale,
-    add_at_scale,
-    claim_section,
     claim_verdict,
-    find_claim,
     finding,
-    read_claims,
+    findings,
     verdict_of,
 )
 from benchmarks.grid import Study
@@ -48,13 +45,11 @@ def test_the_runs_of_a_claim_belong_to_its_study(claim):
     """Those of a regime that the study does not have are not run."""
     study = Study.read(Path("benchmarks/studies") / f"{claim.study}.yaml")
     for comparison in claim.comparisons:
-        if comparison.regime in study.regimes:
-            methods = {
-                method for cell in study.cells if cell.regime == comparison.regime for method in cell.all_methods
-            }
-            assert {comparison.method, comparison.baseline} <= methods
-        else:
-            assert comparison.regime in {"joint", "frozen-crops"}
+        for regime, method in zip(comparison.regimes, (comparison.method, comparison.baseline), strict=True):
+            if regime in study.regimes:
+                assert method in {name for cell in study.cells if cell.regime == regime for name in cell.all_methods}
+            else:
+                assert regime in {"joint", "frozen-crops"}
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -98,7 +93,8 @@ def test_verdict_of_an_interval(expected, low, high, verdict):
         ([REPRODUCED, REPRODUCED], REPRODUCED),
         ([REPRODUCED, NOT_RESOLVED], NOT_RESOLVED),
         ([REPRODUCED, CONTRADICTED, NOT_RESOLVED], CONTRADICTED),
-        ([CONTRADICTED, NOT_RUN], NOT_RUN),
+        ([CONTRADICTED, NOT_RUN], CONTRADICTED),
+        ([REPRODUCED, NOT_RUN], NOT_RUN),
     ],
 )
 def test_verdict_of_a_claim(verdicts, of_claim):
@@ -106,13 +102,13 @@ def test_verdict_of_a_claim(verdicts, of_claim):
 
 
 class FakeResults:
-    """Outcomes by method, of any regime."""
+    """Outcomes by method, of any regime but "another"."""
 
     def __init__(self, outcomes):
         self.outcomes = outcomes
 
     def seed_outcomes(self, regime, method):
-        return self.outcomes.get(method, [])
+        return self.outcomes.get(f"{method} of another" if regime == "another" else method, [])
 
 
 def outcomes(level, seeds, variance=0.5, images=100):
@@ -143,6 +139,14 @@ def test_a_finding_has_the_interval_of_the_comparison():
     assert finding(Comparison("regime", "method", "absent"), FakeResults(runs), comparisons=1).verdict == NOT_RUN
 
 
+def test_a_baseline_of_another_regime():
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(30, 3), "baseline of another": outcomes(10, 3)}
+    comparison = Comparison("regime", "method", "baseline", baseline_regime="another")
+    found = finding(comparison, FakeResults(runs), comparisons=1)
+    assert (found.verdict, round(found.mean)) == (REPRODUCED, 10)
+    assert comparison.text == "`method` > `baseline` of another"
+
+
 def test_a_number_of_each_run_is_compared_over_the_seeds():
     """Welch's interval, as SciPy has it."""
     from scipy.stats import ttest_ind
@@ -161,7 +165,7 @@ CLAIM = Claim(
     title="A title",
     says="Somebody says so.",
     source="a paper, Table 1",
-    comparisons=[Comparison("regime", "method", "baseline"), Comparison("regime", "method", "absent")],
+    comparisons=[Comparison("frozen", "method", "baseline"), Comparison("frozen", "method", "absent")],
     at_scale={
         "coco": Scale("coco-5k", "test.tar", "latest.pt", {"clip": "python clip", "unified": "python unified"}, "clip")
     },
@@ -170,11 +174,12 @@ CLAIM = Claim(
 
 def test_the_section_of_a_claim():
     runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 3)}
-    section = claim_section(CLAIM, claims_module.findings(CLAIM, FakeResults(runs)))
+    section = claim_section(CLAIM, findings(CLAIM, FakeResults(runs)))
     assert "Somebody says so. (a paper, Table 1)" in section
-    assert "| regime | `method` > `baseline` | RSUM | +1" in section
+    assert "| frozen | `method` > `baseline` | RSUM | +1" in section
     assert "| 2.00 | 3, 3 | reproduced |" in section
-    assert "| regime | `method` > `absent` | RSUM | | | | | not run |" in section
+    assert "| frozen | `method` > `absent` | RSUM | | | | | not run |" in section
+    assert "benchmarks/studies/claims.yaml --work studies/claims --regimes frozen`" in section
     assert "**Not run** by the rule: all comparisons." in section
 
 
@@ -190,7 +195,7 @@ def evaluation(**changes):
 
 
 def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    monkeypatch.setattr(at_scale, "AT_SCALE", tmp_path / "at_scale")
     (tmp_path / "own.json").write_text(evaluation())
     assert json.loads(add_at_scale(CLAIM, "coco", tmp_path / "own.json").read_text())["claim"] == "001-test"
     assert "- `unified` against `clip`, RSUM: +4.0 [+1.0, +7.0]" in claim_section(CLAIM, [])
@@ -213,7 +218,7 @@ def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
     ],
 )
 def test_other_results_at_scale_are_refused(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(claims_module, "AT_SCALE", tmp_path / "at_scale")
+    monkeypatch.setattr(at_scale, "AT_SCALE", tmp_path / "at_scale")
     (tmp_path / "own.json").write_text(content)
     with pytest.raises(UserError, match=message):
         add_at_scale(CLAIM, "coco", tmp_path / "own.json")
@@ -221,11 +226,11 @@ def test_other_results_at_scale_are_refused(tmp_path, monkeypatch, content, mess
 
 
 def test_the_commands_of_a_scale_are_printed(capsys):
-    assert claims_module.main(["--scale", "coco", "--claim", "ours-learned-scale"]) == 0
+    assert claims.main(["--scale", "coco", "--claim", "ours-learned-scale"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 * 3 + 1
     assert lines[-1].startswith("vl-plugins evaluate --checkpoint fixed=runs/fixed-0/run fixed=runs/fixed-1/run ")
-    assert claims_module.main(["--scale", "laion", "--claim", "ours-learned-scale"]) == 2
-    assert claims_module.main(["--scale", "coco", "--claim", "nothing"]) == 2
-    assert claims_module.main(["--scale", "coco", "--add", "file.json"]) == 2
+    assert claims.main(["--scale", "laion", "--claim", "ours-learned-scale"]) == 2
+    assert claims.main(["--scale", "coco", "--claim", "nothing"]) == 2
+    assert claims.main(["--scale", "coco", "--add", "file.json"]) == 2
     assert "--add needs --claim and --scale" in capsys.readouterr().err

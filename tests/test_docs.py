@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import torch
 
+from benchmarks import claims, study
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.examples.lightning_module import RetrievalModule
@@ -25,6 +26,8 @@ PARSERS = {
     "vl_plugins.integrations.open_clip": parse_args,
     "vl_plugins.integrations.pytorch_metric_learning": lambda words: build_towers_parser().parse_args(words),
     "vl_plugins.cli": lambda words: build_parser().parse_args(words),
+    "benchmarks.claims": lambda words: claims.build_parser().parse_args(words),
+    "benchmarks.study": lambda words: study.build_parser().parse_args(words),
 }
 
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,7 @@ from benchmarks.grid import Results, Run, Study
 from benchmarks.inverted_pictures import write_inverted
 from benchmarks.jobs import Jobs, run_command, run_once
 from benchmarks.outcomes import Outcome, metric_means, selected_metrics
-from benchmarks.study_tables import COLUMNS, comparison_table, write_tables
+from benchmarks.study_tables import COLUMNS, comparison_table, rsum_differences, write_tables
 from benchmarks.swapped_captions import swap_captions
 from vl_plugins.cli import build_parser
 from vl_plugins.errors import UserError
@@ -154,7 +158,7 @@ def test_tables(results):
             save(results, Run("short", method, rate, seed), val=rsum, test=rsum, seconds=10 if method == "clip" else 15)
         save(results, Run("short", method, "1e-1", 0))
     (cell,) = results.study.cells
-    assert comparison_table(cell, results).count("\n| `") == 2
+    assert comparison_table(cell, results, rsum_differences(cell, results)).count("\n| `") == 2
     text = write_tables(results.study, results)
     # Four images that agree: the interval is that of two queries more, of a step of 1 / 2 seeds in 4 images.
     half = stats.t.ppf(0.975, 3) * (2 * 0.5**2 / 4**2) ** 0.5
@@ -250,6 +254,30 @@ def test_the_log_of_a_process_that_fails_is_shown(tmp_path):
         jobs.wait()
 
 
+def group_is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="process groups are POSIX's")
+def test_a_study_that_is_ended_ends_its_trainings(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(CONTENT | {"prepare": ["python -m http.server 0"]}))
+    command = [sys.executable, "-m", "benchmarks.study", tmp_path / "study.yaml", "--work", tmp_path / "work"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    log = tmp_path / "work" / "prepare.log"
+    while not log.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    while group_is_alive(process.pid):
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_small_study_of_real_commands(tmp_path):
     """All kinds of regimes: fine-tuned, on frozen features, and sets. It is stopped by its budget, and continues."""
@@ -266,17 +294,18 @@ def test_a_small_study_of_real_commands(tmp_path):
     smaller = {
         "--train 3072 --val 500 --test 1000": "--train 48 --val 8 --test 8",
         "--train 2048": "--train 16",
-        "--samples-per-shard 1024": "--samples-per-shard 16",
+        "--samples-per-shard 512": "--samples-per-shard 8",
         "--batch-size 128": "--batch-size 8",
-        "batch: 128": "batch: 8",
+        "batch: 64": "batch: 8",
         "--epochs 14": "--epochs 1",
+        "training.epochs={epochs}": "training.epochs={epochs} data.batch_size=8",
     }
     for old, new in smaller.items():
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "study.yaml").write_text(text)
     words = [str(tmp_path / "study.yaml"), "--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
-    assert study_module.main([*words, "--hours", "0"]) == 0
+    assert study_module.main([*words, "--hours", "1e-9"]) == 0
     first = len(list((tmp_path / "results").rglob("*.npz")))
     assert 0 < first < 10
     assert study_module.main(words) == 0

@@ -32,7 +32,7 @@ KINDS = {
     "loss": (
         "a loss of `vl-plugins losses`, a class of pytorch-metric-learning, such as NTXentLoss, or "
         "package.module:Class (default: open_clip's)",
-        "margin=0.2 scale=50; scale=learned uses the model's logit scale",
+        "margin=0.2 scale=50; by default, scale is the model's own logit scale",
     ),
     "miner": ("a miner of pytorch-metric-learning, such as BatchHardMiner, or HardestNegativeMiner", "epsilon=0.1"),
     "reducer": ("a reducer of pytorch-metric-learning, such as AvgNonZeroReducer", "low=0.05"),

@@ -19,7 +19,9 @@ from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
 
-__all__ = ["TwoTowerLoss", "build_loss"]
+__all__ = ["LEARNED", "TwoTowerLoss", "build_loss"]
+
+LEARNED = "learned"  # of --loss-kwargs scale: the model's own
 
 
 class TwoTowerLoss(nn.Module):
@@ -131,6 +133,8 @@ def _as_constants(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     """Build the loss of ``--loss`` with its miner, reducer and distance.
 
+    A loss of this package that has a scale takes the model's own, unless ``--loss-kwargs`` gives one.
+
     Args:
         args: the launcher's options.
         steps: of the training.
@@ -140,18 +144,21 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
         ValueError: a hyper-parameter out of its range.
     """
     options, makes_sets = {"name": args.loss, **args.loss_kwargs}, args.head == "set"
-    learned_scale = options.get("scale") == "learned"
-    if learned_scale:
-        del options["scale"]
+    scale = options.pop("scale", None)
+    if scale not in (None, LEARNED):
+        options["scale"] = scale
     kinds = [kind for kind in ("miner", "reducer", "distance") if getattr(args, kind)]
     chosen = {kind: {"name": getattr(args, kind), **getattr(args, f"{kind}_kwargs")} for kind in kinds}
     loss, miner = create_loss_and_miner(options, sets=makes_sets, **chosen)
-    if learned_scale and not hasattr(getattr(loss, "base", loss), "scale"):
+    compared = getattr(loss, "base", loss)
+    has_scale = hasattr(compared, "scale")
+    if scale == LEARNED and not has_scale:
         raise UserError(f"loss {args.loss!r} has no scale; losses that have one: {', '.join(losses_with_scale())}")
     if isinstance(loss, SigLIPLoss):
         raise UserError(
             "loss 'siglip' learns a scale and a bias, which --loss does not train: use open_clip's --siglip"
         )
+    learned_scale = scale == LEARNED or (scale is None and "scale" in getattr(compared, "numbers", ()))
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")

@@ -98,6 +98,8 @@ class ResumedRun(NamedTuple):
 
     def _settle_options(self, args: Namespace, kind: str) -> list[str]:
         recorded = self.settings.get(f"{kind}_kwargs") or {}  # type: ignore[union-attr]
+        if kind == "loss" and "version" not in self.settings:  # type: ignore[operator]
+            recorded = {**_defaults_until_0_3(args.loss, recorded), **recorded}
         chosen = getattr(args, f"{kind}_kwargs")
         changes = []
         for name, value in chosen.items():
@@ -127,6 +129,13 @@ def describe_settings(args: Namespace) -> str:
     settings = settings_of(args)
     options = " ".join(f"{name}={value}" for name, value in settings["loss_kwargs"].items())
     return f"{options}; captions per image: {args.captions_per_image}"
+
+
+def _defaults_until_0_3(loss: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a loss whose default was another one in the launcher of 0.3: its scale."""
+    compared = options.get("base", loss)
+    defaults = _plain_defaults(compared) if isinstance(compared, str) else {}
+    return {"scale": defaults["scale"]} if "scale" in defaults else {}
 
 
 def _plain_defaults(loss: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from vl_plugins.integrations.open_clip import data, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import EXCLUDED, KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
-from vl_plugins.integrations.open_clip.loss import build_loss
+from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
 from vl_plugins.integrations.open_clip.resume import (
@@ -98,6 +98,8 @@ class _Launch:
         if args.loss is not None:
             with user_errors(f"--loss {args.loss}"):
                 self.loss = build_loss(args, self.steps)
+            if self.loss.learned_scale:  # for the log and the checkpoint, also where it is the default
+                args.loss_kwargs = {**args.loss_kwargs, "scale": LEARNED}
         self.splits = data.read_splits(args)
 
     def replacements(self) -> list[tuple[Any, dict[str, Any]]]:

@@ -20,6 +20,9 @@ class TripletHNLoss(PairLoss):
 
     .. math:: \ell_{ip} = \max(0, m + \max_{n \in N_i} S_{in} - S_{ip})
 
+    When to use it: to reproduce VSE++ and its successors. From scratch it stalls at first, and in small trainings it
+    was still below :class:`~vl_plugins.losses.UnifiedLoss` after three times the steps.
+
     Args:
         margin: m, by how much the positive should be closer than the negative, >= 0, in units of the similarity.
         kwargs: and how to call the loss, see :class:`~vl_plugins.losses.PairLoss`.
@@ -49,6 +52,9 @@ class TripletSHLoss(PairLoss):
     r"""Triplet loss summed over all negatives of each anchor, the sum of hinges of VSE0.
 
     .. math:: \ell_{ip} = \sum_{n \in N_i} \max(0, m + S_{in} - S_{ip})
+
+    When to use it: in the first steps before Triplet-HN, or to compare with it. It has many small gradients, which
+    does not stall.
 
     Memory is one row of candidates per positive pair, M x C. Arguments are those of :class:`TripletHNLoss`.
 

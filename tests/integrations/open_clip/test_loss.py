@@ -37,7 +37,7 @@ def outputs(captions=1, images=B, sets=False):
 
 def test_equals_the_metric_loss_with_images_as_labels():
     given = outputs(captions=5)
-    losses = build_loss(loss_options("unified", {"margin": 0.1}))(**given, output_dict=True)
+    losses = build_loss(loss_options("unified", {"margin": 0.1, "scale": 50}))(**given, output_dict=True)
     assert list(losses) == ["unified_loss"], "open_clip adds up every value of the dict"
     expected = create_loss("unified", margin=0.1)(
         given["image_features"], labels(), ref_emb=given["text_features"], ref_labels=labels(captions=5)
@@ -45,10 +45,12 @@ def test_equals_the_metric_loss_with_images_as_labels():
     torch.testing.assert_close(losses["unified_loss"], expected, rtol=0, atol=1e-12)
 
 
-def test_vlc_with_the_learned_scale_is_twice_open_clips_loss():
+@pytest.mark.parametrize("options", [{}, {"scale": "learned"}])
+def test_vlc_with_the_learned_scale_is_twice_open_clips_loss(options):
+    """The learned scale is the default."""
     leaves = outputs()
     given = {key: F.normalize(leaf, dim=1) if leaf.ndim else leaf for key, leaf in leaves.items()}
-    learned = build_loss(loss_options("vlc", loss_kwargs={"scale": "learned"}))(**given)
+    learned = build_loss(loss_options("vlc", loss_kwargs=options))(**given)
     expected = 2 * ClipLoss()(**given)
     torch.testing.assert_close(learned, expected)
     gradients = torch.autograd.grad(learned, leaves.values(), retain_graph=True)

@@ -151,11 +151,27 @@ def test_other_options_are_listed_in_one_line(resume, folder, capfd):
     """What the flags leave open is that of the run; a checkpoint writes out the defaults, too."""
     assert resume("--loss-kwargs", "scale=20", "--captions-per-image", "all") == 0
     printed = "".join(capfd.readouterr())
-    assert printed.count("epoch_1.pt: --loss-kwargs scale=20 in place of 50.0") == 1
+    assert printed.count("epoch_1.pt: --loss-kwargs scale=20 in place of learned") == 1
     assert printed.count("epoch_1.pt: --captions-per-image all in place of 2") == 1
     settings = read_checkpoint(folder, 2)["args"]
     assert settings["loss_kwargs"].items() >= {"symmetric": True, "margin": 0.1, "scale": 20}.items()
     assert (settings["loss"], settings["captions_per_image"]) == ("unified", "all")
+
+
+@pytest.mark.parametrize(
+    ("loss", "kwargs", "expected"),
+    [
+        ("unified", {"margin": 0.1}, {"margin": 0.1, "scale": 50.0}),
+        ("vlc", {"scale": "learned"}, {"scale": "learned"}),
+        ("smooth_chamfer", {"base": "unified"}, {"base": "unified", "scale": 50.0}),
+        ("smooth_chamfer", {}, {}),
+        ("triplet_hn", {}, {}),
+    ],
+)
+def test_a_run_of_0_3_keeps_the_scale_that_was_its_default(loss, kwargs, expected):
+    options = parse_args(["--resume", "epoch_1.pt"])
+    ResumedRun("epoch_1.pt", {"epoch": 1}, {"loss": loss, "loss_kwargs": kwargs}).settle(options)
+    assert options.loss_kwargs == expected
 
 
 def test_nothing_is_noted_of_a_run_of_open_clip_alone():
