@@ -16,7 +16,7 @@ from vl_plugins.registry import (
 from vl_plugins.regularizers import SetRegularizer
 
 TEMPERATURE = "unknown option temperature; scale = 1 / temperature"
-OURS = {"goal", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc"}
+OURS = ("goal", "siglip", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc")
 
 
 # Losses of other distributions
