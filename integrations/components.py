@@ -41,6 +41,6 @@ def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = 
     if miner is None:
         return None
     specification: Any = {"name": miner} if isinstance(miner, str) else miner
-    if sets or isinstance(loss.distance, OrderSimilarity):
+    if sets or isinstance(getattr(loss, "distance", None), OrderSimilarity):
         specification = {"distance": loss.distance, **specification}
     return create("miner", specification)

@@ -126,5 +126,6 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
         miner = create_miner(config.miner, loss, sets)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     # Vectors are compared by cosine in retrieval, whatever the loss compares, but for order embeddings.
-    towers.similarity = loss.distance if sets or isinstance(loss.distance, OrderSimilarity) else None
+    distance = getattr(loss, "distance", None)
+    towers.similarity = distance if sets or isinstance(distance, OrderSimilarity) else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
 from vl_plugins.distributed import Processes
@@ -235,7 +236,7 @@ class Batch:
         """Return all columns, then the further negatives, (C + N, D)."""
         if self.negatives is None:
             return self.all_columns.embeddings
-        return torch.cat([self.all_columns.embeddings, self.negatives.embeddings])
+        return joined_sets([self.all_columns.embeddings, self.negatives.embeddings])
 
     def directions(self) -> list[Direction]:
         """Return what is compared: rows with all candidates, and columns with all rows if they are anchors too.
@@ -349,6 +350,14 @@ def _pairs_by_label(rows: Side, columns: Side) -> Pairs:
     assert rows.labels is not None
     assert columns.labels is not None
     return label_pairs(rows.labels, columns.labels)
+
+
+def joined_sets(sides: list[Tensor]) -> Tensor:
+    """Return vectors (N, D), or sets (N, K, D), one below the other; smaller sets are padded with zeros."""
+    if sides[0].ndim == 3:
+        longest = max(side.shape[1] for side in sides)
+        sides = [pad(side, (0, 0, 0, longest - side.shape[1])) for side in sides]
+    return torch.cat(sides)
 
 
 def is_one_of_each(number: Any) -> bool:

@@ -107,7 +107,7 @@ FLAGS = {
     "--loss ProxyAnchorLoss --loss-kwargs num_classes=4 embedding_size=8": "has trainable parameters",
     f"{LOSS} --loss-kwargs margin": "argument --loss-kwargs: expected key=value, got 'margin'",
     f"{LOSS} --loss-kwargs scale=0": "--loss unified: scale must be ",
-    "--loss triplet_hn --loss-kwargs scale=learned": "'triplet_hn' has no scale; losses that have one: unified, vlc",
+    "--loss triplet_hn --loss-kwargs scale=learned": "has no scale; losses that have one: siglip, unified, vlc",
     f"{LOSS} --loss-kwargs temperature=0.07": "unknown option temperature; scale = 1 / temperature = 14.3",
     f"{LOSS} --miner-kwargs a=1": "--miner-kwargs needs --miner",
     f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: its first call: .*'>' not supported",
