@@ -95,27 +95,30 @@ def finding_row(finding: Finding) -> str:
     return f"{start} {interval} | {finding.smallest:.{digits}f} | {finding.time:.2f} | {seeds} | {finding.verdict} |"
 
 
-def made_by_all(results: Results) -> str:
-    """Return the commits and versions that trained the runs of a study."""
-    return "; ".join(sorted({results.outcome(run).made_by for run in results.all_runs()}))
+def origin(results: Results) -> str:
+    """Return how many runs a study has, their processor time, and the commits and versions that trained them."""
+    outcomes = [results.outcome(run) for run in results.all_runs()]
+    hours = sum(outcome.all_seconds for outcome in outcomes) / 3600
+    makers = sorted({outcome.made_by for outcome in outcomes})
+    return f"{len(outcomes)} runs in {hours:.1f} hours of processor time, at {'; '.join(makers)}"
 
 
 def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
-    found, makers = {}, {}
+    found, origins = {}, {}
     for claim in claims:
         results = results_of(claim)
         found[claim.name] = findings(claim, results)
-        makers[claim.study] = made_by_all(results)
+        origins[claim.study] = origin(results)
     table = overview(claims, found)
     parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
-    for study, maker in makers.items():
+    for study, origin_of_study in origins.items():
         parts.append(
-            f"`python -m benchmarks.study benchmarks/studies/{study}.yaml --work studies/{study}` trained the runs, "
-            f"at {maker}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
-            f"`docs/studies/{study}`, with what each test image contributes."
+            f"`python -m benchmarks.study benchmarks/studies/{study}.yaml --work studies/{study}` trained "
+            f"{origin_of_study}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) "
+            f"lie in `docs/studies/{study}`, with what each test image contributes."
         )
     parts.append(PAGE_END.read_text().rstrip())
     PAGE.write_text("\n\n".join(parts) + "\n")
