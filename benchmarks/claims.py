@@ -34,6 +34,8 @@ from vl_plugins.errors import UserError, exit_status
 
 STUDIES = Path("benchmarks/studies")
 PAGE = Path("docs/claims.md")
+# By how the name of a claim begins.
+PAPERS = {"001": "Unified", "002": "GOAL", "003": "VSE++", "004": "DivE", "sig": "SigLIP", "our": "this package"}
 PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 
@@ -47,10 +49,10 @@ def study_file(claim: Claim) -> Path:
 
 def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
     """Return the table of all claims in Markdown."""
-    rows = ["| claim | verdict |", "|---|---|"]
+    rows = ["| of | claim | verdict |", "|---|---|---|"]
     for claim in claims:
-        number = f"{claim.name[:3]}: " if claim.name[:3].isdigit() else ""  # of the paper
-        rows.append(f"| [{number}{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
+        paper = PAPERS[claim.name[:3]]
+        rows.append(f"| {paper} | [{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
     return "\n".join(rows)
 
 
