@@ -22,6 +22,7 @@ A claim is reproduced if all of its comparisons are, contradicted if one of them
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from benchmarks.at_scale import add_at_scale, results_at_scale, scale_of
@@ -39,12 +40,14 @@ PAPERS = {"001": "Unified", "002": "GOAL", "003": "VSE++", "004": "DivE", "sig":
 PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 
-def results_of(claim: Claim) -> Results:
-    return Results(Study.read(study_file(claim)), RESULTS / claim.study)
+@cache
+def results_of(study: str) -> Results:
+    """Return the results of a study by its name, of which each file is read once for all claims."""
+    return Results(Study.read(STUDIES / f"{study}.yaml"), RESULTS / study)
 
 
-def study_file(claim: Claim) -> Path:
-    return STUDIES / f"{claim.study}.yaml"
+def study_command(study: str) -> str:
+    return f"python -m benchmarks.study {STUDIES / study}.yaml --work studies/{study}"
 
 
 def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
@@ -76,14 +79,12 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
 
 def training_command(claim: Claim) -> str:
     """Return the command that trains the runs of a claim, or that the study has no such regime."""
-    study = Study.read(study_file(claim))
+    study = results_of(claim.study).study
     regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
     missing = [regime for regime in regimes if regime not in study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
-    return (
-        f"`python -m benchmarks.study {study_file(claim)} --work studies/{claim.study} --regimes {' '.join(regimes)}`"
-    )
+    return f"`{study_command(claim.study)} --regimes {' '.join(regimes)}`"
 
 
 def finding_row(finding: Finding) -> str:
@@ -107,20 +108,16 @@ def origin(results: Results) -> str:
 
 def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
-    found, origins = {}, {}
-    for claim in claims:
-        results = results_of(claim)
-        found[claim.name] = findings(claim, results)
-        origins[claim.study] = origin(results)
+    found = {claim.name: findings(claim, results_of(claim.study)) for claim in claims}
     table = overview(claims, found)
     parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
-    for study, origin_of_study in origins.items():
+    for study in dict.fromkeys(claim.study for claim in claims):
         parts.append(
-            f"`python -m benchmarks.study benchmarks/studies/{study}.yaml --work studies/{study}` trained "
-            f"{origin_of_study}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) "
-            f"lie in `docs/studies/{study}`, with what each test image contributes."
+            f"`{study_command(study)}` trained {origin(results_of(study))}. "
+            f"[All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
+            f"`docs/studies/{study}`, with what each test image contributes."
         )
     parts.append(PAGE_END.read_text().rstrip())
     PAGE.write_text("\n\n".join(parts) + "\n")
