@@ -11,7 +11,7 @@ from torch import Tensor
 from vl_plugins.distances import check_widths
 from vl_plugins.errors import number
 from vl_plugins.negatives import MATRIX_BYTES, cosines, label_pairs, matrix_maximum, maximum, soft_maximum
-from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, eager, fill_at, full_precision
 from vl_plugins.registry import losses_with_scale, options_of, scale_advice
 
 __all__ = ["PairLoss", "Pairs"]
@@ -370,5 +370,5 @@ def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:
 
 def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     mask = torch.zeros_like(similarities, dtype=torch.bool)
-    mask[rows, columns] = True
+    fill_at(mask, (rows, columns), True)
     return mask

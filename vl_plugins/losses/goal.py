@@ -9,6 +9,7 @@ from torch.nn.functional import softplus
 from vl_plugins.errors import number, one_of
 from vl_plugins.losses.base import Pairs
 from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.numerics import fill_at
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -179,7 +180,7 @@ class GOALLoss(HardestNegativeLoss):
         relative: Relative = 0.0, 0.0
         if self.is_relative:
             negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
-            negative_mask[anchors, negatives] = True
+            fill_at(negative_mask, (anchors, negatives), True)
             pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
             to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
             relative = to_positives[which], to_negatives[anchors, negatives]
