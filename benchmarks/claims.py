@@ -22,6 +22,7 @@ A claim is reproduced if all of its comparisons are, contradicted if one of them
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from benchmarks.at_scale import add_at_scale, results_at_scale, scale_of
@@ -34,23 +35,27 @@ from vl_plugins.errors import UserError, exit_status
 
 STUDIES = Path("benchmarks/studies")
 PAGE = Path("docs/claims.md")
+# By how the name of a claim begins.
+PAPERS = {"001": "Unified", "002": "GOAL", "003": "VSE++", "004": "DivE", "sig": "SigLIP", "our": "this package"}
 PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 
-def results_of(claim: Claim) -> Results:
-    return Results(Study.read(study_file(claim)), RESULTS / claim.study)
+@cache
+def results_of(study: str) -> Results:
+    """Return the results of a study by its name, of which each file is read once for all claims."""
+    return Results(Study.read(STUDIES / f"{study}.yaml"), RESULTS / study)
 
 
-def study_file(claim: Claim) -> Path:
-    return STUDIES / f"{claim.study}.yaml"
+def study_command(study: str) -> str:
+    return f"python -m benchmarks.study {STUDIES / study}.yaml --work studies/{study}"
 
 
 def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
     """Return the table of all claims in Markdown."""
-    rows = ["| claim | verdict |", "|---|---|"]
+    rows = ["| of | claim | verdict |", "|---|---|---|"]
     for claim in claims:
-        number = f"{claim.name[:3]}: " if claim.name[:3].isdigit() else ""  # of the paper
-        rows.append(f"| [{number}{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
+        paper = PAPERS[claim.name[:3]]
+        rows.append(f"| {paper} | [{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
     return "\n".join(rows)
 
 
@@ -74,14 +79,12 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
 
 def training_command(claim: Claim) -> str:
     """Return the command that trains the runs of a claim, or that the study has no such regime."""
-    study = Study.read(study_file(claim))
+    study = results_of(claim.study).study
     regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
     missing = [regime for regime in regimes if regime not in study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
-    return (
-        f"`python -m benchmarks.study {study_file(claim)} --work studies/{claim.study} --regimes {' '.join(regimes)}`"
-    )
+    return f"`{study_command(claim.study)} --regimes {' '.join(regimes)}`"
 
 
 def finding_row(finding: Finding) -> str:
@@ -95,26 +98,25 @@ def finding_row(finding: Finding) -> str:
     return f"{start} {interval} | {finding.smallest:.{digits}f} | {finding.time:.2f} | {seeds} | {finding.verdict} |"
 
 
-def made_by_all(results: Results) -> str:
-    """Return the commits and versions that trained the runs of a study."""
-    return "; ".join(sorted({results.outcome(run).made_by for run in results.all_runs()}))
+def origin(results: Results) -> str:
+    """Return how many runs a study has, their processor time, and the commits and versions that trained them."""
+    outcomes = [results.outcome(run) for run in results.all_runs()]
+    hours = sum(outcome.all_seconds for outcome in outcomes) / 3600
+    makers = sorted({outcome.made_by for outcome in outcomes})
+    return f"{len(outcomes)} runs in {hours:.1f} hours of processor time, at {'; '.join(makers)}"
 
 
 def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
-    found, makers = {}, {}
-    for claim in claims:
-        results = results_of(claim)
-        found[claim.name] = findings(claim, results)
-        makers[claim.study] = made_by_all(results)
+    found = {claim.name: findings(claim, results_of(claim.study)) for claim in claims}
     table = overview(claims, found)
     parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
-    for study, maker in makers.items():
+    for study in dict.fromkeys(claim.study for claim in claims):
         parts.append(
-            f"`python -m benchmarks.study benchmarks/studies/{study}.yaml --work studies/{study}` trained the runs, "
-            f"at {maker}. [All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
+            f"`{study_command(study)}` trained {origin(results_of(study))}. "
+            f"[All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
             f"`docs/studies/{study}`, with what each test image contributes."
         )
     parts.append(PAGE_END.read_text().rstrip())

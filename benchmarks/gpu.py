@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n## Time and memory of the losses on a GPU\n")
     explanation = (
         f"{describe_device(arguments.device)}. Forward and backward pass of B pairs, features in bfloat16 under "
-        f"autocast, D = {arguments.dimension:,}; medians of up to {arguments.rounds} rounds. Compiled: `torch.compile` "
-        f"of the whole loss, one graph for each B. Sets of {SET_SIZE}: so many vectors for each image and text."
+        f"autocast, D = {arguments.dimension:,}; medians of up to {arguments.rounds} rounds. Compiled: by "
+        f"`torch.compile`, one graph for each B. Sets of {SET_SIZE}: so many vectors for each image and text."
     )
     print(textwrap.fill(explanation, 120), end="\n\n")
     for column in ("time", "memory"):

@@ -148,10 +148,9 @@ def test_rehearsal_of_make_gpu(marked_tests, capsys):
     _, *tables = re.split(r"^\|.* B = 4 \|\n", printed, flags=re.MULTILINE)
     assert len(tables) == 2
     labels = [row.label for row in loss_rows("eager")]
-    dashes = [label for label in labels if "compiled" in label and "open_clip" not in label]
-    assert f"\n- {'; '.join(dashes)}; B = 4: Unsupported" in printed
+    dashes = []
     if '"eye" not implemented for' in printed:  # SigLipLoss in bfloat16 on a CPU, before torch 2.3
-        dashes += [label for label in labels if "SigLipLoss" in label]
+        dashes = [label for label in labels if "SigLipLoss" in label]
     for table in tables:
         rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
         assert [label for label, _ in rows] == labels

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, threshold
 
+from vl_plugins.numerics import fill_at
+
 __all__ = [
     "LEAST_NORM",
     "MATRIX_BYTES",
@@ -78,7 +80,7 @@ class Pairs(NamedTuple):
     def mask(self, shape: tuple[int, int]) -> Tensor:
         """Return a bool matrix that is True where the pairs are."""
         mask = torch.zeros(shape, dtype=torch.bool, device=self.rows.device)
-        mask[self.rows, self.columns] = True
+        fill_at(mask, (self.rows, self.columns), True)
         return mask
 
     def transposed(self) -> tuple["Pairs", Tensor]:
@@ -215,7 +217,7 @@ class Excluded:
             return self.listed.mask(shape)
         has_id = torch.zeros(columns if self.rows_have_one else rows, self.number_of_ids, dtype=torch.bool)
         has_id = has_id.to(self.one.device)
-        has_id[self.many.items, self.many.ids] = True
+        fill_at(has_id, (self.many.items, self.many.ids), True)
         if self.rows_have_one:
             return has_id.T[self.one]
         return has_id[:, self.one]
@@ -237,7 +239,7 @@ class Excluded:
         if self.listed is None:
             products.masked_fill_(self.mask((products.shape[0], products.shape[1])), value)
         else:
-            products[self.listed.rows, self.listed.columns] = value
+            fill_at(products, (self.listed.rows, self.listed.columns), value)
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
@@ -379,7 +381,7 @@ class _Block(NamedTuple):
         """Return the positives' entries of the block, and set all that are no negatives to -inf."""
         at = self.positives.rows, self.positives.columns
         of_positives = products[at]
-        products[at] = -torch.inf
+        fill_at(products, at, -torch.inf)
         for excluded in self.excluded:
             excluded.fill(products, -torch.inf)
         return of_positives

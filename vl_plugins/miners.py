@@ -10,7 +10,7 @@ from torch import Tensor
 from vl_plugins.distances import check_widths
 from vl_plugins.engine import label_pairs
 from vl_plugins.errors import number
-from vl_plugins.numerics import as_labels, full_precision
+from vl_plugins.numerics import as_labels, fill_at, full_precision
 
 __all__ = ["HardestNegativeMiner"]
 
@@ -68,7 +68,7 @@ class HardestNegativeMiner(BaseMiner):
             distances = self.distance(*full_precision(embeddings, ref_emb))
         hardness = distances if self.distance.is_inverted else -distances
         hardness = hardness.clone()
-        hardness[anchors, positives] = -torch.inf
+        fill_at(hardness, (anchors, positives), -torch.inf)
         if ref_emb is embeddings:
             anchors, positives = anchors[anchors != positives], positives[anchors != positives]
         values, hardest = hardness.topk(min(self.k, hardness.shape[1]), dim=1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_labels", "check_tensors", "eager", "full_precision"]
+__all__ = ["as_labels", "check_tensors", "eager", "fill_at", "full_precision"]
 
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
@@ -30,6 +30,14 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def fill_at(matrix: Tensor, places: tuple[Tensor, ...], value: float) -> None:
+    """Set entries of a matrix to a number, without a wait for the device.
+
+    ``matrix[places] = value`` copies the number from the host to the device, for which the host waits.
+    """
+    matrix.index_put_(places, matrix.new_full((), value))
 
 
 def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ __all__ = ["NEWEST", "count"]
 
 VIEWS = set(
     "view _unsafe_view t transpose expand unsqueeze squeeze detach alias slice select permute split as_strided reshape "
-    "unbind lift_fresh _reshape_alias diagonal split_with_sizes promote_types".split()
+    "unbind _reshape_alias diagonal split_with_sizes promote_types".split()
 )
-# Their results have sizes that only the device knows, or go to the host.
-WAITS = ("nonzero", "masked_select", "unique", "_unique", "repeat_interleave", "_local_scalar_dense")
+# Their results have sizes that only the device knows, or go to the host. lift_fresh makes a tensor of Python numbers,
+# also for `matrix[rows, columns] = 0`, and such a tensor is copied to the device.
+WAITS = ("nonzero", "masked_select", "unique", "_unique", "repeat_interleave", "_local_scalar_dense", "lift_fresh")
 NEWEST = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14), reason="older versions of torch take other operations"
 )

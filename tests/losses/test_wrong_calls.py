@@ -192,4 +192,5 @@ def test_a_scale_on_a_gpu(name):
             loss(**call, scale=scale).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
+    own_waits = 1 if name == "siglip" else 0
+    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1 + own_waits

@@ -9,6 +9,7 @@ from torch.nn.functional import softplus
 from vl_plugins.errors import number, one_of
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.warmup import Warmup
+from vl_plugins.numerics import fill_at
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -184,7 +185,7 @@ class GOALLoss(PairLoss):
 
     def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
-        negative_mask[anchors, negatives] = True
+        fill_at(negative_mask, (anchors, negatives), True)
         pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
         to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
         relative = to_positives[which], to_negatives[anchors, negatives]

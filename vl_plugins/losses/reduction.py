@@ -68,7 +68,7 @@ def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
     though it has a loss in each direction. See :mod:`vl_plugins.distributed`.
     """
     values = torch.cat([of_direction.values for of_direction in losses])
-    own_pairs = torch.tensor(len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
+    own_pairs = torch.full((), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
     all_pairs = loss.processes.sum(own_pairs)
     values = values * (len(values) * loss.processes.size / all_pairs.clamp(min=1))
     places = torch.arange(len(values), device=values.device)

@@ -34,7 +34,8 @@ def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) 
     loss.mean_positive = positive.sum() / max(1, len(positive))
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
     loss.active_pairs = is_active.sum() / max(1, len(positive))
-    loss.scale_in_use = torch.as_tensor(numbers.get("scale", 1.0), device=positive.device)
+    scale = numbers.get("scale", 1.0)
+    loss.scale_in_use = scale if isinstance(scale, Tensor) else positive.new_full((), scale)
     loss.known_positives_left_out = _left_out(direction)
 
 

@@ -53,7 +53,7 @@ class TripletSHLoss(PairLoss):
 
     .. math:: \ell_{ip} = \sum_{n \in N_i} \max(0, m + S_{in} - S_{ip})
 
-    When to use it: in the first steps before Triplet-HN, or to compare with it. It has many small gradients, which
+    When to use it: in the first steps before Triplet-HN, or to compare with it. It has many small gradients and
     does not stall.
 
     Memory is one row of candidates per positive pair, M x C. Arguments are those of :class:`TripletHNLoss`.
