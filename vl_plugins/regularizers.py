@@ -13,13 +13,13 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.distances import SetDistance, UnitElements
-from vl_plugins.engine import LEAST_NORM
+from vl_plugins.engine import LEAST_NORM, block_rows
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
 __all__ = ["DiversityRegularizer", "JoinedSets", "MMDRegularizer", "UniformityRegularizer", "circular_variance"]
 
-MMD_ROWS = 512  # elements whose distances to all others are kept at a time
+MMD_ROWS = 512  # elements whose distances to all others are kept at a time, at least
 ROUNDING = 32  # times eps and the squared norms: the error of a squared distance from dot products
 
 
@@ -53,9 +53,10 @@ class JoinedSets:
             squared_norms = vectors.square().sum(dim=1)
             whole = vectors, weights, squared_norms
             sums = []
-            for block in zip(*(tensor.split(MMD_ROWS) for tensor in whole), strict=True):
+            rows = block_rows(len(vectors), vectors.device, least=MMD_ROWS)
+            for block in zip(*(tensor.split(rows) for tensor in whole), strict=True):
                 arguments = (*block, *whole, gamma)
-                if len(vectors) <= MMD_ROWS:
+                if len(vectors) <= rows:
                     sums.append(_kernel_sum(*arguments))
                 else:  # computed again for the gradients, instead of keeping the matrix
                     sums.append(checkpoint(_kernel_sum, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -160,7 +161,7 @@ class MMDRegularizer(SetRegularizer):
         \qquad k(x, y) = e^{-\gamma \lVert x - y \rVert}
 
     Coinciding elements do not move each other; in float32, those count as coinciding whose distance is below 0.003 of
-    their distance from the mean of both clouds. Memory is several numbers for each pair of 512 elements and all others.
+    their distance from the mean of both clouds. Memory is several numbers for each pair of a block, of 512 elements or more, and all others.
 
     As ``embedding_regularizer`` it works in the losses of this package: those of pytorch-metric-learning do not pass
     ``ref_emb``.
