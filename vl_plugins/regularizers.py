@@ -161,7 +161,8 @@ class MMDRegularizer(SetRegularizer):
         \qquad k(x, y) = e^{-\gamma \lVert x - y \rVert}
 
     Coinciding elements do not move each other; in float32, those count as coinciding whose distance is below 0.003 of
-    their distance from the mean of both clouds. Memory is several numbers for each pair of a block, of 512 elements or more, and all others.
+    their distance from the mean of both clouds. Memory is several numbers for each pair of a block, 512 elements at
+    least, and all others.
 
     As ``embedding_regularizer`` it works in the losses of this package: those of pytorch-metric-learning do not pass
     ``ref_emb``.
