@@ -17,6 +17,7 @@ import time
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
@@ -24,7 +25,17 @@ from torch.nn.functional import pad
 from vl_plugins.distances import check_widths
 from vl_plugins.numerics import as_labels, eager, full_precision
 
-__all__ = ["DistributedLoss", "Processes", "all_gather_rows", "joined_call", "stop_processes", "world_size"]
+__all__ = [
+    "DistributedLoss",
+    "Processes",
+    "all_gather_rows",
+    "first_label",
+    "gathering",
+    "gathers",
+    "joined_call",
+    "stop_processes",
+    "world_size",
+]
 
 SECONDS_FOR_THREADS = 0.2
 ABSENT = -1  # in place of a number of rows
@@ -54,11 +65,12 @@ class Processes:
     """The processes that share a batch.
 
     Args:
-        group: False for this process alone, True for all processes if there is a process group, or a ``ProcessGroup``.
+        group: False or None for this process alone; True for all processes, if there is a process group; or a
+            ``ProcessGroup``.
     """
 
     def __init__(self, group: Any = False):
-        self.is_alone = group is False
+        self.is_alone = group is False or group is None
         self.group: Any = None if isinstance(group, bool) else group
         self.has_checked_labels = False
 
@@ -79,7 +91,12 @@ class Processes:
         distributed.all_reduce(total, group=self.group)
         return total
 
-    def gather_rows(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor] | None = None) -> GatheredRows:
+    def gather_rows(
+        self,
+        tensors: dict[str, Tensor | None],
+        learned: dict[str, Tensor] | None = None,
+        settings: tuple[str, ...] = (),
+    ) -> GatheredRows:
         """Return the rows of all processes, in the order of their ranks; each may have another number of them.
 
         The host waits once for the numbers of rows. Gradients of all processes are summed and sent back to where the
@@ -88,13 +105,15 @@ class Processes:
         Args:
             tensors: (n, ...) by name, the same names in all processes; integers (n, M) may have another M in each.
             learned: 0-D tensors by name that must be equal in all processes.
+            settings: words that must be equal too.
 
         Raises:
-            ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, labels that
-                are 0 to n - 1 in each of several processes, or a learned number that differs.
+            ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, tensors of
+                unequal types, labels that are 0 to n - 1 in each of several processes, a learned number or a setting
+                that differs.
         """
         learned = learned or {}
-        shapes, numbers = self._exchange(tensors, learned)
+        shapes, numbers = self._exchange(tensors, learned, settings)
         self._check(tensors, shapes, learned, numbers)
         counts: dict[str, list[int]] = {}
         padded = []
@@ -111,19 +130,21 @@ class Processes:
         joined.update(zip(counts, gathered, strict=True))
         return GatheredRows(joined, counts)
 
-    def _exchange(self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor]) -> tuple[Any, Any]:
+    def _exchange(
+        self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor], settings: tuple[str, ...]
+    ) -> tuple[Any, Any]:
         """Return what every process says about its tensors and its learned numbers; the host waits once.
 
         Raises:
             ValueError: in all processes, if they have other names.
         """
-        names = ", ".join([*tensors, *learned])
+        names = ", ".join([*tensors, *learned, *settings])
         words = [crc32(names.encode())]
         for name, value in tensors.items():
             are_places = False
             if name == "labels" and value is not None and not self.has_checked_labels:
                 are_places = _are_places(value)
-            words += [*_shape(value), int(are_places)]
+            words += [*_shape(value), _type_number(value), int(are_places)]
         device = next(value.device for value in tensors.values() if value is not None)
         messages = torch.zeros(self.size, MESSAGE, dtype=torch.int64)  # of one length, whatever a process has
         messages[self.rank, : len(words)] = torch.tensor(words)
@@ -135,12 +156,12 @@ class Processes:
         if len({checksum for checksum, *_ in lists}) > 1:
             raise ValueError(f"the processes give different arguments; this one gives {names}: give the same in all")
         shapes, numbers = [], []
-        for _, *words in lists:  # of a process: three of each tensor, then the learned numbers
+        for _, *words in lists:  # of a process: four of each tensor, then the learned numbers
             of_tensors = {}
             for place, name in enumerate(tensors):
-                of_tensors[name] = words[3 * place : 3 * place + 3]
+                of_tensors[name] = words[4 * place : 4 * place + 4]
             shapes.append(of_tensors)
-            first = 3 * len(tensors)
+            first = 4 * len(tensors)
             numbers.append(dict(zip(learned, words[first : first + len(learned)], strict=True)))
         return shapes, numbers
 
@@ -153,6 +174,8 @@ class Processes:
                 raise ValueError(
                     f"{name} is given in some processes, and not in process {without}: give it in all or none"
                 )
+            if len({shape[name][2] for shape in shapes}) > 1:
+                raise ValueError(f"{name} must have the same type in all processes; this one gives {value.dtype}")
             widths = {shape[name][1] for shape in shapes}
             if len(widths) > 1 and value is not None and not _is_list_of_ids(value):
                 raise ValueError(f"{name} must have the same width in all processes, got {sorted(widths)}")
@@ -167,7 +190,7 @@ class Processes:
         self.has_checked_labels = True
         # More than one process with rows, or nothing can be joined.
         with_rows = [shape["labels"] for shape in shapes if shape["labels"][0] > 0]
-        if len(with_rows) > 1 and all(are_places for _, _, are_places in with_rows):
+        if len(with_rows) > 1 and all(are_places for *_, are_places in with_rows):
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
                 "other: give ids of the whole job, or no labels where row i belongs to row i"
@@ -179,6 +202,10 @@ def _shape(value: Tensor | None) -> tuple[int, int]:
     if value is None:
         return ABSENT, 0
     return len(value), value.shape[1:].numel()
+
+
+def _type_number(value: Tensor | None) -> int:
+    return 0 if value is None else crc32(str(value.dtype).encode())
 
 
 def _are_places(labels: Tensor) -> bool:
@@ -255,6 +282,9 @@ class DistributedLoss(nn.Module):
         loss: a loss of this package or of pytorch-metric-learning.
         group: True for all processes, or a ``ProcessGroup``.
 
+    Raises:
+        ValueError: the loss has ``gather_across_devices`` itself.
+
     >>> from vl_plugins.losses import UnifiedLoss
     >>> DistributedLoss(UnifiedLoss())(torch.eye(3), ref_emb=torch.eye(3).roll(1, dims=0))
     tensor(2.4000)
@@ -262,6 +292,8 @@ class DistributedLoss(nn.Module):
 
     def __init__(self, loss: nn.Module, group: Any = True):
         super().__init__()
+        if gathers(loss):
+            raise ValueError("the loss gathers by itself: create it without gather_across_devices")
         self.loss, self.processes = loss, Processes(group)
 
     @eager
@@ -305,6 +337,20 @@ class DistributedLoss(nn.Module):
         return self.loss(embeddings, labels, indices, *refs, **call)
 
 
+def gathers(loss: nn.Module) -> bool:
+    """Return whether a loss, or a part of it, compares the rows of all processes."""
+    processes = [getattr(module, "processes", None) for module in loss.modules()]
+    return any(isinstance(of_module, Processes) and not of_module.is_alone for of_module in processes)
+
+
+def gathering(loss: Any, group: Any = True) -> Any:
+    """Return a loss that compares the rows of all processes of a group: the loss itself, or a ``DistributedLoss``."""
+    if not hasattr(loss, "gather_across_devices"):
+        return DistributedLoss(loss, group)
+    loss.gather_across_devices(group)
+    return loss
+
+
 def joined_call(processes: Processes, call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call with the rows of all processes.
 
@@ -333,6 +379,8 @@ def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
     """
     rows = {}
     for name, value in options.items():
+        if isinstance(value, (list, np.ndarray)):
+            value = torch.as_tensor(value)
         is_tensor = isinstance(value, Tensor) and value.ndim > 0 and name not in ("scale", "bias")
         if value is None or is_tensor:
             rows[name] = value
@@ -346,7 +394,7 @@ def pair_labels(
     if labels is None:
         if ref_emb is None or ref_labels is not None:
             raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
-        labels = torch.arange(len(embeddings), device=embeddings.device) + rank * 2**32  # those of no other process
+        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(rank)
     labels = as_labels("labels", labels, embeddings)
     if ref_emb is None:
         if ref_labels is not None:
@@ -356,6 +404,11 @@ def pair_labels(
         ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
     # A copy: for pytorch-metric-learning, one object with both names means one set.
     return labels, as_labels("ref_labels", ref_labels, ref_emb).clone()
+
+
+def first_label(rank: int) -> int:
+    """Return the label of a process's first row where labels follow from the order of the rows: no other's."""
+    return rank * 2**32
 
 
 def stop_processes() -> None:

@@ -57,7 +57,7 @@ LEAST_NORM = 1e-12  # as in torch's normalize; here a shorter vector has no grad
 
 
 class Pairs(NamedTuple):
-    """M pairs of a row and a column, sorted by row.
+    """M pairs of a row and a column; sorted by row where blocks of rows are taken from them.
 
     Attributes:
         rows, columns: (M,).
@@ -67,9 +67,6 @@ class Pairs(NamedTuple):
     rows: Tensor
     columns: Tensor
     per_row: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> "Pairs":
@@ -158,6 +155,7 @@ class Excluded:
         many, one: for masks: the ids of the items of one side, which may have several, and the id of each item of the
             other side, both from 0 to ``number_of_ids`` - 1. A pair that shares an id is excluded.
         rows_have_one: whether ``one`` belongs to the rows.
+        are_copies: whether they are pairs of an item and its own copy.
     """
 
     listed: Pairs | None = None
@@ -165,11 +163,13 @@ class Excluded:
     one: Any = None
     number_of_ids: int = 0
     rows_have_one: bool = False
+    are_copies: bool = False
 
     @classmethod
     def copies(cls, columns: Tensor) -> "Excluded":
         """Exclude one column of each row, (A,), such as its own copy."""
-        return cls(Pairs(torch.arange(len(columns), device=columns.device), columns, per_row=1))
+        pairs = Pairs(torch.arange(len(columns), device=columns.device), columns, per_row=1)
+        return cls(pairs, are_copies=True)
 
     @classmethod
     def by_ids(cls, many: Ids, one: Tensor, rows_have_one: bool) -> "Excluded":
@@ -204,10 +204,12 @@ class Excluded:
         of_many, of_one = numbers.split([len(many.ids), len(one)])
         return cls(None, many._replace(ids=of_many), of_one, len(values), rows_have_one)
 
-    def transposed(self) -> "Excluded":
-        """Return what is excluded of the transposed matrix."""
+    def transposed(self, rows: int) -> "Excluded":
+        """Return what is excluded of the first rows of the transposed matrix."""
         if self.listed is not None:
-            return Excluded(self.listed.transposed()[0])
+            pairs, _ = self.listed.transposed()
+            number = int((pairs.rows < rows).sum())  # waits for the device
+            return Excluded(Pairs(pairs.rows[:number], pairs.columns[:number]))
         return Excluded(None, self.many, self.one, self.number_of_ids, not self.rows_have_one)
 
     def mask(self, shape: tuple[int, int]) -> Tensor:
@@ -215,12 +217,19 @@ class Excluded:
         rows, columns = shape
         if self.listed is not None:
             return self.listed.mask(shape)
-        has_id = torch.zeros(columns if self.rows_have_one else rows, self.number_of_ids, dtype=torch.bool)
-        has_id = has_id.to(self.one.device)
-        fill_at(has_id, (self.many.items, self.many.ids), True)
+        # Items of one id stand for each other: the mask is made for one of them, and copied to the others.
+        representative = self.one.new_full((self.number_of_ids,), len(self.one))
+        representative[self.one] = torch.arange(len(self.one), device=self.one.device)
+        of_entries = representative[self.many.ids]  # that of no item is one more, whose mask is not read
+        extra = 1, 0
+        places = of_entries, self.many.items
+        if not self.rows_have_one:
+            extra, places = (0, 1), (self.many.items, of_entries)
+        mask = torch.zeros(rows + extra[0], columns + extra[1], dtype=torch.bool, device=self.one.device)
+        fill_at(mask, places, True)
         if self.rows_have_one:
-            return has_id.T[self.one]
-        return has_id[:, self.one]
+            return mask[representative[self.one]]
+        return mask[:, representative[self.one]]
 
     def of_blocks(self, starts: list[int]) -> Iterator["Excluded"]:
         """Yield what is excluded of each block of rows, see :meth:`Pairs.of_blocks`."""

@@ -71,7 +71,8 @@ def _label_tensor(name: str, labels: Any) -> Tensor:
     if not is_array and not isinstance(labels, (list, tuple)):
         raise ValueError(f"{expected}, got {None if labels is None else type(labels).__name__}")
     try:
-        return torch.tensor(np.asarray(labels) if is_array else labels)
+        tensor = torch.tensor(np.asarray(labels) if is_array else labels)
+        return tensor if tensor.numel() > 0 else tensor.long()  # no numbers are floating-point ones
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{expected}: {error}") from error
 

@@ -71,14 +71,9 @@ def create_loss(name: Any, /, gather_across_devices: Any = False, **options: Any
     loss = _create("loss", name, options, imports=True)
     if not gather_across_devices:
         return loss
-    from vl_plugins.distributed import DistributedLoss, Processes  # imports torch, which takes seconds
+    from vl_plugins.distributed import gathering  # imports torch, which takes seconds
 
-    if not hasattr(loss, "processes"):
-        return DistributedLoss(loss, gather_across_devices)
-    for module in loss.modules():
-        if hasattr(module, "processes"):
-            module.processes = Processes(gather_across_devices)
-    return loss
+    return gathering(loss, gather_across_devices)
 
 
 def create(kind: str, specification: Any, /, **options: Any) -> Any:

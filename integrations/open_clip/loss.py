@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vl_plugins.distributed import DistributedLoss, Processes
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.components import create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
@@ -27,9 +27,9 @@ LEARNED = "learned"  # of --loss-kwargs scale: the model's own
 class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Image to text and text to image are added, see :class:`~vl_plugins.losses.CrossModalLoss`. With
-    several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages, are
-    those of one process with the joined batch.
+    Image to text and text to image are added, see :class:`~vl_plugins.losses.CrossModalLoss`. With several processes,
+    each computes the loss of the joined batch, or with ``local_loss`` that of its own rows. The gradients, which data
+    parallelism averages, are those of one process with the joined batch.
 
     Args:
         name: the loss is logged as ``<name>_loss``.
@@ -61,7 +61,7 @@ class TwoTowerLoss(nn.Module):
         self.compares_own_rows = local_loss and miner is None and getattr(loss, "compares_own_rows", False)
         self.compare: nn.Module = CrossModalLoss(loss, miner)
         if self.compares_own_rows:
-            self.loss.processes = Processes(True)
+            self.loss.gather_across_devices(True)
         else:
             self.compare = DistributedLoss(self.compare)
 

@@ -12,7 +12,7 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
-from vl_plugins.distributed import all_gather_rows, world_size
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
 from vl_plugins.errors import number
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.losses.cross_modal import known_positives
@@ -74,6 +74,10 @@ class RetrievalLoss(nn.Module):
         if self.compares_sets and isinstance(loss, str) and loss != "smooth_chamfer":
             options = {"distance": "smooth_chamfer"} | options
         self.loss = create_loss(loss, gather_across_devices=gather_across_devices, **options)
+        # Those of this package; a set loss has its base's call.
+        self.takes_ids = hasattr(getattr(self.loss, "base", self.loss), "gather_across_devices")
+        if gather_across_devices and not self.takes_ids and not isinstance(self.loss, DistributedLoss):
+            raise ValueError(f"gather_across_devices needs a base of this package, got {self.loss.base}")
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, given the preprocessed columns, anchors first, and integer image ids (B,) or None."""
@@ -117,7 +121,7 @@ class RetrievalLoss(nn.Module):
             call["negatives"] = self._join(embeddings[1 + k :])
             if ids is not None:
                 call["negative_ids"] = torch.cat(ids[k:])
-        if not hasattr(self.loss, "processes"):
+        if not self.takes_ids:
             return self._loss_of_host(anchors, images, **call)
         return self.loss(anchors, images, **call)
 

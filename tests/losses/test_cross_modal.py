@@ -7,6 +7,7 @@ from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
+from vl_plugins.losses import Warmup
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.miners import HardestNegativeMiner
 
@@ -119,3 +120,44 @@ def test_a_miner_that_drops_own_captions():
     miner = distributed.DistributedMinerWrapper(BatchHardMiner(), efficient=True)
     with pytest.raises(ValueError, match="drops pairs of an image and its own caption"):
         CrossModalLoss(ContrastiveLoss(), miner)
+
+
+def test_options_of_one_set(sides):
+    """They reach the loss; ids, which it does not take, are no silent ones."""
+    images, texts = sides
+    loss = CrossModalLoss(create_loss("unified"), one_set=True)
+    call = images, LABELS, None, texts, TEXT_LABELS
+    both = torch.cat([images, texts]), torch.cat([LABELS, TEXT_LABELS])
+    torch.testing.assert_close(loss(*call, scale=3.0), create_loss("unified")(*both, scale=3.0))
+    with pytest.raises(ValueError, match="ref_ids cannot be given with one_set=True"):
+        loss(*call, ref_ids=TEXT_LABELS)
+    with pytest.raises(ValueError, match="matching_ids need ref_ids"):
+        compare(create_loss("unified"), images, texts, matching_ids=LABELS[:, None])
+
+
+def test_numbers_of_each_text_with_a_miner(sides):
+    """They are of the candidates in one direction, and would be of the anchors in the other."""
+    images, texts = sides
+    confidence = torch.rand(6, dtype=torch.float64)
+    with pytest.raises(ValueError, match="confidence of each text cannot be given with a miner in both directions"):
+        compare(create_loss("triplet_hn"), images, texts, HardestNegativeMiner(), confidence=confidence)
+    loss, miner = create_loss("triplet_hn", symmetric=False), HardestNegativeMiner()
+    pairs = miner(images, LABELS, texts, TEXT_LABELS)
+    expected = loss(images, LABELS, pairs, texts, TEXT_LABELS, confidence=confidence)
+    check(compare(loss, images, texts, miner, confidence=confidence), expected, sides)
+
+
+def test_known_positives_that_a_loss_does_not_want(sides):
+    images, texts = sides
+    loss, miner = create_loss("triplet_hn", known_positives=False), HardestNegativeMiner(k=6)
+    ids = torch.zeros(6, dtype=torch.long)
+    assert compare(loss, images, texts, miner, ref_ids=ids) == compare(loss, images, texts, miner) > 0
+    loss = create_loss("triplet_hn")
+    assert compare(loss, images, texts, miner, ref_ids=ids) == 0
+
+
+def test_a_warm_up_of_sets(sides):
+    images, texts = sides
+    sets = [create_loss("smooth_chamfer", base=base) for base in ("triplet_sh", "triplet_hn")]
+    expected = sets[0](images, LABELS, None, texts, TEXT_LABELS)
+    check(compare(Warmup(*sets, 1), images, texts), expected, sides)

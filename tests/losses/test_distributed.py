@@ -9,8 +9,8 @@ from torch import distributed
 from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.distributed import DistributedLoss, Processes, all_gather_rows, stop_processes
-from vl_plugins.losses import CrossBatchMemory
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, gathering, stop_processes
+from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, Warmup
 
 WORLD_SIZE = 2
 # Images and texts of each process: unequal numbers, and labels that both have.
@@ -30,6 +30,7 @@ CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), gathered" for name in GATHERING for sets in (1, 2)]
 CASES += ["smooth_chamfer", "captions", "captions, gathered", "1 or 2 captions", "scale", "memory"]
+CASES += ["smooth_chamfer, gathered", "host, then ours", "two views", "two views as one set"]
 
 
 def rows(ranks, labels, seed):
@@ -50,10 +51,7 @@ def compute(*ranks):
         ]
         x, labels, *refs = leaves
         if gathers:
-            for module in loss.modules():
-                if hasattr(module, "processes"):
-                    module.processes = Processes(True)
-            value = loss(x, labels, None, *refs, **options)
+            value = gathering(loss)(x, labels, None, *refs, **options)
         else:
             value = DistributedLoss(loss)(x, labels, None, *refs, **options)
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -70,6 +68,9 @@ def compute(*ranks):
         add(f"{name}, 1 set(s), mined", LOSSES[name](), x, labels, miner=miner)
         add(f"{name}, 2 set(s), mined", LOSSES[name](), x, labels, y, ref_labels, miner=miner)
     add("smooth_chamfer", create_loss("smooth_chamfer", mmd_weight=0.1), x, labels, y, ref_labels)
+    sets = create_loss("smooth_chamfer", base="unified", mmd_weight=0.1)
+    add("smooth_chamfer, gathered", sets, x, labels, y, ref_labels, gathers=True)
+    add("host, then ours", Warmup(host.ContrastiveLoss(), make_loss("goal"), 3), x, labels, gathers=True)
     # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
     add("captions", create_loss("unified"), x, None, texts)
     add("captions, gathered", create_loss("unified"), x, None, texts, gathers=True)
@@ -84,6 +85,11 @@ def compute(*ranks):
     add("1 or 2 captions", create_loss("unified"), x, images, y, ref_images, gathers=True, ref_ids=ref_ids)
     y, _ = rows(ranks, REF_LABELS, 10)
     add("scale", create_loss("vlc"), x, labels, y, ref_labels, scale=torch.tensor(7.0).double())
+    for name, symmetric in (("two views", False), ("two views as one set", True)):
+        loss = create_loss("unified", gather_across_devices=len(ranks) == 1)
+        leaves = [side.clone().requires_grad_() for side in (x, x.roll(1, dims=1))]
+        value = SelfSupervisedLoss(loss, symmetric=symmetric)(*leaves)
+        found[name] = value.detach(), torch.autograd.grad(value, leaves)
     add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found
 
@@ -103,6 +109,20 @@ def in_one_process(rank):
             compare(x, ref_emb=x + 1, **confidence)
         except ValueError as error:
             found["errors"].append(str(error))
+    # What would end in one process and wait in the other.
+    pairs = (torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))
+    labels = torch.arange(len(x)) + 5 * rank
+    types = torch.int64 if rank == 0 else torch.float64
+    for options in ({"indices_tuple": pairs}, {"symmetric": False}, {"labels": labels.to(types)}):
+        if rank == 0 or "labels" in options:
+            call = {"labels": labels, "ref_emb": x + 1} | options
+        else:
+            call = {"labels": labels, "ref_emb": x + 1}
+        try:
+            create_loss("unified", gather_across_devices=True)(x, **call)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    found["empty"] = create_loss("unified", gather_across_devices=True)(x[:rank], list(range(rank)), ref_emb=x[:rank])
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
 
@@ -142,13 +162,24 @@ def test_gradients_are_those_of_one_process_with_all_rows(results, expected, cas
 
 def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(results):
     for found in results:
-        labels, ours, wrapped = found["errors"]
+        labels, ours, wrapped, mined, symmetric, types = found["errors"]
         assert labels.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
         assert ours == "confidence is given in some processes, and not in process 0: give it in all or none"
-        assert wrapped.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        for error in (wrapped, mined, symmetric):
+            assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        assert types.startswith("labels must have the same type in all processes; this one gives torch.")
+        assert found["empty"] == 0
         nothing, counts = found["gathered"]
         assert nothing is None
         assert counts.tolist() == [0, 0, 1]
+
+
+def test_a_loss_that_gathers_is_not_gathered_again():
+    ours = create_loss("unified", gather_across_devices=True)
+    with pytest.raises(ValueError, match="the loss gathers by itself: create it without gather_across_devices"):
+        DistributedLoss(ours)
+    with pytest.raises(ValueError, match="give gather_across_devices to SmoothChamferLoss alone"):
+        SmoothChamferLoss(ours)
 
 
 def test_processes_leave_at_once(tmp_path):

@@ -11,8 +11,9 @@ from tests.helpers.loops import OTHER_LABELS, REFERENCES, embeddings_of, make_lo
 from tests.helpers.processes import in_processes
 from tests.helpers.seeds import seeded
 from tests.reference import losses as reference
-from vl_plugins import engine
+from vl_plugins import create_loss, engine
 from vl_plugins.distributed import Processes
+from vl_plugins.losses import GOALLoss, SigLIPLoss, TripletSHLoss, UnifiedLoss
 
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 NAMES = ("unified", "triplet_hn", "triplet_sh", "siglip", "goal nca con", "unified RSP", "own SquaredHinge")
@@ -87,6 +88,8 @@ def pairs_of(call):
     ids = call["ref_ids"].tolist() + call.get("negative_ids", torch.full((len(further),), -1)).tolist()
     for row in range(len(labels)):
         own = {ids[column] for r, column in positives if r == row} | set(call["matching_ids"][row].tolist())
+        if "ref_emb" not in call:
+            own.add(ids[row])
         known = {(row, column) for column, id_ in enumerate(ids) if id_ >= 0 and id_ in own}
         negatives, more = negatives - known, more - known
     return positives, negatives, more
@@ -130,6 +133,15 @@ def test_value_and_gradients_are_those_of_the_loops(name, parts, kind, monkeypat
             close = {"rtol": 1e-9, "atol": 1e-9, "msg": lambda text, way=way, few=few: f"{way}, {few}: {text}"}
             torch.testing.assert_close(actual, value.detach(), **close)
             torch.testing.assert_close(torch.autograd.grad(actual, leaves), gradients, **close)
+
+
+@pytest.mark.parametrize("name", ["triplet_sh", "siglip"])
+def test_ids_of_further_negatives_in_one_tile(name):
+    """Further negatives are no anchors, so their known positives are not those of a row."""
+    call = make_call(("known", "negatives"), "place")
+    options = {"symmetric": True}
+    actual = make_loss(name, tiled=True, **options)(**call)
+    torch.testing.assert_close(actual, make_loss(name, tiled=False, **options)(**call))
 
 
 def test_known_positives_can_be_switched_off():
@@ -197,3 +209,28 @@ def test_three_processes_together_are_the_loops(parts_of_processes, name, kind):
     for side, gradient in enumerate(gradients):
         joined = torch.cat([gradients_of[side] for _, gradients_of in found]) / PROCESSES
         torch.testing.assert_close(joined, gradient, **close)
+
+
+@pytest.mark.parametrize("base", [UnifiedLoss, GOALLoss, SigLIPLoss, TripletSHLoss])
+def test_a_subclass_with_a_matrix_loss_of_its_own(base):
+    """It is called, and on the whole matrix, whatever the class above it needs."""
+
+    class Own(base):
+        def matrix_losses(self, similarities, positive_mask, negative_mask, **numbers):
+            assert similarities.shape == (4, 4)
+            return similarities[positive_mask] * 0 + 7
+
+    loss = Own()
+    assert not loss.by_row
+    value = loss(torch.eye(4), ref_emb=torch.eye(4), symmetric=False)
+    assert value == 7
+
+
+@pytest.mark.parametrize("name", ["goal", "triplet_hn"])
+def test_triplets_of_known_positives_only(name):
+    options = {"pair_weight": "sig_ms", "tau": 1} if name == "goal" else {}
+    x, y = torch.eye(3, requires_grad=True), torch.eye(3)
+    triplet = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+    value = create_loss(name, **options)(x, None, triplet, y, ref_ids=[5, 5, 6])
+    assert value == 0
+    assert not torch.autograd.grad(value, x)[0].any()

@@ -1,7 +1,9 @@
 """Learned scales, and what a loss records of a call."""
 
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.distances import LpDistance
@@ -10,6 +12,7 @@ from tests.helpers.loops import call_with, expected, leaves_of, make_loss
 from tests.helpers.processes import in_processes
 from tests.losses.test_hooks import make_call, pairs_of
 from vl_plugins import create_loss
+from vl_plugins.losses import UnifiedLoss
 from vl_plugins.losses.statistics import STATISTICS
 
 SCALED = pytest.mark.parametrize("name", ["unified", "vlc", "siglip"])
@@ -110,3 +113,39 @@ def test_the_loss_with_a_scale_of_its_own_is_that_of_the_loops(name):
     loss = make_loss(name, learn_scale=True).double()
     torch.testing.assert_close(loss(**call).item(), value)
     torch.testing.assert_close(torch.autograd.grad(loss(**call), leaves_of(call)), tuple(gradients))
+
+
+def test_copies_are_no_known_positives():
+    loss = create_loss("unified", collect_stats=True)
+    loss(torch.eye(4), [0, 0, 1, 1])
+    assert loss.known_positives_left_out == 0
+
+
+def test_a_copy_of_a_loss_with_statistics():
+    loss = create_loss("unified", collect_stats=True, learn_scale=True)
+    loss(torch.eye(4), [0, 0, 1, 1])
+    assert copy.deepcopy(loss).scale_in_use.item() == pytest.approx(50)
+
+
+def test_the_limit_of_a_learned_scale():
+    loss, masks = create_loss("unified", learn_scale=True, max_scale=60.0), (torch.eye(3).bool(), ~torch.eye(3).bool())
+    with torch.no_grad():
+        loss.log_scale.fill_(6.0)
+    loss.from_similarities(torch.rand(3, 3), *masks)
+    assert loss.scale.item() == pytest.approx(60)
+    with pytest.raises(ValueError, match=r"scale must be at most max_scale, 100\.0, to be learned, got 150"):
+        create_loss("unified", scale=150, learn_scale=True)
+
+
+def test_a_margin_as_a_parameter_of_one_element_and_as_an_array():
+    call, masks = torch.rand(4, 4), (torch.eye(4).bool(), ~torch.eye(4).bool())
+    own = UnifiedLoss(margin=torch.nn.Parameter(torch.tensor([0.3])))
+    value = own.from_similarities(call, *masks)
+    torch.testing.assert_close(value, UnifiedLoss(margin=0.3).from_similarities(call, *masks))
+    assert torch.autograd.grad(value, own.margin)[0] > 0
+    for margin in (np.full(4, 0.3), [0.3] * 4):
+        torch.testing.assert_close(UnifiedLoss().from_similarities(call, *masks, margin=margin), value)
+    with pytest.raises(
+        ValueError, match=r"margin must be a number, or one of each caption, \(4,\); got the shape \(7,\)"
+    ):
+        UnifiedLoss().from_similarities(call, *masks, margin=torch.ones(7))

@@ -158,6 +158,35 @@ def test_a_copy_of_a_memory_goes_on_where_it_was(steps, tmp_path):
         assert all(torch.equal(twin(*batch(step)), value) for twin in twins)
 
 
+def test_ids_of_a_memory_are_those_of_its_embeddings(tmp_path):
+    """A batch without ids takes the place of one with them; a checkpoint has them, one of version 0.3 has none."""
+    loss = CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    for step, first in enumerate((0, 4, None, 20)):
+        ids = {} if first is None else {"ref_ids": torch.arange(4) + first}
+        embeddings, _ = batch(step)
+        loss(embeddings[:4], torch.arange(4), **ids)
+        if first is None:
+            assert loss.id_memory.tolist() == [-1, -1, -1, -1, 4, 5, 6, 7]
+    assert loss.id_memory.tolist() == [-1, -1, -1, -1, 20, 21, 22, 23]
+    state, restored = loss.state_dict(), CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    restored.load_state_dict(state)
+    assert torch.equal(restored.id_memory, loss.id_memory)
+    assert restored.has_ids
+    del state["id_memory"]
+    restored.load_state_dict(state)
+    assert (restored.id_memory == -1).all()
+
+
+def test_old_copies_of_an_embedding_are_no_negatives_of_it():
+    """They have its id, though another label."""
+    embeddings, labels = batch(0)
+    calls = [CrossBatchMemory(make_loss("triplet_hn"), embedding_size=5, memory_size=8) for _ in range(2)]
+    with_copies, alone = calls
+    with_copies(embeddings, labels + 10, ref_ids=torch.arange(4))
+    value = with_copies(embeddings, labels, ref_ids=torch.arange(4))
+    assert value == alone(embeddings, labels) > 0
+
+
 def test_wrong_input_of_a_memory_leaves_it_as_it_is():
     loss, (embeddings, labels) = memory_of(UnifiedLoss()), batch(1)
     with pytest.raises(ValueError, match="memory_size must be at least"):

@@ -194,3 +194,12 @@ def test_a_scale_on_a_gpu(name):
         torch.cuda.set_sync_debug_mode("default")
     own_waits = 1 if name == "siglip" else 0
     assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1 + own_waits
+
+
+def test_ids_that_do_not_fit():
+    if hasattr(torch, "uint64"):
+        ids = np.array([2**63 + 1] * 3, np.uint64)
+        with pytest.raises(ValueError, match=r"ref_ids must be integers that fit into int64, got torch\.uint64"):
+            create_loss("unified")(**call_of(ref_ids=ids))
+    nothing = create_loss("unified")(torch.ones(0, 4), ref_emb=torch.ones(0, 4), ref_ids=[])
+    assert nothing == 0

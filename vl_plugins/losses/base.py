@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from vl_plugins.distributed import Processes
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number
-from vl_plugins.losses.batch import Batch, Direction, by_pair, is_one_of_each
+from vl_plugins.losses.batch import Batch, Direction, by_pair, is_one_of_each, number_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
     check_losses,
@@ -78,8 +79,8 @@ class PairLoss(BaseMetricLossFunction):
         known_positives: whether ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call count.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
-            ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call sets
-            the attributes of :mod:`vl_plugins.losses.statistics`.
+            ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call by
+            labels or places sets the attributes of :mod:`vl_plugins.losses.statistics`.
     """
 
     of_negatives: Any = hardest
@@ -109,6 +110,11 @@ class PairLoss(BaseMetricLossFunction):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         _check_hooks(cls)
+        own = vars(cls)
+        if "matrix_losses" in own and "has_matrix_losses" not in own:
+            cls.has_matrix_losses = True
+        if "matrix_losses" in own and "by_row" not in own:
+            cls.by_row = False  # slow, but never wrong
 
     # What a loss overrides. It names the numbers that it takes, which `*_` allows in the eyes of a type checker.
 
@@ -143,20 +149,20 @@ class PairLoss(BaseMetricLossFunction):
         """Return the losses of T given triplets of a row and two columns, (T,)."""
         return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], **numbers)
 
-    @property
-    def has_matrix_losses(self) -> bool:
-        """True if :meth:`matrix_losses` is the loss's own; otherwise it is its ``of_negatives`` and ``of_pairs``."""
-        return type(self).matrix_losses is not PairLoss.matrix_losses
+    has_matrix_losses: Any = False
+    """True if the loss is its :meth:`matrix_losses`; otherwise it is its ``of_negatives`` and ``of_pairs``.
+
+    A class that overrides :meth:`matrix_losses` has True, unless it says otherwise."""
+
+    by_row: Any = True
+    """True if the loss of a pair depends on the similarities of its row only.
+
+    A class that overrides :meth:`matrix_losses` has False, unless it says otherwise."""
 
     @property
     def needs_matrix(self) -> bool:
         """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
         return self.has_matrix_losses or type(self).of_negatives not in (hardest, soft_maximum)
-
-    @property
-    def by_row(self) -> bool:
-        """True if the loss of a pair depends on the similarities of its row only."""
-        return type(self).matrix_losses is PairLoss.matrix_losses
 
     @property
     def takes_triplets(self) -> bool:
@@ -200,8 +206,8 @@ class PairLoss(BaseMetricLossFunction):
             confidence: (C,), factors of the losses of each caption's pairs; of one set, of each item as a candidate.
             negatives: (N, D), more candidates of the rows, which are nobody's positives and no anchors.
             ref_ids: (C,), integers that are equal for equal contents, such as hashes of captions. A candidate with the
-                id of one of an anchor's positives is no negative of it, in both directions and in all processes.
-                Negative numbers are no ids.
+                id of one of an anchor's positives, or of one set with its own, is no negative of it, in both
+                directions and in all processes. Negative numbers are no ids: hashes need ``& (2**63 - 1)``.
             matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Rows
                 are filled up with negative numbers.
             negative_ids: (N,), ids of ``negatives``.
@@ -239,7 +245,7 @@ class PairLoss(BaseMetricLossFunction):
                 matching_ids=matching_ids,
                 negative_ids=negative_ids,
             )
-            batch = self._gathered(batch, copies)
+            batch = self._gathered(batch, copies, is_mined)
             losses = self._losses_of_batch(batch, indices_tuple, scalars)
             return reduced(self, losses, batch, batch.inputs(), scalars)
 
@@ -272,6 +278,8 @@ class PairLoss(BaseMetricLossFunction):
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
             positives = Pairs.of_mask(positive_mask)
+            for name, values in caption_numbers.items():
+                caption_numbers[name] = number_of_each(name, values, similarities.T)
             pair_numbers = by_pair(caption_numbers, positives.columns)
             if symmetric is None:
                 symmetric = self.symmetric
@@ -281,12 +289,13 @@ class PairLoss(BaseMetricLossFunction):
             losses = [PairLosses(values, (positives.rows, positives.columns))]
             return reduced(self, losses, None, [similarities], scalars)
 
-    def _gathered(self, batch: Batch, copies: Tensor | None) -> Batch:
+    def _gathered(self, batch: Batch, copies: Tensor | None, is_mined: bool) -> Batch:
         """Return the batch with the candidates of all processes."""
         if copies is not None and self.processes.size > 1:
             raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         numbers = (*self.numbers, CONFIDENCE)
-        return batch.gathered(self.processes, self.compares_own_rows, numbers, self._learned_numbers())
+        settings = f"symmetric={batch.both}", "indices_tuple" if is_mined else "no indices_tuple"
+        return batch.gathered(self.processes, self.compares_own_rows, numbers, self._learned_numbers(), settings)
 
     def _losses_of_batch(
         self, batch: Batch, indices_tuple: tuple[Tensor, ...] | None, numbers: dict[str, Any]
@@ -342,7 +351,7 @@ class PairLoss(BaseMetricLossFunction):
                 raise ValueError(_unknown_number(self, name))
         scalars, caption_numbers = {}, {}
         for name in self.numbers:
-            value = given.get(name)
+            value = _as_tensor(given.get(name))
             value = _own_number(self, name) if value is None else self.check_number(name, value)
             if isinstance(value, Tensor) and value.ndim > 0:
                 caption_numbers[name] = value
@@ -357,6 +366,16 @@ class PairLoss(BaseMetricLossFunction):
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
+    def gather_across_devices(self, group: Any) -> None:
+        """Compare the rows of all processes of a group from now on, see the argument of the constructor."""
+        self.processes = Processes(group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The step of a warm-up, which each loss had until version 0.3.
+        state_dict.pop(prefix + "_extra_state", None)
+        state_dict.pop(prefix + "training_calls", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 def _is_mined(indices_tuple: Any) -> bool:
     if isinstance(indices_tuple, Tensor):
@@ -364,8 +383,18 @@ def _is_mined(indices_tuple: Any) -> bool:
     return indices_tuple is not None
 
 
+def _as_tensor(value: Any) -> Any:
+    """Return a list or an array of numbers as a tensor, and anything else as it is."""
+    is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
+    if isinstance(value, (list, tuple)) or (is_array and value.ndim > 0):
+        return torch.as_tensor(value, dtype=torch.float32)
+    return value
+
+
 def _own_number(loss: PairLoss, name: str) -> Any:
     value = getattr(loss, name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
     if is_one_of_each(value):
         raise ValueError(
             f"{name} of one batch belongs to the call: loss(..., {name}=values), one of each caption, (C,)"

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.distributed import Processes
+from vl_plugins.distributed import Processes, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
 from vl_plugins.numerics import as_labels, check_tensors, full_precision
 
-__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each"]
+__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each", "number_of_each"]
 
 NO_ID = -1
-PLACES_OF_A_PROCESS = 2**32  # more than a process has rows, so that labels by place are those of no other process
+UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 
 @dataclass(eq=False)
@@ -148,11 +148,16 @@ class Batch:
         if ref_ids is None and not (matching_ids is None and negative_ids is None):
             raise ValueError("matching_ids and negative_ids need ref_ids, the ids of the candidates")
         for name, values in numbers.items():
-            columns.numbers[name] = _number_of_each(name, values, y)
+            columns.numbers[name] = number_of_each(name, values, y)
         return cls(rows, columns, rows, columns, side_of_negatives, captions, one_set, both and not one_set, copies)
 
     def gathered(
-        self, processes: Processes, own_rows: bool, numbers: tuple[str, ...], learned: dict[str, Tensor]
+        self,
+        processes: Processes,
+        own_rows: bool,
+        numbers: tuple[str, ...],
+        learned: dict[str, Tensor],
+        settings: tuple[str, ...] = (),
     ) -> "Batch":
         """Return the batch with the candidates of all processes.
 
@@ -162,6 +167,7 @@ class Batch:
                 directions in one matrix.
             numbers: names of those of captions that a call may give.
             learned: numbers of the loss that are trained, which must be equal in all processes.
+            settings: of the call, in words, which must be equal too.
         """
         if processes.size == 1:
             return self
@@ -169,7 +175,7 @@ class Batch:
         batch = self
         if not own_rows and self.rows.labels is None:
             batch = self._labelled_by_place(processes.rank)
-        gathered = processes.gather_rows(batch._tensors(numbers), learned)
+        gathered = processes.gather_rows(batch._tensors(numbers), learned, settings)
         batch = batch._of_tensors(gathered.tensors)
         if not own_rows:
             return batch
@@ -187,7 +193,7 @@ class Batch:
 
     def _labelled_by_place(self, rank: int) -> "Batch":
         """Return the batch with labels that say what the places say, other ones in each process."""
-        places = torch.arange(len(self.rows), device=self.rows.embeddings.device) + rank * PLACES_OF_A_PROCESS
+        places = torch.arange(len(self.rows), device=self.rows.embeddings.device) + first_label(rank)
         of_columns = places.repeat_interleave(self.captions, output_size=len(self.columns))
         return replace(self, rows=replace(self.rows, labels=places), columns=replace(self.columns, labels=of_columns))
 
@@ -330,15 +336,20 @@ class Batch:
         return excluded.mask((len(self.rows), len(self.columns)))
 
     def _ids_of_rows(self, rows: Side, positives: Pairs) -> Ids:
-        """Return the ids of each row: those of its positives, and those that match it."""
+        """Return the ids of each row: those of its positives, those that match it, and its own if it has a copy."""
         assert self.all_columns.ids is not None
-        of_positives = self.all_columns.ids[positives.columns]
-        if rows.ids is None:
-            return Ids(positives.rows, of_positives)
-        numbers = torch.arange(len(rows), device=of_positives.device)
-        matching = numbers.repeat_interleave(rows.ids.shape[1], output_size=rows.ids.numel())
-        items, order = torch.cat([positives.rows, matching]).sort(stable=True)
-        return Ids(items, torch.cat([of_positives, rows.ids.flatten()])[order])
+        items, ids = [positives.rows], [self.all_columns.ids[positives.columns]]
+        if rows.ids is None and self.copies is None:
+            return Ids(items[0], ids[0])
+        numbers = torch.arange(len(rows), device=positives.rows.device)
+        if rows.ids is not None:
+            items.append(numbers.repeat_interleave(rows.ids.shape[1], output_size=rows.ids.numel()))
+            ids.append(rows.ids.flatten())
+        if self.copies is not None:
+            items.append(numbers)
+            ids.append(self.all_columns.ids[self.copies])
+        sorted_items, order = torch.cat(items).sort(stable=True)
+        return Ids(sorted_items, torch.cat(ids)[order])
 
 
 def by_pair(numbers: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
@@ -376,8 +387,8 @@ def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tens
         if dimensions == 2:
             shape = f"({len(embeddings)}, M)"
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
-    if ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == UNSIGNED):
+        raise ValueError(f"{name} must be integers that fit into int64, got {ids.dtype}")
     return ids.to(embeddings.device, torch.int64)
 
 
@@ -438,10 +449,10 @@ def _labels_of_two_sides(
     return labels, ref_labels
 
 
-def _number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
+def number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
     """Return numbers (C,) of the captions, in the type of their embeddings or a larger one."""
     if not isinstance(values, Tensor):
-        values = torch.as_tensor(values)
+        values = torch.as_tensor(values).to(columns)
     if values.shape != columns.shape[:1]:
         raise ValueError(
             f"{name} must be a number, or one of each caption, ({len(columns)},); got the shape {tuple(values.shape)}"

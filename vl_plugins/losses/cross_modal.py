@@ -75,30 +75,34 @@ class CrossModalLoss(nn.Module):
         Raises:
             ValueError: no labels where they are needed.
         """
+        if ref_ids is None and matching_ids is not None:
+            raise ValueError("matching_ids need ref_ids, the ids of the texts")
+        if self.one_set and ref_ids is not None:
+            raise ValueError("ref_ids cannot be given with one_set=True")
         needs_labels = self.one_set or self.miner is not None or not hasattr(self.pair_loss, "symmetric")
         if needs_labels and (labels is None or text_labels is None):
             raise ValueError("labels of both sides must be given for a miner, for one_set, and for this loss")
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
-                return self._loss_of_one_set(torch.cat([images, texts]), torch.cat([labels, text_labels]))
+                return self._loss_of_one_set(torch.cat([images, texts]), torch.cat([labels, text_labels]), options)
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
                 if ref_ids is not None:
                     options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
                 value = self.pair_loss(images, labels, None, texts, text_labels, **options)
             else:
                 is_known = None
-                if ref_ids is not None:
+                if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
                     is_known = known_positives(labels, text_labels, ref_ids, matching_ids)
                 value = self._loss_by_direction((images, labels), (texts, text_labels), is_known, options)
             if self.pair_loss is not self.loss:
                 value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
             return value
 
-    def _loss_of_one_set(self, embeddings: Tensor, labels: Tensor) -> Any:
+    def _loss_of_one_set(self, embeddings: Tensor, labels: Tensor, options: dict[str, Any]) -> Any:
         pairs = None
         if self.miner is not None:
             pairs = self.miner(embeddings, labels)
-        return self.loss(embeddings, labels, pairs)
+        return self.loss(embeddings, labels, pairs, **options)
 
     def _loss_by_direction(
         self, images: tuple[Any, Any], texts: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
@@ -113,6 +117,7 @@ class CrossModalLoss(nn.Module):
         steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
         value = self._loss_of_anchors(images, texts, is_known, options)
         if self.symmetric:
+            _check_directions(options)
             for module, step in steps.items():
                 module.step = step  # both directions are one step
             if is_known is not None:
@@ -131,6 +136,13 @@ class CrossModalLoss(nn.Module):
         if is_known is not None:
             pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
         return self.pair_loss(*anchors, pairs, *candidates, **options)
+
+
+def _check_directions(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a number of each text, which are the anchors of the second direction."""
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.numel() > 1:
+            raise ValueError(f"{name} of each text cannot be given with a miner in both directions, see symmetric")
 
 
 def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:

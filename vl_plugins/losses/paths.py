@@ -176,7 +176,7 @@ def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tens
     if anchor_columns == 0:
         return values
     back, order = positives.transposed()
-    transposed = [of_direction.transposed() for of_direction in excluded]
+    transposed = [of_direction.transposed(anchor_columns) for of_direction in excluded]
     pair_numbers = by_pair(pair_numbers, order)
     columns = y[:anchor_columns]
     return values.index_add(0, order, _losses_of_blocks(loss, columns, x, back, transposed, numbers, pair_numbers))
@@ -243,16 +243,17 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
     direction = Direction(batch.rows.embeddings, batch.columns.embeddings, Pairs(anchors, positives), [], 0, {})
     similarities = similarities_of(loss, direction)
     of_columns = batch.columns.numbers
-    if are_triplets and loss.takes_triplets and len(anchors) > 0:
+    if are_triplets and loss.takes_triplets:
         if batch.both:
             raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
         if excluded is not None:
             is_negative = ~excluded[anchors, negatives]
             anchors, positives, negatives = anchors[is_negative], positives[is_negative], negatives[is_negative]
-        values = loss.triplet_losses(
-            similarities, anchors, positives, negatives, **numbers, **by_pair(of_columns, positives)
-        )
-        return PairLosses(values, (anchors, positives, negatives))
+        triplets = anchors, positives, negatives
+        if len(anchors) == 0:
+            return PairLosses(similarities.new_zeros(0), triplets)
+        numbers_of_triplets = numbers | by_pair(of_columns, positives)
+        return PairLosses(loss.triplet_losses(similarities, *triplets, **numbers_of_triplets), triplets)
     positive_mask = Pairs(anchors, positives).mask(shape)
     negative_mask = Pairs(negative_anchors, negatives).mask(shape)
     if excluded is not None:

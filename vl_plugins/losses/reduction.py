@@ -1,9 +1,9 @@
 """What pytorch-metric-learning's reducers make of the losses of pairs.
 
-Three things are ours at this border. Nothing to compare is a loss of 0, whose gradients are zeros and not missing,
-because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN, although a reducer may
-drop the pairs that have it, or no pair has it. And the mean over the pairs of one process becomes its share of the mean
-over the pairs of all.
+Three things are ours at this border. Nothing to compare is a loss of 0, which gives embeddings gradients of 0 and not
+none, because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN, although a reducer
+may drop the pairs that have it, or no pair has it. And the mean over the pairs of one process becomes its share of the
+mean over the pairs of all.
 """
 
 from typing import Any
@@ -44,9 +44,9 @@ def reduced(
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
     if type(loss.reducer) is MeanReducer and has_pairs:
-        # By place, every embedding is in a pair, and its NaN is in the mean already.
+        # By place, every embedding is in a pair, and NaN of its cosines, also of infinity, is in the mean already.
         is_by_place = batch is not None and batch.rows.labels is None
-        if is_by_place:
+        if is_by_place and getattr(loss.distance, "normalize_embeddings", False):
             return result
         return _in_graph_of(result, [values.detach() for values in inputs])
     return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])

@@ -31,6 +31,8 @@ class ScaledLoss(PairLoss):
         super().__init__(**kwargs)
         self.max_scale = number("max_scale", max_scale, above=0)
         self.own_scale = number("scale", scale, above=0)
+        if learn_scale and self.own_scale > self.max_scale:
+            raise ValueError(f"scale must be at most max_scale, {max_scale}, to be learned, got {scale}")
         self.log_scale = nn.Parameter(torch.tensor(math.log(self.own_scale))) if learn_scale else None
         self.add_to_recordable_attributes(name="scale")
 
@@ -63,7 +65,14 @@ class ScaledLoss(PairLoss):
         return torch.where(value > 0, value, torch.nan)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
+        self._limit_scale()
+        return super().forward(*arguments, **options)
+
+    def from_similarities(self, *arguments: Any, **options: Any) -> Any:
+        self._limit_scale()
+        return super().from_similarities(*arguments, **options)
+
+    def _limit_scale(self) -> None:
         if self.log_scale is not None:
             with torch.no_grad():  # in place and before the call, so that the gradient does not die at the limit
                 self.log_scale.clamp_(max=math.log(self.max_scale))
-        return super().forward(*arguments, **options)

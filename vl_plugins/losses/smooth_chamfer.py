@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import Processes, joined_call
+from vl_plugins.distributed import Processes, gathers, joined_call
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
@@ -83,6 +83,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             base = create("loss", base, distance=distance, **base_options)
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
+        if gathers(base):
+            raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
         self.base = base
         self.processes = Processes(gather_across_devices)
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
@@ -93,6 +95,14 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
             return getattr(self.base, name)
         return super().__getattr__(name)
+
+    def gather_across_devices(self, group: Any) -> None:
+        """Compute the loss of all rows of the processes of a group from now on."""
+        self.processes = Processes(group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + "_extra_state", None)  # the step of a warm-up, until version 0.3
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @eager
     def forward(

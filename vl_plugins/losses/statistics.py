@@ -35,7 +35,7 @@ def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) 
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
     loss.active_pairs = is_active.sum() / max(1, len(positive))
     scale = numbers.get("scale", 1.0)
-    loss.scale_in_use = scale if isinstance(scale, Tensor) else positive.new_full((), scale)
+    loss.scale_in_use = scale.detach() if isinstance(scale, Tensor) else positive.new_full((), scale)
     loss.known_positives_left_out = _left_out(direction)
 
 
@@ -58,5 +58,13 @@ def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple
 
 
 def _left_out(direction: Direction) -> Tensor:
+    """Return the share of all pairs that are neither positive nor negative because they share an id."""
+    by_ids = [excluded for excluded in direction.excluded if not excluded.are_copies]
+    if not by_ids:
+        return direction.anchors.new_zeros(())
     positive, negative = direction.masks()
-    return 1 - (positive | negative).sum() / max(1, negative.numel())
+    is_left_out = ~(positive | negative)
+    for excluded in direction.excluded:
+        if excluded.are_copies:
+            is_left_out &= ~excluded.mask(direction.shape)
+    return is_left_out.sum() / max(1, is_left_out.numel())

@@ -7,14 +7,13 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
+from vl_plugins.distributed import gathering
 from vl_plugins.errors import number
 
 __all__ = ["Warmup"]
 
 # Attributes that are those of the loss after the warm-up.
-OF_THEN = frozenset(
-    ["distance", "reducer", "embedding_regularizer", "symmetric", "processes", "numbers", "scale", "regularization"]
-)
+OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "symmetric", "processes", "numbers", "scale"])
 
 
 class Warmup(BaseMetricLossFunction):
@@ -66,15 +65,25 @@ class Warmup(BaseMetricLossFunction):
         return self._counts() and self.step < self.steps
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        value = self.loss(*arguments, **options)
+        value = self.loss(*arguments, **self._options_of_loss(options))
         self.step += self._counts()
         return value
 
     def from_similarities(self, *arguments: Any, **options: Any) -> Any:
         """Return the loss of a matrix, see :meth:`vl_plugins.losses.PairLoss.from_similarities`."""
-        value = self.loss.from_similarities(*arguments, **options)
+        value = self.loss.from_similarities(*arguments, **self._options_of_loss(options))
         self.step += self._counts()
         return value
+
+    def gather_across_devices(self, group: Any) -> None:
+        """Compare the rows of all processes of a group from now on, in both losses."""
+        self.first, self.then = gathering(self.first, group), gathering(self.then, group)
+
+    def _options_of_loss(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the loss of this call takes: the first one may have no scale where the other has one."""
+        numbers = getattr(self.then, "numbers", ())
+        own = getattr(self.loss, "numbers", ())
+        return {name: value for name, value in options.items() if name in own or name not in numbers}
 
     def _counts(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -88,4 +97,10 @@ class Warmup(BaseMetricLossFunction):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if prefix + "training_calls" in state_dict:  # until version 0.2
             state_dict[prefix + "_extra_state"] = state_dict.pop(prefix + "training_calls")
+        # Until version 0.3 the parameters were those of one loss, which had the warm-up.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            if name != "_extra_state" and not name.startswith(("first.", "then.")):
+                value = state_dict.pop(key)
+                state_dict |= {f"{prefix}first.{name}": value, f"{prefix}then.{name}": value}
         super()._load_from_state_dict(state_dict, prefix, *args)

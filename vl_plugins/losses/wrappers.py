@@ -7,9 +7,10 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
+from vl_plugins.distributed import first_label, gathers
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.batch import as_ids
-from vl_plugins.numerics import as_labels, full_precision
+from vl_plugins.losses.batch import NO_ID, as_ids
+from vl_plugins.numerics import as_labels, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
@@ -50,6 +51,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     # Buffers of pytorch-metric-learning.
     embedding_memory: Tensor
     label_memory: Tensor
+    curr_batch_idx: Tensor
+    # Ours: ids of the contents, -1 where none was given.
+    id_memory: Tensor
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
@@ -57,7 +61,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
 
     def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
         super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
-        if getattr(getattr(loss, "processes", None), "is_alone", True) is False:
+        if gathers(self):
             raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
 
     def forward(
@@ -81,8 +85,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         """
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
-        if "negatives" in numbers:
-            raise ValueError("negatives cannot be given with a queue, whose embeddings are the candidates")
+        for name in ("negatives", "confidence", "symmetric", "copies"):
+            if name in numbers:
+                raise ValueError(f"{name} cannot be given with a queue, whose embeddings are the candidates")
         labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
@@ -94,7 +99,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         (embeddings,) = full_precision(embeddings)
         by_labels = self.miner is None and indices_tuple is None and isinstance(self.loss, PairLoss)
         if not by_labels and (ref_ids is not None or numbers):
-            raise ValueError(f"{', '.join(numbers) or 'ref_ids'} cannot be given with a miner or its pairs")
+            names = ", ".join(numbers) or "ref_ids"
+            kind = type(self.loss).__name__
+            raise ValueError(f"{names} cannot be given with a miner or its pairs, nor with a queue for {kind}")
         with torch.autocast(embeddings.device.type, enabled=False):
             if by_labels:
                 return self._loss_by_labels(embeddings, labels, enqueue_mask, ref_ids, numbers)
@@ -114,12 +121,17 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
             if ids is not None:
                 ids = ids[enqueue_mask]
+            if numbers.get("matching_ids") is not None:
+                numbers["matching_ids"] = torch.as_tensor(numbers["matching_ids"])[~enqueue_mask.cpu()]
         self.add_to_memory(embeddings, labels, len(labels))
         length = self.queue_idx
         if self.has_been_filled:
             length = self.memory_size
         if ids is not None:
-            numbers["ref_ids"] = self._queued_ids(ids, length)
+            self.id_memory[self.curr_batch_idx] = ids
+            self.has_ids = True
+        if self.has_ids:
+            numbers["ref_ids"] = self.id_memory[:length]
         return self.loss(
             anchors,
             anchor_labels,
@@ -130,17 +142,16 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             **numbers,
         )
 
-    def _queued_ids(self, ids: Tensor, length: int) -> Tensor:
-        """Put ids into the queue; return those of all embeddings in it, -1 where none was given."""
-        if not hasattr(self, "id_memory"):
-            self.id_memory = ids.new_full((self.memory_size,), -1)
-        self.id_memory = self.id_memory.to(ids.device)
-        self.id_memory[self.curr_batch_idx] = ids
-        return self.id_memory[:length]
+    def reset_queue(self) -> None:
+        super().reset_queue()
+        self.register_buffer("id_memory", torch.full((self.memory_size,), NO_ID))
+        self.has_ids = False
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
+        self.id_memory = self.id_memory.to(labels.device)
         if batch_size > 0:
             super().add_to_memory(embeddings, labels, batch_size)
+            fill_at(self.id_memory, (self.curr_batch_idx,), NO_ID)
         else:  # the base class would take an empty queue for a full one
             self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
 
@@ -164,10 +175,15 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         return anchors[is_other], positives[is_other], *negatives_of_pairs
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled}
+        return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled, "has_ids": self.has_ids}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.queue_idx, self.has_been_filled = state["queue_idx"], state["has_been_filled"]
+        self.has_ids = state.get("has_ids", False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(prefix + "id_memory", torch.full_like(self.id_memory, NO_ID))  # until version 0.3
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
@@ -193,4 +209,10 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
         if embeddings.shape != ref_emb.shape:
             shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
             raise ValueError(f"embeddings and ref_emb must have the same shape, got {shapes}")
-        return super().forward(embeddings, ref_emb)
+        if not gathers(self):
+            return super().forward(embeddings, ref_emb)
+        # The base class's labels would be the same in every process.
+        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(self.loss.processes.rank)
+        if self.symmetric:
+            return self.loss(torch.cat([embeddings, ref_emb]), torch.cat([labels, labels]))
+        return self.loss(embeddings, labels, ref_emb=ref_emb, ref_labels=labels.clone())
