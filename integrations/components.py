@@ -27,10 +27,10 @@ def create_loss_and_miner(
     """
     named: dict[str, Any] = {"name": loss} if isinstance(loss, str) else dict(loss)
     options = {name: value for name, value in options.items() if value is not None}
-    made = create_loss(named, **options)
-    if sets and not isinstance(made.distance, SetDistance) and "distance" not in named | options:
-        made = create_loss(named, **options, distance="smooth_chamfer")
-    return made, create_miner(miner, made, sets)
+    created = create_loss(named, **options)
+    if sets and not isinstance(created.distance, SetDistance) and "distance" not in named | options:
+        created = create_loss(named, **options, distance="smooth_chamfer")
+    return created, create_miner(miner, created, sets)
 
 
 def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = False) -> Any:

@@ -15,8 +15,8 @@ A gradient :math:`g` of these numbers becomes one of S, which has an entry for e
     \quad \text{for negatives}, \qquad W_{ij} = g^\text{pair}_{ij} \quad \text{for positives}
 
 and one of the vectors, :math:`\partial X = W Y` and :math:`\partial Y = W^\top X`. The maximum has the same with one
-entry for each row and each column. S is computed by blocks of rows. Of a soft maximum the matrix is kept for the
-gradient, or, in tiles, computed again.
+entry for each row and each column. S is computed by blocks of rows. For the gradient of a soft maximum, the matrix is
+kept, or computed again in tiles.
 """
 
 import functools

@@ -237,9 +237,13 @@ def format_options(options: Mapping[str, Any]) -> str:
 def _classes(kind: str) -> dict[str, type]:
     host, *ours = map(importlib.import_module, PACKAGES[kind])
     bases = tuple(value for name, value in vars(host).items() if name.startswith("Base"))
-    found = {
-        name: value for package in (host, *ours) for name, value in vars(package).items() if inspect.isclass(value)
-    }
-    found |= {short: found[name] for short, name in SHORT_NAMES.items() if name in found}
     helpers = ("Base", "GenericPairLoss", "PairLoss", "ScaledLoss", "Set", "Warmup")
-    return {n: value for n, value in found.items() if issubclass(value, bases) and not n.startswith(helpers)}
+    classes = {}
+    for package in (host, *ours):
+        for name, value in vars(package).items():
+            if inspect.isclass(value) and issubclass(value, bases) and not name.startswith(helpers):
+                classes[name] = value
+    for short, name in SHORT_NAMES.items():
+        if name in classes:
+            classes[short] = classes[name]
+    return classes

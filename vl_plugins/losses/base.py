@@ -203,7 +203,7 @@ class PairLoss(BaseMetricLossFunction):
                 only, and no wait for the device is needed.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
-            confidence: (C,), factors of the losses of each caption's pairs; of one set, of each item as a candidate.
+            confidence: (C,), factors of the losses of each caption's pairs; with one set, those of each candidate.
             negatives: (N, D), more candidates of the rows, which are nobody's positives and no anchors.
             ref_ids: (C,), integers that are equal for equal contents, such as hashes of captions. A candidate with the
                 id of one of an anchor's positives, or of one set with its own, is no negative of it, in both
@@ -212,7 +212,7 @@ class PairLoss(BaseMetricLossFunction):
                 are filled up with negative numbers.
             negative_ids: (N,), ids of ``negatives``.
             copies: (A,), the places of candidates that are the rows themselves, as in a queue; a row is not compared
-                with its own. Of one set they are known.
+                with its own. With one set they follow.
             numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
                 such as ``model.logit_scale.exp()``; or one of each caption, (C,).
 

@@ -206,10 +206,10 @@ class GOALLoss(PairLoss):
         to_positives = terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
 
         chosen = negative_mask & (similarities > s_p.min() - self.eps)  # (A, C)
-        others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
+        number_of_others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
         if not is_sigmoid:
             terms = similarities.masked_fill(~chosen, 0)
-            mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1)
+            mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / number_of_others.clamp(min=1)
         else:
             exponents = self.beta * (similarities - hardest.masked_fill(hardest == -torch.inf, 0))
             terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
@@ -218,5 +218,5 @@ class GOALLoss(PairLoss):
             total = torch.where(
                 similarities == hardest, without_hardest, terms.gather(1, index) + without_hardest - terms
             )
-            mean = total / others.clamp(min=1) * (-exponents).exp()
-        return to_positives, torch.where(others > 0, mean, 0)
+            mean = total / number_of_others.clamp(min=1) * (-exponents).exp()
+        return to_positives, torch.where(number_of_others > 0, mean, 0)

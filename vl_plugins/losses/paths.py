@@ -203,8 +203,8 @@ def _losses_of_blocks(
         done = rows_of_block.stop
         if len(pairs.rows) > 0:
             block = anchors[starts[number] : starts[number + 1]]
-            own = numbers | {name: values[rows_of_block] for name, values in pair_numbers.items()}
-            losses.append(_again(_losses_of_block, loss, block, candidates, pairs, of_block, own))
+            numbers_of_block = numbers | {name: values[rows_of_block] for name, values in pair_numbers.items()}
+            losses.append(_again(_losses_of_block, loss, block, candidates, pairs, of_block, numbers_of_block))
     return torch.cat(losses)
 
 
