@@ -219,3 +219,17 @@ def test_warm_up(name, tmp_path):
 def test_a_warm_up_as_an_option_of_a_class(loss):
     with pytest.raises(TypeError, match=r"has no warmup_steps: Warmup\(first, then, steps\), or create_loss"):
         loss(warmup_steps=3)
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn", "goal", "smooth_chamfer"])
+def test_a_state_of_version_0_3(name):
+    """Each loss that may begin with a warm-up had its step, and one that did had the parameters of one loss."""
+    state = {"_extra_state": torch.tensor(0)} if name != "smooth_chamfer" else {"base._extra_state": torch.tensor(0)}
+    create_loss(name).load_state_dict(state)
+    if name in ("triplet_hn", "goal"):
+        loss = create_loss(name, warmup_steps=3, distance={"name": "match_probability", "scale": 2.0})
+        values = {"distance.scale": torch.tensor(7.0), "distance.shift": torch.tensor(3.0)}
+        loss.load_state_dict({"_extra_state": torch.tensor(2)} | values)
+        assert loss.step == 2
+        for part in (loss.first, loss.then):
+            assert (part.distance.scale, part.distance.shift) == (7.0, 3.0)
