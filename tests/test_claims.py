@@ -266,6 +266,17 @@ QUOTED = {
         ("sets-1", "clip", "fine-tuned", ""),
         ("clip-1.5x", "clip", "fine-tuned", ""),
         ("goal-warmup", "clip", "fine-tuned", ""),
+        ("unified-learned-5-captions-0.2x", "unified-learned", "fine-tuned", ""),
+        ("unified-learned", "clip", "swapped", ""),
+        ("unified", "clip", "swapped", ""),
+        ("vlc", "clip", "swapped", ""),
+        ("unified", "vlc", "swapped", ""),
+        ("unified-learned", "unified", "swapped", ""),
+        ("sets-1", "sets-4", "sets", ""),
+        ("vector", "sets-4", "sets", ""),
+        ("chamfer", "sets-4", "sets", ""),
+        ("mil", "sets-4", "sets", ""),
+        ("match-probability", "sets-4", "sets", ""),
     ],
 }
 
