@@ -114,7 +114,7 @@ class Claim:
     says: str
     source: str
     comparisons: list[Comparison]
-    rule: str = "all comparisons"
+    rule: str = "every comparison is reproduced"
     study: str = "claims"
     note: str = ""
     at_scale: dict[str, Scale] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """What the papers claim, and what training says about it: print the claims with verdicts, and write docs/claims.md.
 
     python -m benchmarks.claims
+    python -m benchmarks.claims --results studies/own
     python -m benchmarks.claims --scale coco --claim 001-margin
     python -m benchmarks.claims --scale coco --claim 001-margin --add coco.json
 
@@ -13,21 +14,25 @@ rule of its verdict. The comparisons are of runs that `python -m benchmarks.stud
 - not resolved otherwise, and
 - not run before all of its runs are there, which is no verdict.
 
-A claim is reproduced if all of its comparisons are, contradicted if one of them is, and else not resolved.
+A claim is contradicted if one of its comparisons is, reproduced if all of them are, and not run if one is missing.
+
+`--results` prints the verdicts of runs of one's own, and writes nothing.
 
 `--scale` prints the commands that run a claim with the configurations of its paper. Their last one prints JSON, which
 `--add` checks and keeps, so that the page shows it beside the small runs.
 """
 
 import argparse
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from benchmarks.at_scale import add_at_scale, results_at_scale, scale_of
 from benchmarks.claim import CLAIMS, METRICS, Claim, find_claim, read_claims
-from benchmarks.findings import NOT_RUN, Finding, claim_verdict, findings
+from benchmarks.findings import CONTRADICTED, NOT_RESOLVED, NOT_RUN, REPRODUCED, Finding, claim_verdict, findings
 from benchmarks.grid import Results, Study
 from benchmarks.study import RESULTS
 from benchmarks.study_tables import format_interval
@@ -41,9 +46,9 @@ PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
 
 
 @cache
-def results_of(study: str) -> Results:
-    """Return the results of a study by its name, of which each file is read once for all claims."""
-    return Results(Study.read(STUDIES / f"{study}.yaml"), RESULTS / study)
+def results_of(study: str, folder: Path | None = None) -> Results:
+    """Return the results of a study by its name, those of the repository by default; each file is read once."""
+    return Results(Study.read(STUDIES / f"{study}.yaml"), folder or RESULTS / study)
 
 
 def study_command(study: str) -> str:
@@ -51,25 +56,32 @@ def study_command(study: str) -> str:
 
 
 def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
-    """Return the table of all claims in Markdown."""
-    rows = ["| of | claim | verdict |", "|---|---|---|"]
+    """Return how many claims have which verdict, and the table of all claims in Markdown."""
+    verdicts = {claim.name: claim_verdict(found[claim.name]) for claim in claims}
+    numbers = Counter(verdicts.values())
+    counts = [f"{numbers[verdict]} {verdict}" for verdict in (REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN)]
+    rows = [f"{len(claims)} claims: {', '.join(counts)}.", "", "| of | claim | verdict |", "|---|---|---|"]
     for claim in claims:
-        paper = PAPERS[claim.name[:3]]
-        rows.append(f"| {paper} | [{claim.title}](#{claim.name}) | {claim_verdict(found[claim.name])} |")
+        link = f"[{claim.title}](#{heading_anchor(claim.title)})"
+        rows.append(f"| {PAPERS[claim.name[:3]]} | {link} | {verdicts[claim.name]} |")
     return "\n".join(rows)
+
+
+def heading_anchor(title: str) -> str:
+    """Return the anchor that GitHub and Sphinx give to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
     """Return what the page says about a claim."""
-    parts = [f"({claim.name})=\n### {claim.title}", f"{claim.says} ({claim.source})"]
+    parts = [f"### {claim.title}", f"{claim.says} ({claim.source}; `{claim.name}`)"]
     rows = [
         "| regime | comparison | metric | difference, interval | power | time | seeds | verdict |",
         "|---|---|---|---|---:|---:|---:|---|",
     ]
     rows += [finding_row(finding) for finding in found]
     parts.append("\n".join(rows))
-    verdict = claim_verdict(found)
-    parts.append(f"**{verdict[0].upper()}{verdict[1:]}** by the rule: {claim.rule}.")
+    parts.append(f"Verdict: **{claim_verdict(found)}**. Rule: {claim.rule}.")
     parts.append(training_command(claim))
     if claim.note:
         parts.append(claim.note)
@@ -78,13 +90,19 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
 
 
 def training_command(claim: Claim) -> str:
-    """Return the command that trains the runs of a claim, or that the study has no such regime."""
-    study = results_of(claim.study).study
+    """Return the command that trains the regimes of a claim again, or that the study has no such regime."""
+    results = results_of(claim.study)
     regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
-    missing = [regime for regime in regimes if regime not in study.regimes]
+    missing = [regime for regime in regimes if regime not in results.study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
-    return f"`{study_command(claim.study)} --regimes {' '.join(regimes)}`"
+    command = f"`{study_command(claim.study)} --results studies/own --regimes {' '.join(regimes)}`"
+    seconds = [results.outcome(run).all_seconds for run in results.all_runs() if run.regime in regimes]
+    if not seconds:
+        return command
+    return (
+        f"{command} trains all of {' and '.join(regimes)} again, in {sum(seconds) / 3600:.1f} hours of processor time."
+    )
 
 
 def finding_row(finding: Finding) -> str:
@@ -104,6 +122,12 @@ def origin(results: Results) -> str:
     hours = sum(outcome.all_seconds for outcome in outcomes) / 3600
     makers = sorted({outcome.made_by for outcome in outcomes})
     return f"{len(outcomes)} runs in {hours:.1f} hours of processor time, at {'; '.join(makers)}"
+
+
+def verdicts_of(folder: Path) -> str:
+    """Return the table of the claims, with verdicts by the results in a folder."""
+    claims = read_claims()
+    return overview(claims, {claim.name: findings(claim, results_of(claim.study, folder)) for claim in claims})
 
 
 def write_page(claims: Sequence[Claim]) -> str:
@@ -135,6 +159,8 @@ def run(arguments: argparse.Namespace) -> None:
             if arguments.claim or arguments.scale in claim.at_scale:
                 print(f"# {claim.name}: {claim.title}")
                 print("\n".join(scale_of(claim, arguments.scale).commands()))
+    elif arguments.results:
+        print(verdicts_of(arguments.results))
     else:
         print(write_page(read_claims()))
 
@@ -143,6 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", metavar="NAME", help="a file of benchmarks/claims (default: all)")
     parser.add_argument("--scale", metavar="NAME", help="print the commands with the paper's data set: coco, flickr30k")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="runs of one's own: print their verdicts only")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="results at this scale, of evaluate --json")
     return parser
 

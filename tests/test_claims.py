@@ -10,7 +10,7 @@ import torch
 from benchmarks import at_scale, claims
 from benchmarks.at_scale import add_at_scale
 from benchmarks.claim import Claim, Comparison, Scale, find_claim, read_claims
-from benchmarks.claims import claim_section
+from benchmarks.claims import claim_section, results_of
 from benchmarks.findings import (
     CONTRADICTED,
     NOT_RESOLVED,
@@ -32,6 +32,7 @@ from vl_plugins.integrations.pytorch_metric_learning.config import read_config
 from vl_plugins.retrieval import ImageValues, compare
 from vl_plugins.retrieval.comparison import BlockedQueries
 
+ROOT = Path(__file__).parent.parent
 CLAIMS = read_claims()
 SCALES = [(claim.name, scale) for claim in CLAIMS for scale in claim.at_scale]
 
@@ -175,12 +176,12 @@ CLAIM = Claim(
 def test_the_section_of_a_claim():
     runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 3)}
     section = claim_section(CLAIM, findings(CLAIM, FakeResults(runs)))
-    assert "Somebody says so. (a paper, Table 1)" in section
+    assert "Somebody says so. (a paper, Table 1; `001-test`)" in section
     assert "| frozen | `method` > `baseline` | RSUM | +1" in section
     assert "| 2.00 | 3, 3 | reproduced |" in section
     assert "| frozen | `method` > `absent` | RSUM | | | | | not run |" in section
-    assert "benchmarks/studies/claims.yaml --work studies/claims --regimes frozen`" in section
-    assert "**Not run** by the rule: all comparisons." in section
+    assert "benchmarks/studies/claims.yaml --work studies/claims --results studies/own --regimes frozen`" in section
+    assert "Verdict: **not run**. Rule: every comparison is reproduced." in section
 
 
 def evaluation(**changes):
@@ -234,3 +235,62 @@ def test_the_commands_of_a_scale_are_printed(capsys):
     assert claims.main(["--scale", "coco", "--claim", "nothing"]) == 2
     assert claims.main(["--scale", "coco", "--add", "file.json"]) == 2
     assert "--add needs --claim and --scale" in capsys.readouterr().err
+
+
+# On pages other than that of the claims: method, baseline, regime, and that of the baseline if it is another one.
+QUOTED = {
+    "README.md": [
+        ("unified-learned", "clip", "fine-tuned", ""),
+        ("unified-learned-5-captions", "clip", "fine-tuned", ""),
+        ("clip-1.5x", "clip", "fine-tuned", ""),
+        ("unified-learned-5-captions", "unified-learned", "fine-tuned", ""),
+    ],
+    "docs/guides/comparison.md": [("clip-1.5x", "clip", "fine-tuned", "")],
+    "docs/measured.md": [
+        ("unified-learned", "clip", "fine-tuned", ""),
+        ("unified-learned", "clip-1.5x", "fine-tuned", ""),
+        ("unified-learned-5-captions", "clip-1.5x", "fine-tuned", ""),
+        ("unified-learned-5-captions", "unified-learned", "fine-tuned", ""),
+        ("unified", "vlc", "frozen", ""),
+        ("unified", "triplet-hn", "frozen-long", ""),
+        ("sets-4", "sets-1", "fine-tuned", ""),
+        ("sets-4", "unified-learned", "fine-tuned", ""),
+        ("unified-learned", "unified", "fine-tuned", ""),
+        ("unified-learned", "vlc-learned", "fine-tuned", ""),
+        ("goal", "clip", "fine-tuned", ""),
+        ("goal-warmup", "goal", "fine-tuned", ""),
+        ("unified", "clip", "fine-tuned", ""),
+        ("vlc-learned", "clip", "fine-tuned", ""),
+        ("unified-learned-5-captions", "clip", "fine-tuned", ""),
+        ("sets-4", "clip", "fine-tuned", ""),
+        ("sets-1", "clip", "fine-tuned", ""),
+        ("clip-1.5x", "clip", "fine-tuned", ""),
+        ("goal-warmup", "clip", "fine-tuned", ""),
+        ("unified-learned-5-captions-0.2x", "unified-learned", "fine-tuned", ""),
+        ("unified-learned", "clip", "swapped", ""),
+        ("unified", "clip", "swapped", ""),
+        ("vlc", "clip", "swapped", ""),
+        ("unified", "vlc", "swapped", ""),
+        ("unified-learned", "unified", "swapped", ""),
+        ("sets-1", "sets-4", "sets", ""),
+        ("vector", "sets-4", "sets", ""),
+        ("chamfer", "sets-4", "sets", ""),
+        ("mil", "sets-4", "sets", ""),
+        ("match-probability", "sets-4", "sets", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_quoted_intervals_are_those_of_the_study(page):
+    """Each of one difference by itself, with its time in a table."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("−", "-")
+    for method, baseline, regime, baseline_regime in QUOTED[page]:
+        comparison = Comparison(regime, method, baseline, baseline_regime=baseline_regime)
+        found = finding(comparison, results_of("claims"), comparisons=1)
+        interval = f"[{found.low:.1f}, {found.high:.1f}]"
+        assert interval in text, (comparison, interval)
+        for line in text.splitlines():
+            if interval in line and line.startswith("|") and "time" in text:
+                assert f"{found.mean:.1f} [" in line
+                assert f"| {found.time:.2f} |" in line, (comparison, found.time)
