@@ -277,6 +277,11 @@ QUOTED = {
         ("chamfer", "sets-4", "sets", ""),
         ("mil", "sets-4", "sets", ""),
         ("match-probability", "sets-4", "sets", ""),
+        ("unified-learned-5-captions", "unified-learned-1.5x", "fine-tuned", ""),
+        ("triplet-sh", "triplet-hn", "frozen-long", ""),
+        ("goal-default", "triplet-hn", "frozen-long", ""),
+        ("goal-cir-sig-ms", "triplet-hn", "frozen-long", ""),
+        ("goal-con-sig-ms", "triplet-hn", "frozen-long", ""),
     ],
 }
 
