@@ -42,7 +42,10 @@ STUDIES = Path("benchmarks/studies")
 PAGE = Path("docs/claims.md")
 # By how the name of a claim begins.
 PAPERS = {"001": "Unified", "002": "GOAL", "003": "VSE++", "004": "DivE", "sig": "SigLIP", "our": "this package"}
-PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
+# The parts of the page that are not generated.
+INTRODUCTION = CLAIMS / "introduction.md"
+HOW_TO_READ_IT = CLAIMS / "how_to_read_it.md"
+RUN_IT_YOURSELF = CLAIMS / "run_it_yourself.md"
 
 
 @cache
@@ -130,7 +133,7 @@ def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
     found = findings_of(claims)
     table = overview(claims, found)
-    parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
+    parts = [INTRODUCTION.read_text().rstrip(), table, HOW_TO_READ_IT.read_text().rstrip(), "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
     for study in dict.fromkeys(claim.study for claim in claims):
@@ -139,7 +142,7 @@ def write_page(claims: Sequence[Claim]) -> str:
             f"[All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
             f"`docs/studies/{study}`, with what each test image contributes."
         )
-    parts.append(PAGE_END.read_text().rstrip())
+    parts.append(RUN_IT_YOURSELF.read_text().rstrip())
     PAGE.write_text("\n\n".join(parts) + "\n")
     return table
 
