@@ -42,7 +42,10 @@ STUDIES = Path("benchmarks/studies")
 PAGE = Path("docs/claims.md")
 # By how the name of a claim begins.
 PAPERS = {"001": "Unified", "002": "GOAL", "003": "VSE++", "004": "DivE", "sig": "SigLIP", "our": "this package"}
-PAGE_START, PAGE_END = CLAIMS / "introduction.md", CLAIMS / "run_it_yourself.md"
+# The parts of the page that are not generated.
+INTRODUCTION = CLAIMS / "introduction.md"
+HOW_TO_READ_IT = CLAIMS / "how_to_read_it.md"
+RUN_IT_YOURSELF = CLAIMS / "run_it_yourself.md"
 
 
 @cache
@@ -97,12 +100,10 @@ def training_command(claim: Claim) -> str:
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
     command = f"`{study_command(claim.study)} --results studies/own --regimes {' '.join(regimes)}`"
-    seconds = [results.outcome(run).all_seconds for run in results.all_runs() if run.regime in regimes]
-    if not seconds:
+    hours = results.hours(regimes)
+    if hours == 0:
         return command
-    return (
-        f"{command} trains all of {' and '.join(regimes)} again, in {sum(seconds) / 3600:.1f} hours of processor time."
-    )
+    return f"{command} trains all of {' and '.join(regimes)} again, in {hours:.1f} hours of processor time."
 
 
 def finding_row(finding: Finding) -> str:
@@ -119,22 +120,20 @@ def finding_row(finding: Finding) -> str:
 def origin(results: Results) -> str:
     """Return how many runs a study has, their processor time, and the commits and versions that trained them."""
     outcomes = [results.outcome(run) for run in results.all_runs()]
-    hours = sum(outcome.all_seconds for outcome in outcomes) / 3600
     makers = sorted({outcome.made_by for outcome in outcomes})
-    return f"{len(outcomes)} runs in {hours:.1f} hours of processor time, at {'; '.join(makers)}"
+    return f"{len(outcomes)} runs in {results.hours():.1f} hours of processor time, at {'; '.join(makers)}"
 
 
-def verdicts_of(folder: Path) -> str:
-    """Return the table of the claims, with verdicts by the results in a folder."""
-    claims = read_claims()
-    return overview(claims, {claim.name: findings(claim, results_of(claim.study, folder)) for claim in claims})
+def findings_of(claims: Sequence[Claim], folder: Path | None = None) -> dict[str, list[Finding]]:
+    """Return what the runs say about each claim, by its name; those of a folder, or else of the repository."""
+    return {claim.name: findings(claim, results_of(claim.study, folder)) for claim in claims}
 
 
 def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
-    found = {claim.name: findings(claim, results_of(claim.study)) for claim in claims}
+    found = findings_of(claims)
     table = overview(claims, found)
-    parts = [PAGE_START.read_text().rstrip(), table, "## Each claim"]
+    parts = [INTRODUCTION.read_text().rstrip(), table, HOW_TO_READ_IT.read_text().rstrip(), "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
     for study in dict.fromkeys(claim.study for claim in claims):
@@ -143,7 +142,7 @@ def write_page(claims: Sequence[Claim]) -> str:
             f"[All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "
             f"`docs/studies/{study}`, with what each test image contributes."
         )
-    parts.append(PAGE_END.read_text().rstrip())
+    parts.append(RUN_IT_YOURSELF.read_text().rstrip())
     PAGE.write_text("\n\n".join(parts) + "\n")
     return table
 
@@ -160,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"# {claim.name}: {claim.title}")
                 print("\n".join(scale_of(claim, arguments.scale).commands()))
     elif arguments.results:
-        print(verdicts_of(arguments.results))
+        print(overview(claims, findings_of(claims, arguments.results)))
     else:
         print(write_page(read_claims()))
 

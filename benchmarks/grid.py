@@ -1,6 +1,6 @@
 """What a study asks for, its runs and their commands, and the results that are there."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +154,11 @@ class Results:
                 )
             self._outcomes[run] = outcome
         return self._outcomes[run]
+
+    def hours(self, regimes: Collection[str] | None = None) -> float:
+        """Return the processor time of all runs, or of those of some regimes."""
+        runs = [run for run in self.all_runs() if regimes is None or run.regime in regimes]
+        return sum(self.outcome(run).all_seconds for run in runs) / 3600
 
     def missing(self, cell: Cell, method: str) -> list[Run]:
         """Return the runs that a method needs next: at rates to choose from, or of the seeds at the best one."""

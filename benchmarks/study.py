@@ -68,7 +68,7 @@ def run_study(arguments: argparse.Namespace) -> None:
         return
     training.train(partial(missing_runs, results, arguments.regimes), arguments.hours)
     print(write_tables(study, results))
-    print(f"{training.hours_used():.1f} hours of processor time in {len(list(results.all_runs()))} runs")
+    print(f"{results.hours():.1f} hours of processor time in {len(list(results.all_runs()))} runs")
 
 
 def build_parser() -> argparse.ArgumentParser:

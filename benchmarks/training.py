@@ -41,7 +41,7 @@ class Training:
             self.prepare()
             running: set[Run] = set()
             while True:
-                if self.hours_used() < hours:
+                if self.results.hours() < hours:
                     for run in wanted():
                         if run not in running and not self.jobs.is_full:
                             self.start(run)
@@ -68,13 +68,10 @@ class Training:
         folder, log = self.work / run.path, self.work / f"{run.path}.log"
         self.jobs.start(run, log, train_run, commands, encode, folder, self.results.file(run))
 
-    def hours_used(self) -> float:
-        return sum(self.results.outcome(run).all_seconds for run in self.results.all_runs()) / 3600
-
     def line_about(self, run: Run) -> str:
         outcome = self.results.outcome(run)
         rsums = f"RSUM {outcome.val['rsum']:.1f} on validation, {outcome.test['rsum']:.1f} on test"
-        return f"{self.hours_used():.2f} h: {run.path}, {outcome.training_seconds:.0f} s, {rsums}"
+        return f"{self.results.hours():.2f} h: {run.path}, {outcome.training_seconds:.0f} s, {rsums}"
 
 
 def train_run(commands: tuple[str, str], encode: dict[str, str], folder: Path, file: Path) -> None:
