@@ -20,7 +20,7 @@ kept, or computed again in tiles.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class Pairs(NamedTuple):
         rows, columns = mask.nonzero(as_tuple=True)
         return cls(rows, columns)
 
-    def mask(self, shape: tuple[int, int]) -> Tensor:
+    def mask(self, shape: Sequence[int]) -> Tensor:
         """Return a bool matrix that is True where the pairs are."""
         mask = torch.zeros(shape, dtype=torch.bool, device=self.rows.device)
         fill_at(mask, (self.rows, self.columns), True)
@@ -212,7 +212,7 @@ class Excluded:
             return Excluded(Pairs(pairs.rows[:number], pairs.columns[:number]))
         return Excluded(None, self.many, self.one, self.number_of_ids, not self.rows_have_one)
 
-    def mask(self, shape: tuple[int, int]) -> Tensor:
+    def mask(self, shape: Sequence[int]) -> Tensor:
         """Return a bool matrix that is True where pairs are excluded."""
         rows, columns = shape
         if self.listed is not None:

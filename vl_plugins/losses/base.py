@@ -14,7 +14,7 @@ from torch import Tensor
 from vl_plugins.distributed import Processes
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number
-from vl_plugins.losses.batch import Batch, Direction, by_pair, is_one_of_each, number_of_each
+from vl_plugins.losses.batch import Batch, ContentIds, Direction, by_pair, is_one_of_each, number_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
     check_losses,
@@ -224,11 +224,8 @@ class PairLoss(BaseMetricLossFunction):
         is_mined = _is_mined(indices_tuple)
         if symmetric is None:
             symmetric = self.symmetric and not is_mined
-        scalars, caption_numbers = self._numbers_of_call(numbers)
-        if confidence is not None:
-            caption_numbers[CONFIDENCE] = confidence
-        if not self.known_positives:
-            ref_ids = matching_ids = negative_ids = None
+        scalars, caption_numbers = self._numbers_of_call(numbers, confidence)
+        ids = ContentIds(ref_ids, matching_ids, negative_ids) if self.known_positives else ContentIds()
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = Batch.of(
                 embeddings,
@@ -239,11 +236,9 @@ class PairLoss(BaseMetricLossFunction):
                 both=symmetric,
                 is_mined=is_mined,
                 negatives=negatives,
+                ids=ids,
                 copies=copies,
                 numbers=caption_numbers,
-                ref_ids=ref_ids,
-                matching_ids=matching_ids,
-                negative_ids=negative_ids,
             )
             batch = self._gathered(batch, copies, is_mined)
             losses = self._losses_of_batch(batch, indices_tuple, scalars)
@@ -344,12 +339,16 @@ class PairLoss(BaseMetricLossFunction):
         is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
         return is_plain and distance.p == 2 and distance.power == 1
 
-    def _numbers_of_call(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _numbers_of_call(
+        self, given: dict[str, Any], confidence: Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the numbers of a call, its own or else the loss's: those of all pairs, and those of each caption."""
         for name in given:
             if name not in self.numbers:
                 raise ValueError(_unknown_number(self, name))
         scalars, caption_numbers = {}, {}
+        if confidence is not None:
+            caption_numbers[CONFIDENCE] = confidence
         for name in self.numbers:
             value = _as_tensor(given.get(name))
             value = _own_number(self, name) if value is None else self.check_number(name, value)

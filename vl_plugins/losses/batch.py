@@ -12,7 +12,7 @@ from vl_plugins.distributed import Processes, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
 from vl_plugins.numerics import as_labels, check_tensors, full_precision
 
-__all__ = ["Batch", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each", "number_of_each"]
+__all__ = ["Batch", "ContentIds", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each", "number_of_each"]
 
 NO_ID = -1
 UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
@@ -36,6 +36,21 @@ class Side:
 
     def __len__(self) -> int:
         return len(self.embeddings)
+
+
+class ContentIds(NamedTuple):
+    """The ids of a call, which say what further captions match a row, see ``PairLoss.forward``."""
+
+    ref_ids: Any = None
+    matching_ids: Any = None
+    negative_ids: Any = None
+
+    def check(self, has_negatives: bool) -> None:
+        """Raise ``ValueError`` for ids that belong to nothing, or that nothing is compared with."""
+        if self.negative_ids is not None and not has_negatives:
+            raise ValueError("negative_ids need negatives")
+        if self.ref_ids is None and not (self.matching_ids is None and self.negative_ids is None):
+            raise ValueError("matching_ids and negative_ids need ref_ids, the ids of the candidates")
 
 
 class Direction(NamedTuple):
@@ -115,18 +130,17 @@ class Batch:
         distance: Any,
         both: bool,
         is_mined: bool,
-        ref_ids: Any = None,
-        matching_ids: Any = None,
         negatives: Tensor | None = None,
-        negative_ids: Any = None,
+        ids: ContentIds = ContentIds(),  # noqa: B008 (a tuple does not change)
         copies: Tensor | None = None,
-        numbers: dict[str, Tensor],
+        numbers: dict[str, Tensor] | None = None,
     ) -> "Batch":
         """Check the arguments of a call, see :meth:`vl_plugins.losses.PairLoss.forward`.
 
         Args:
             numbers: (C,) by name.
         """
+        ids.check(has_negatives=negatives is not None)
         one_set = ref_emb is None or ref_emb is embeddings
         if one_set:
             ref_emb = None
@@ -138,16 +152,12 @@ class Batch:
             copies = torch.arange(len(x), device=x.device)
         else:
             labels, ref_labels = _labels_of_two_sides(labels, ref_labels, x, y, captions, is_mined)
-        columns = Side(y, ref_labels, as_ids("ref_ids", ref_ids, y))
-        rows = Side(x, labels, as_ids("matching_ids", matching_ids, x, dimensions=2))
+        columns = Side(y, ref_labels, as_ids("ref_ids", ids.ref_ids, y))
+        rows = Side(x, labels, as_ids("matching_ids", ids.matching_ids, x, dimensions=2))
         side_of_negatives = None
         if extra is not None:
-            side_of_negatives = Side(extra, None, as_ids("negative_ids", negative_ids, extra))
-        elif negative_ids is not None:
-            raise ValueError("negative_ids need negatives")
-        if ref_ids is None and not (matching_ids is None and negative_ids is None):
-            raise ValueError("matching_ids and negative_ids need ref_ids, the ids of the candidates")
-        for name, values in numbers.items():
+            side_of_negatives = Side(extra, None, as_ids("negative_ids", ids.negative_ids, extra))
+        for name, values in (numbers or {}).items():
             columns.numbers[name] = number_of_each(name, values, y)
         return cls(rows, columns, rows, columns, side_of_negatives, captions, one_set, both and not one_set, copies)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vl_plugins.distances import captions_come_first
 from vl_plugins.engine import label_pairs
-from vl_plugins.losses.batch import Batch
+from vl_plugins.losses.batch import Batch, ContentIds
 from vl_plugins.losses.warmup import Warmup
 
 __all__ = ["CrossModalLoss", "known_positives"]
@@ -156,9 +156,7 @@ def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_
         distance=None,
         both=False,
         is_mined=False,
-        ref_ids=ref_ids,
-        matching_ids=matching_ids,
-        numbers={},
+        ids=ContentIds(ref_ids, matching_ids),
     )
     return batch.known_positives(label_pairs(labels, text_labels))
 

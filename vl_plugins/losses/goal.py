@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from vl_plugins.engine import Pairs
 from vl_plugins.errors import number, one_of
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import fill_at
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -185,8 +185,7 @@ class GOALLoss(PairLoss):
         return losses.masked_fill(~negative_mask[rows, hardest], 0)
 
     def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-        negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
-        fill_at(negative_mask, (anchors, negatives), True)
+        negative_mask = Pairs(anchors, negatives).mask(similarities.shape)
         pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
         to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
         relative = to_positives[which], to_negatives[anchors, negatives]
@@ -198,26 +197,34 @@ class GOALLoss(PairLoss):
         """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C); 0 for weights without them."""
         if not self.is_relative:
             return similarities.new_zeros(len(anchors)), similarities.new_zeros(()).expand_as(similarities)
-        is_sigmoid, s_p = self.pair_weight == "sig_ms", similarities[anchors, positives]
-        hardest, index = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
-        chosen = s_p < hardest[anchors] + self.eps  # (M, M)
-        chosen.fill_diagonal_(False)
-        terms = s_p[:, None] - s_p
-        terms = (self.alpha * terms).exp() if is_sigmoid else terms
-        to_positives = terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+        positive = similarities[anchors, positives]
+        hardest = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
+        to_positives = self._relative_of_positives(positive, hardest.values[anchors])
+        chosen = negative_mask & (similarities > positive.min() - self.eps)
+        return to_positives, self._relative_of_negatives(similarities, chosen, *hardest)
 
-        chosen = negative_mask & (similarities > s_p.min() - self.eps)  # (A, C)
+    def _relative_of_positives(self, positive: Tensor, hardest: Tensor) -> Tensor:
+        """Return m+ of each of M positive pairs, given the hardest negatives of their anchors, (M, 1)."""
+        chosen = positive < hardest + self.eps  # (M, M)
+        chosen.fill_diagonal_(False)
+        terms = positive[:, None] - positive
+        if self.pair_weight == "sig_ms":
+            terms = (self.alpha * terms).exp()
+        return terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+
+    def _relative_of_negatives(self, similarities: Tensor, chosen: Tensor, hardest: Tensor, index: Tensor) -> Tensor:
+        """Return m- of all pairs from the chosen negatives, (A, C), given the hardest of each anchor, (A, 1)."""
         number_of_others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
-        if not is_sigmoid:
+        if self.pair_weight == "lin_ms":
             terms = similarities.masked_fill(~chosen, 0)
-            mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / number_of_others.clamp(min=1)
+            others = terms.sum(dim=1, keepdim=True) - terms
+            mean = similarities - others / number_of_others.clamp(min=1)
         else:
             exponents = self.beta * (similarities - hardest.masked_fill(hardest == -torch.inf, 0))
             terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
             without_hardest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
-            # The sum without a term: that of the hardest is not subtracted, because it may drown all others.
-            total = torch.where(
-                similarities == hardest, without_hardest, terms.gather(1, index) + without_hardest - terms
-            )
-            mean = total / number_of_others.clamp(min=1) * (-exponents).exp()
-        return to_positives, torch.where(number_of_others > 0, mean, 0)
+            # The term of the hardest is not subtracted from the sum, because it may drown all others.
+            others = terms.gather(1, index) + without_hardest - terms
+            others = torch.where(similarities == hardest, without_hardest, others)
+            mean = others / number_of_others.clamp(min=1) * (-exponents).exp()
+        return torch.where(number_of_others > 0, mean, 0)
