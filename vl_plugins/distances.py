@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows
+from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows, unit_vectors
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
@@ -71,6 +71,9 @@ class OrderSimilarity(BaseDistance):
             raise ValueError("OrderSimilarity compares images with captions, not one set of embeddings")
         similarities: Tensor = super().forward(*full_precision(query_emb, ref_emb))
         return similarities
+
+    def normalize(self, embeddings: Tensor, *_: Any, **__: Any) -> Tensor:
+        return unit_vectors(embeddings)  # where zero vectors have finite gradients
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         if self.absolute:

@@ -9,8 +9,8 @@ where the caption is. The candidates are the rows of all processes, which are ga
   backward pass of the gather sums these and returns them to the process that has the row. So each process has W times
   the gradient of the joined batch, and the mean over the processes, which DistributedDataParallel takes, is right.
 
-Where own rows do not suffice, and for losses of pytorch-metric-learning, each process computes the loss of the joined
-batch. Then the gather sums W equal gradients, and the mean is right again.
+A process that cannot compute its share from its own rows, as with most reducers or a loss of pytorch-metric-learning,
+computes the loss of the joined batch. Then the gather sums W equal gradients, and the mean is right again.
 """
 
 import time
@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.numerics import as_labels, eager, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision, labels_of_one_set
 
 __all__ = [
     "DistributedLoss",
@@ -33,6 +33,7 @@ __all__ = [
     "gathering",
     "gathers",
     "joined_call",
+    "learned_numbers",
     "stop_processes",
     "world_size",
 ]
@@ -59,6 +60,23 @@ class GatheredRows(NamedTuple):
 
     tensors: dict[str, Any]
     counts: dict[str, list[int]]
+
+
+class Description(NamedTuple):
+    """What a process tells the others about a tensor."""
+
+    rows: int  # ABSENT if it has none
+    width: int
+    type_number: int
+    has_gradient: int
+    are_places: int  # of labels
+
+    @classmethod
+    def of(cls, value: Tensor | None, are_places: bool) -> "Description":
+        if value is None:
+            return cls(ABSENT, 0, 0, 0, 0)
+        type_number = crc32(str(value.dtype).encode())
+        return cls(len(value), value.shape[1:].numel(), type_number, int(value.requires_grad), int(are_places))
 
 
 class Processes:
@@ -113,17 +131,20 @@ class Processes:
                 that differs.
         """
         learned = learned or {}
-        shapes, numbers = self._exchange(tensors, learned, settings)
-        self._check(tensors, shapes, learned, numbers)
+        descriptions, numbers = self._exchange(tensors, learned, settings)
+        self._check(tensors, descriptions, learned, numbers)
         counts: dict[str, list[int]] = {}
         padded = []
         for name, value in tensors.items():
             if value is None:
                 continue
-            counts[name] = [shape[name][0] for shape in shapes]
+            of_processes = descriptions[name]
+            counts[name] = [description.rows for description in of_processes]
             if _is_list_of_ids(value):
-                longest = max(shape[name][1] for shape in shapes)
+                longest = max(description.width for description in of_processes)
                 value = pad(value, (0, longest - value.shape[1]), value=-1)
+            if any(description.has_gradient for description in of_processes) and not value.requires_grad:
+                value = value.detach().requires_grad_()  # or this process would not take part in the backward pass
             padded.append(value)
         gathered = _Gather.apply(self, list(counts.values()), *padded)
         joined: dict[str, Any] = dict.fromkeys(tensors)
@@ -132,8 +153,8 @@ class Processes:
 
     def _exchange(
         self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor], settings: tuple[str, ...]
-    ) -> tuple[Any, Any]:
-        """Return what every process says about its tensors and its learned numbers; the host waits once.
+    ) -> tuple[dict[str, list[Description]], list[dict[str, int]]]:
+        """Return what every process says about each tensor, and its learned numbers; the host waits once.
 
         Raises:
             ValueError: in all processes, if they have other names.
@@ -144,7 +165,7 @@ class Processes:
             are_places = False
             if name == "labels" and value is not None and not self.has_checked_labels:
                 are_places = _are_places(value)
-            words += [*_shape(value), _type_number(value), int(are_places)]
+            words += Description.of(value, are_places)
         device = next(value.device for value in tensors.values() if value is not None)
         messages = torch.zeros(self.size, MESSAGE, dtype=torch.int64)  # of one length, whatever a process has
         messages[self.rank, : len(words)] = torch.tensor(words)
@@ -155,28 +176,28 @@ class Processes:
         lists = self.sum(messages).tolist()
         if len({checksum for checksum, *_ in lists}) > 1:
             raise ValueError(f"the processes give different arguments; this one gives {names}: give the same in all")
-        shapes, numbers = [], []
-        for _, *words in lists:  # of a process: four of each tensor, then the learned numbers
-            of_tensors = {}
-            for place, name in enumerate(tensors):
-                of_tensors[name] = words[4 * place : 4 * place + 4]
-            shapes.append(of_tensors)
-            first = 4 * len(tensors)
-            numbers.append(dict(zip(learned, words[first : first + len(learned)], strict=True)))
-        return shapes, numbers
+        descriptions: dict[str, list[Description]] = {name: [] for name in tensors}
+        numbers = []
+        for _, *words in lists:  # of a process: a description of each tensor, then the learned numbers
+            for name in tensors:
+                description, words = Description(*words[: len(Description._fields)]), words[len(Description._fields) :]
+                descriptions[name].append(description)
+            numbers.append(dict(zip(learned, words, strict=False)))
+        return descriptions, numbers
 
-    def _check(self, tensors: Any, shapes: Any, learned: Any, numbers: Any) -> None:
+    def _check(self, tensors: Any, descriptions: dict[str, list[Description]], learned: Any, numbers: Any) -> None:
         """Raise ``ValueError`` in every process for what does not fit together."""
         for name, value in tensors.items():
-            rows = [shape[name][0] for shape in shapes]
+            of_processes = descriptions[name]
+            rows = [description.rows for description in of_processes]
             if min(rows) == ABSENT < max(rows):
                 without = rows.index(ABSENT)
                 raise ValueError(
                     f"{name} is given in some processes, and not in process {without}: give it in all or none"
                 )
-            if len({shape[name][2] for shape in shapes}) > 1:
+            if len({description.type_number for description in of_processes}) > 1:
                 raise ValueError(f"{name} must have the same type in all processes; this one gives {value.dtype}")
-            widths = {shape[name][1] for shape in shapes}
+            widths = {description.width for description in of_processes}
             if len(widths) > 1 and value is not None and not _is_list_of_ids(value):
                 raise ValueError(f"{name} must have the same width in all processes, got {sorted(widths)}")
         for name in learned:
@@ -189,35 +210,26 @@ class Processes:
             return
         self.has_checked_labels = True
         # More than one process with rows, or nothing can be joined.
-        with_rows = [shape["labels"] for shape in shapes if shape["labels"][0] > 0]
-        if len(with_rows) > 1 and all(are_places for *_, are_places in with_rows):
+        with_rows = [description for description in descriptions["labels"] if description.rows > 0]
+        if len(with_rows) > 1 and all(description.are_places for description in with_rows):
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
-                "other: give ids of the whole job, or no labels where row i belongs to row i"
+                "other: give ids of the whole job, or no labels where row i belongs to row i. If these are classes of "
+                "the whole job, add 1 to them"
             )
-
-
-def _shape(value: Tensor | None) -> tuple[int, int]:
-    """Return the number of rows, and how many numbers each has."""
-    if value is None:
-        return ABSENT, 0
-    return len(value), value.shape[1:].numel()
-
-
-def _type_number(value: Tensor | None) -> int:
-    return 0 if value is None else crc32(str(value.dtype).encode())
 
 
 def _are_places(labels: Tensor) -> bool:
     """Return whether labels are 0 to n - 1, once or several times in the same order; the host waits.
 
-    So are those of rows that somebody has numbered in each process, also for two views of each: 0 1 2 0 1 2. Class
+    Labels look like this where each process numbers its own rows, also for two views of each: 0 1 2 0 1 2. Class
     labels are in another order, or some classes occur more often.
     """
     if len(labels) == 0:
         return True
     number = int(labels.max()) + 1
-    if number < 1 or len(labels) % number != 0:
+    is_one_class = number == 1 < len(labels)
+    if number < 1 or len(labels) % number != 0 or is_one_class:
         return False
     places, views = torch.arange(number, dtype=labels.dtype, device=labels.device), len(labels) // number
     return torch.equal(labels, places.repeat(views)) or torch.equal(labels, places.repeat_interleave(views))
@@ -274,7 +286,7 @@ class DistributedLoss(nn.Module):
     """Any loss, computed of the joined batch of all processes in each of them.
 
     For losses of pytorch-metric-learning, and for miners. Losses of this package have ``gather_across_devices``
-    instead, with which each process compares only its own rows where it can. After DistributedDataParallel has averaged
+    instead; then each process compares only its own rows, if it can. After DistributedDataParallel has averaged
     the gradients, they are those of one process with the whole batch. Each process may have another number of rows.
     With one process it is the loss itself.
 
@@ -321,16 +333,19 @@ class DistributedLoss(nn.Module):
 
         Raises:
             ValueError: embeddings of unequal widths; texts that are no multiple of the images; labels that are NaN, of
-                another type or length, or 0 to B - 1 in each of several processes, which would join strangers.
+                another type or length, or 0 to B - 1 in each of several processes, which would make unrelated rows
+                positives.
         """
         if isinstance(indices_tuple, Tensor):  # the order of arguments until 0.3
             indices_tuple, ref_emb, ref_labels = None, indices_tuple, ref_emb
         if indices_tuple is not None:
             raise ValueError("indices_tuple would be of this process only: give the miner as miner=")
+        check_tensors(embeddings=embeddings)
         if ref_emb is not None:
+            check_tensors(ref_emb=ref_emb)
             check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
         sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        call = joined_call(self.processes, sides | options)
+        call = joined_call(self.processes, sides | options, learned_numbers(self.loss))
         embeddings, labels, ref_emb, ref_labels = (call.pop(name) for name in sides)
         refs = () if ref_emb is None else (ref_emb, ref_labels)
         indices = None if miner is None else miner(embeddings, labels, *refs)
@@ -351,31 +366,42 @@ def gathering(loss: Any, group: Any = True) -> Any:
     return loss
 
 
-def joined_call(processes: Processes, call: dict[str, Any]) -> dict[str, Any]:
+def learned_numbers(loss: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of one element, such as a scale, which have to be equal in all processes."""
+    return {name: value for name, value in loss.named_parameters() if value.numel() == 1}
+
+
+def joined_call(processes: Processes, call: dict[str, Any], learned: dict[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of a call with the rows of all processes.
 
     Args:
         processes: that share the batch.
         call: ``embeddings``, ``labels``, ``ref_emb``, ``ref_labels`` and others by name. Embeddings become float32 at
-            least, and labels that are not given follow from the order of the rows.
+            least, and labels that are not given follow from the order of the rows. ``ref_emb`` becomes None where it
+            is the embeddings, because gathered rows are copies.
+        learned: numbers that must be equal in all processes.
     """
+    if processes.size > 1 and call.get("copies") is not None:
+        raise ValueError("copies are places of one process: create the loss without gather_across_devices")
     embeddings, ref_emb = call["embeddings"], call["ref_emb"]
+    if ref_emb is embeddings:
+        ref_emb = None
     labels, ref_labels = pair_labels(embeddings, call["labels"], ref_emb, call["ref_labels"], processes.rank)
-    call = call | {"labels": labels, "ref_labels": ref_labels}
+    call = call | {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
     if ref_emb is None:
         (call["embeddings"],) = full_precision(embeddings)
     else:
         call["embeddings"], call["ref_emb"] = full_precision(embeddings, ref_emb)
     if processes.size == 1:
         return call
-    return call | processes.gather_rows(options_with_rows(call)).tensors
+    return call | processes.gather_rows(options_with_rows(call), learned).tensors
 
 
 def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a call that have a row for each item; None where the call gives none.
 
-    A scale or a bias may be a tensor (1,), which has none. Nothing else is told by its length, which may be 1 in one of
-    the processes.
+    A scale or a bias may be a tensor (1,), which has none. Any other tensor is taken to have rows, even of length 1,
+    because a process may have only one row.
     """
     rows = {}
     for name, value in options.items():
@@ -397,17 +423,26 @@ def pair_labels(
         labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(rank)
     labels = as_labels("labels", labels, embeddings)
     if ref_emb is None:
-        if ref_labels is not None:
-            raise ValueError("ref_labels must be None without ref_emb")
+        labels_of_one_set(labels, ref_labels, embeddings)  # which are checked
         return labels, None
     if ref_labels is None:
+        check_multiple(embeddings, ref_emb)
         ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
     # A copy: for pytorch-metric-learning, one object with both names means one set.
     return labels, as_labels("ref_labels", ref_labels, ref_emb).clone()
 
 
+def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:
+    """Raise ``ValueError`` if places do not say which rows of ``ref_emb`` belong to a row of the embeddings."""
+    if len(ref_emb) != len(ref_emb) // max(1, len(embeddings)) * len(embeddings):
+        raise ValueError(
+            "without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: "
+            f"{len(ref_emb)} rows are no multiple of {len(embeddings)}"
+        )
+
+
 def first_label(rank: int) -> int:
-    """Return the label of a process's first row where labels follow from the order of the rows: no other's."""
+    """Return the label of a process's first row where labels follow from places: of a range that no other uses."""
     return rank * 2**32
 
 

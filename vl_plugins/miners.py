@@ -21,7 +21,7 @@ class HardestNegativeMiner(BaseMiner):
     ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
     ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
     ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all.
-    Which of equally hard negatives are chosen is open.
+    Ties are broken arbitrarily.
 
     Args:
         k: number of negatives for each positive pair, >= 1.

@@ -81,8 +81,8 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
 
     Args:
         kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
-        specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a component,
-            which is returned as it is.
+        specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a class; or a
+            component, which is returned as it is.
         options: more of them. Options that are components are specifications too.
 
     Raises:
@@ -100,11 +100,14 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
     if isinstance(specification, Mapping):
         name = specification.get("name")
         options = dict(**{option: value for option, value in specification.items() if option != "name"}, **options)
-    elif callable(specification) and not options:
+    elif callable(specification) and not inspect.isclass(specification) and not options:
         return specification
-    if not isinstance(name, str):
+    if inspect.isclass(specification):
+        name, factory = specification.__name__, specification
+    elif isinstance(name, str):
+        factory = find(kind, name, imports)
+    else:
         raise UserError(f"{kind} must be a name or a mapping with name: NAME, got {specification!r}")
-    factory = find(kind, name, imports)
     known = options_of(factory)
     if kind == "loss" and "scale" in known and options.get("scale") == "learned":
         raise UserError(

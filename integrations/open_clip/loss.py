@@ -154,7 +154,7 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     has_scale = hasattr(compared, "scale")
     if scale == LEARNED and not has_scale:
         raise UserError(f"loss {args.loss!r} has no scale; losses that have one: {', '.join(losses_with_scale())}")
-    if isinstance(loss, SigLIPLoss):
+    if any(isinstance(module, SigLIPLoss) for module in loss.modules()):
         raise UserError(
             "loss 'siglip' learns a scale and a bias, which --loss does not train: use open_clip's --siglip"
         )

@@ -139,8 +139,9 @@ def test_numbers_of_each_text_with_a_miner(sides):
     """They are of the candidates in one direction, and would be of the anchors in the other."""
     images, texts = sides
     confidence = torch.rand(6, dtype=torch.float64)
-    with pytest.raises(ValueError, match="confidence of each text cannot be given with a miner in both directions"):
-        compare(create_loss("triplet_hn"), images, texts, HardestNegativeMiner(), confidence=confidence)
+    for values in (confidence, confidence.tolist(), confidence.numpy()):
+        with pytest.raises(ValueError, match="confidence of each text cannot be given with a miner in both directions"):
+            compare(create_loss("triplet_hn"), images, texts, HardestNegativeMiner(), confidence=values)
     loss, miner = create_loss("triplet_hn", symmetric=False), HardestNegativeMiner()
     pairs = miner(images, LABELS, texts, TEXT_LABELS)
     expected = loss(images, LABELS, pairs, texts, TEXT_LABELS, confidence=confidence)
@@ -152,6 +153,9 @@ def test_known_positives_that_a_loss_does_not_want(sides):
     loss, miner = create_loss("triplet_hn", known_positives=False), HardestNegativeMiner(k=6)
     ids = torch.zeros(6, dtype=torch.long)
     assert compare(loss, images, texts, miner, ref_ids=ids) == compare(loss, images, texts, miner) > 0
+    warm = create_loss("triplet_hn", known_positives=False, warmup_steps=1)
+    for _ in range(2):
+        assert compare(warm, images, texts, miner, ref_ids=ids) > 0
     loss = create_loss("triplet_hn")
     assert compare(loss, images, texts, miner, ref_ids=ids) == 0
 
@@ -159,5 +163,27 @@ def test_known_positives_that_a_loss_does_not_want(sides):
 def test_a_warm_up_of_sets(sides):
     images, texts = sides
     sets = [create_loss("smooth_chamfer", base=base) for base in ("triplet_sh", "triplet_hn")]
-    expected = sets[0](images, LABELS, None, texts, TEXT_LABELS)
-    check(compare(Warmup(*sets, 1), images, texts), expected, sides)
+    slots = {"slots": torch.randn(3, 2, 5), "ref_slots": torch.randn(6, 2, 5)}
+    for options in ({}, slots):
+        expected = sets[0](images, LABELS, None, texts, TEXT_LABELS, **options)
+        check(compare(Warmup(*sets, 1), images, texts, **options), expected, sides)
+    with pytest.raises(ValueError, match="with a miner, the warm-up belongs to the base of SmoothChamferLoss"):
+        CrossModalLoss(Warmup(*sets, 1), HardestNegativeMiner())
+
+
+@pytest.mark.parametrize("miner", [None, EveryPair()], ids=["labels", "a miner"])
+@pytest.mark.parametrize(
+    "make_losses",
+    [
+        lambda: (create_loss("triplet_sh"), ContrastiveLoss()),
+        lambda: (ContrastiveLoss(), create_loss("triplet_sh")),
+        lambda: (create_loss("triplet_sh", symmetric=False), create_loss("triplet_sh", margin=0.5)),
+    ],
+    ids=["ours first", "the host's first", "one direction first"],
+)
+def test_directions_are_those_of_the_loss_of_the_call(sides, make_losses, miner):
+    images, texts = sides
+    losses = make_losses()
+    warm = Warmup(*make_losses(), 1)
+    for loss in losses:
+        torch.testing.assert_close(compare(warm, images, texts, miner), compare(loss, images, texts, miner))

@@ -5,6 +5,7 @@ import torch
 from pytorch_metric_learning import losses as host
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
@@ -30,6 +31,7 @@ CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), gathered" for name in GATHERING for sets in (1, 2)]
 CASES += ["smooth_chamfer", "captions", "captions, gathered", "1 or 2 captions", "scale", "memory"]
+CASES += ["one set by both names", "negatives in one process", "two views of the wrapper"]
 CASES += ["smooth_chamfer, gathered", "host, then ours", "two views", "two views as one set"]
 
 
@@ -90,6 +92,15 @@ def compute(*ranks):
         leaves = [side.clone().requires_grad_() for side in (x, x.roll(1, dims=1))]
         value = SelfSupervisedLoss(loss, symmetric=symmetric)(*leaves)
         found[name] = value.detach(), torch.autograd.grad(value, leaves)
+    loss = create_loss("SelfSupervisedLoss", loss="unified", gather_across_devices=len(ranks) == 1)
+    leaves = [side.clone().requires_grad_() for side in (x, x.roll(1, dims=1))]
+    value = loss(*leaves)
+    found["two views of the wrapper"] = value.detach(), torch.autograd.grad(value, leaves)
+    leaf = x.clone().requires_grad_()
+    value = DistributedLoss(create_loss("unified"))(leaf, labels, ref_emb=leaf, ref_labels=labels)
+    found["one set by both names"] = value.detach(), torch.autograd.grad(value, [leaf])
+    negatives = torch.cat([embeddings_of(torch.arange(3 * rank), seed=40).detach() for rank in ranks])
+    add("negatives in one process", create_loss("unified"), x, labels, y, ref_labels, gathers=True, negatives=negatives)
     add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found
 
@@ -122,9 +133,62 @@ def in_one_process(rank):
             create_loss("unified", gather_across_devices=True)(x, **call)
         except ValueError as error:
             found["errors"].append(str(error))
+    learned = {"learn_scale": True, "scale": 20.0 + rank}
+    sets = create_loss("smooth_chamfer", base="unified", gather_across_devices=True)
+    indices = tuple(torch.tensor([place]) for place in (0, 0, 1))
+    for compare, options in (
+        (DistributedLoss(create_loss("unified", **learned)), {}),
+        (create_loss("smooth_chamfer", base="unified", gather_across_devices=True, **learned), {}),
+        (Warmup(create_loss("vlc"), create_loss("unified"), steps=rank), {"gathers": True}),
+        (sets, {"indices_tuple": indices}),
+        (sets, {"copies": labels}),
+        (DistributedLoss(create_loss("unified")), {"copies": labels}),
+        (create_loss("unified", gather_across_devices=True), {"copies": labels}),
+    ):
+        if options.pop("gathers", False):
+            compare.gather_across_devices(True)
+        try:
+            compare(x, labels, ref_emb=x + 1, ref_labels=labels, **options)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    # Of one class, which is no number of a row.
+    found["one class"] = create_loss("unified", gather_across_devices=True)(x, [0] * len(x))
+    found["backward without rows"] = run_backward_without_rows(rank)
+    found["gradient of the scale"] = train_warm_up(rank)
     found["empty"] = create_loss("unified", gather_across_devices=True)(x[:rank], list(range(rank)), ref_emb=x[:rank])
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
+
+
+def run_backward_without_rows(rank):
+    """Run the backward pass with rows in the first process only, whose gradients both have to gather."""
+    x = torch.eye(3).requires_grad_() if rank == 0 else torch.zeros(0, 3)
+    loss = create_loss("unified", gather_across_devices=True)(x, ref_emb=x.roll(1, dims=0))
+    loss.backward()
+    return loss.requires_grad
+
+
+def train_warm_up(rank):
+    """Train for three steps, of which the last one alone learns a scale; return its gradients."""
+    torch.manual_seed(0)
+    warm = Warmup(create_loss("triplet_sh"), create_loss("unified", learn_scale=True), steps=2)
+    warm.gather_across_devices(True)
+    model, gradients = DistributedDataParallel(TowerAndLoss(warm)), []
+    for step in range(3):
+        images, texts = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2 * step + rank))
+        model.zero_grad()
+        model(images, texts).backward()
+        gradients.append(warm.then.log_scale.grad.item())
+    return gradients
+
+
+class TowerAndLoss(torch.nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.tower, self.loss = torch.nn.Linear(5, 4), loss
+
+    def forward(self, images, texts):
+        return self.loss(self.tower(images), ref_emb=self.tower(texts))
 
 
 def join_and_leave(rank, folder):
@@ -162,13 +226,27 @@ def test_gradients_are_those_of_one_process_with_all_rows(results, expected, cas
 
 def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(results):
     for found in results:
-        labels, ours, wrapped, mined, symmetric, types = found["errors"]
+        labels, ours, wrapped, mined, symmetric, types, *others = found["errors"]
         assert labels.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
         assert ours == "confidence is given in some processes, and not in process 0: give it in all or none"
         for error in (wrapped, mined, symmetric):
             assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
         assert types.startswith("labels must have the same type in all processes; this one gives torch.")
         assert found["empty"] == 0
+        *scales, warm, indices, sets, any_loss, own = others
+        assert [error.split(", and has")[0] for error in scales] == [
+            "log_scale is learned",
+            "base.log_scale is learned",
+        ]
+        assert warm.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        assert indices.startswith("indices_tuple would be of this process only: create the loss without gather")
+        for error in (sets, any_loss, own):
+            assert error == "copies are places of one process: create the loss without gather_across_devices"
+        assert found["one class"] == 0
+        assert found["backward without rows"]
+        *warming_up, after = found["gradient of the scale"]
+        assert warming_up == [0, 0]
+        assert after != 0
         nothing, counts = found["gathered"]
         assert nothing is None
         assert counts.tolist() == [0, 0, 1]
@@ -200,6 +278,7 @@ def test_one_process_calls_the_loss(expected):
     texts, ids = rows([0, 1], [side.repeat_interleave(2) for side in LABELS], 20)[0], torch.arange(len(x))
     mined = MultiSimilarityMiner(epsilon=0.5)(x, labels, y, ref_labels)
     for case, value in (
+        ("one set by both names", create_loss("unified")(x, labels)),
         ("unified, 2 set(s), mined", make_loss("unified")(x, labels, mined, y, ref_labels)),
         ("captions", create_loss("unified")(x, ids, None, texts, ids.repeat_interleave(2))),
     ):

@@ -9,9 +9,9 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import MeanReducer
-from torch import Tensor
+from torch import Tensor, nn
 
-from vl_plugins.distributed import Processes
+from vl_plugins.distributed import Processes, learned_numbers
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number
 from vl_plugins.losses.batch import Batch, ContentIds, Direction, by_pair, is_one_of_each, number_of_each
@@ -50,8 +50,9 @@ class PairLoss(BaseMetricLossFunction):
             def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
                 return (self.margin + negative - positive).relu() ** 2
 
-    The rest follows: several positives, one set or two, labels or places or a miner's choice, known positives, any
-    distance and reducer, large batches in tiles, several processes (:mod:`vl_plugins.distributed`). Where no single
+    The base class does the rest: several positives, one set or two, labels or places or a miner's choice, known
+    positives, any distance and reducer, large batches in tiles, several processes
+    (:mod:`vl_plugins.distributed`). Where no single
     number says enough of the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
 
     - ``loss(image_embeddings, ref_emb=text_embeddings)``: rows k i to k i + k - 1 of the texts belong to image i.
@@ -74,9 +75,9 @@ class PairLoss(BaseMetricLossFunction):
         tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
         gather_across_devices: True, or a ``ProcessGroup``: each process calls the loss with its own rows, and compares
             them with those of all. The mean over the processes, which DistributedDataParallel takes of the gradients,
-            is that of one process with all rows. Where own rows do not suffice, as with another reducer, each process
-            computes the loss of all rows.
-        known_positives: whether ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call count.
+            is that of one process with all rows. A process that cannot compute its share from its own rows, as with
+            another reducer, computes the loss of all rows.
+        known_positives: whether to use ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call by
@@ -86,9 +87,9 @@ class PairLoss(BaseMetricLossFunction):
     of_negatives: Any = hardest
     """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
 
-    It returns one number of each anchor's negatives, (A,), given similarities and a mask (A, C); -inf for an anchor
-    without negatives. The number of an anchor depends on its own row only, because large batches come in blocks of
-    rows."""
+    It returns one number of each anchor's negatives, (A,), given similarities and a mask (A, C). An anchor without
+    negatives, whose pairs have loss 0 anyway, comes with all candidates. The number of an anchor depends on its own row
+    only, because large batches come in blocks of rows. It belongs to the class: an instance cannot set it."""
 
     numbers: tuple[str, ...] = ()
     """Names of the numbers that the hooks receive by name. A call may give them; otherwise they are attributes."""
@@ -110,13 +111,17 @@ class PairLoss(BaseMetricLossFunction):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         _check_hooks(cls)
-        own = vars(cls)
-        if "matrix_losses" in own and "has_matrix_losses" not in own:
+        if _is_overridden_after(cls, "matrix_losses", "has_matrix_losses"):
             cls.has_matrix_losses = True
-        if "matrix_losses" in own and "by_row" not in own:
+        if _is_overridden_after(cls, "matrix_losses", "by_row"):
             cls.by_row = False  # slow, but never wrong
 
-    # What a loss overrides. It names the numbers that it takes, which `*_` allows in the eyes of a type checker.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "of_negatives":
+            raise AttributeError(f"of_negatives belongs to the class: write it into the body of {type(self).__name__}")
+        super().__setattr__(name, value)
+
+    # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
 
     def of_pairs(self, positive: Tensor, negative: Tensor, *_: Any, **numbers: Any) -> Tensor:
         """Return the loss of each pair, (M,), elementwise. A pair whose anchor has no negatives has loss 0 anyway.
@@ -150,7 +155,7 @@ class PairLoss(BaseMetricLossFunction):
         return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], **numbers)
 
     has_matrix_losses: Any = False
-    """True if the loss is its :meth:`matrix_losses`; otherwise it is its ``of_negatives`` and ``of_pairs``.
+    """True if :meth:`matrix_losses` computes the loss; otherwise ``of_negatives`` and ``of_pairs`` do.
 
     A class that overrides :meth:`matrix_losses` has True, unless it says otherwise."""
 
@@ -172,7 +177,11 @@ class PairLoss(BaseMetricLossFunction):
 
     def check_number(self, name: str, value: Any) -> Any:
         """Return a number of the call as the hooks receive it; raise ``ValueError`` if it is out of its range."""
-        return value if isinstance(value, Tensor) else number(name, value)
+        if not isinstance(value, Tensor):
+            return number(name, value)
+        if value.numel() != 1 and name == "scale" and type(self).of_negatives is soft_maximum:
+            raise ValueError(f"scale must be one number for a soft maximum, got the shape {tuple(value.shape)}")
+        return value
 
     # What is called
 
@@ -212,7 +221,7 @@ class PairLoss(BaseMetricLossFunction):
                 are filled up with negative numbers.
             negative_ids: (N,), ids of ``negatives``.
             copies: (A,), the places of candidates that are the rows themselves, as in a queue; a row is not compared
-                with its own. With one set they follow.
+                with its own. With one set they need not be given.
             numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
                 such as ``model.logit_scale.exp()``; or one of each caption, (C,).
 
@@ -262,8 +271,14 @@ class PairLoss(BaseMetricLossFunction):
             numbers: see :meth:`forward`.
 
         Raises:
-            ValueError: masks of another shape or type, or a number that the loss does not take.
+            ValueError: masks of another shape or type, a number that the loss does not take, or an option of the loss
+                that needs embeddings: a process group or an embedding regularizer.
         """
+        check_tensors(similarities=similarities, positive_mask=positive_mask, negative_mask=negative_mask)
+        if self.processes.size > 1:
+            raise ValueError("similarities are of one process: create the loss without gather_across_devices")
+        if self.embedding_regularizer is not None:
+            raise ValueError("embedding_regularizer needs embeddings, not similarities")
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
@@ -289,8 +304,9 @@ class PairLoss(BaseMetricLossFunction):
         if copies is not None and self.processes.size > 1:
             raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         numbers = (*self.numbers, CONFIDENCE)
-        settings = f"symmetric={batch.both}", "indices_tuple" if is_mined else "no indices_tuple"
-        return batch.gathered(self.processes, self.compares_own_rows, numbers, self._learned_numbers(), settings)
+        # In words, so that an error can list them: a warm-up may have ended in one process only.
+        settings = type(self).__name__, f"symmetric={batch.both}", "indices_tuple" if is_mined else "no indices_tuple"
+        return batch.gathered(self.processes, self.compares_own_rows, numbers, learned_numbers(self), settings)
 
     def _losses_of_batch(
         self, batch: Batch, indices_tuple: tuple[Tensor, ...] | None, numbers: dict[str, Any]
@@ -358,10 +374,6 @@ class PairLoss(BaseMetricLossFunction):
                 scalars[name] = value
         return scalars, caption_numbers
 
-    def _learned_numbers(self) -> dict[str, Tensor]:
-        """Return the parameters of one element, which have to be equal in all processes."""
-        return {name: value for name, value in self.named_parameters(recurse=False) if value.numel() == 1}
-
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
@@ -371,7 +383,8 @@ class PairLoss(BaseMetricLossFunction):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The step of a warm-up, which each loss had until version 0.3.
-        state_dict.pop(prefix + "_extra_state", None)
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            state_dict.pop(prefix + "_extra_state", None)
         state_dict.pop(prefix + "training_calls", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -383,9 +396,11 @@ def _is_mined(indices_tuple: Any) -> bool:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return a list or an array of numbers as a tensor, and anything else as it is."""
+    """Return a list or an array of numbers as a tensor, an array of one number as it, and anything else as it is."""
     is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
-    if isinstance(value, (list, tuple)) or (is_array and value.ndim > 0):
+    if is_array and value.ndim == 0:
+        return value.item()
+    if is_array or isinstance(value, (list, tuple)):
         return torch.as_tensor(value, dtype=torch.float32)
     return value
 
@@ -423,11 +438,27 @@ def _check_options(kind: type, options: dict[str, Any]) -> None:
         )
 
 
+def _owner(kind: type, name: str, first: int = 0) -> type:
+    """Return the first class, in the order of inheritance from number ``first`` on, that defines an attribute."""
+    return next(owner for owner in kind.__mro__[first:] if name in vars(owner))
+
+
+def _is_overridden_after(kind: type, name: str, other: str) -> bool:
+    """Return whether a class, or a mixin, defines an attribute without the other one that goes with it."""
+    return kind.__mro__.index(_owner(kind, name)) < kind.__mro__.index(_owner(kind, other))
+
+
 def _check_hooks(kind: Any) -> None:
     """Raise ``TypeError`` for a soft maximum without a scale, and for a loss that was written for version 0.3."""
     own = vars(kind)
     matrix_losses: Callable[..., Any] | None = own.get("matrix_losses")
     has_old_matrix = matrix_losses is not None and "anchors" in inspect.signature(matrix_losses).parameters
+    defines_pairs_only = "of_pairs" in own and "matrix_losses" not in own
+    if kind.has_matrix_losses is True and defines_pairs_only and _owner(kind, "of_pairs", 1) is PairLoss:
+        raise TypeError(
+            f"{kind.__name__}: of_pairs is never called, because {_owner(kind, 'matrix_losses').__name__} defines "
+            "matrix_losses: override that, or derive the class from PairLoss"
+        )
     if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
         raise TypeError(f"{kind.__name__}: of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss")
     if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.distributed import Processes, first_label
+from vl_plugins.distributed import Processes, check_multiple, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
-from vl_plugins.numerics import as_labels, check_tensors, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, full_precision, labels_of_one_set
 
 __all__ = ["Batch", "ContentIds", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each", "number_of_each"]
 
@@ -61,7 +61,7 @@ class Direction(NamedTuple):
         candidates: (C, D), the other side and then the further negatives of the call.
         positives: M pairs.
         excluded: further pairs that are no negatives.
-        anchor_columns: so many of the candidates are anchors too, in the same matrix; 0 for none.
+        anchor_columns: the first so many candidates are also anchors, in the same matrix; 0 for none.
         pair_numbers: (M,) by name, of each positive pair.
     """
 
@@ -96,9 +96,10 @@ class Batch:
         rows, columns: the anchors that this process compares, its own or all.
         all_rows, all_columns: the candidates, those of all processes.
         negatives: further candidates of the rows, of all processes, which are nobody's positives; or None.
-        captions: with places instead of labels, how many columns of this process belong to each of its rows.
+        captions: how many columns of this process belong to each of its rows; read only with places instead of labels.
         one_set: the columns are the rows, and none is compared with itself.
         both: the columns are anchors too.
+        is_mined: a miner says which pairs are compared.
         copies: the column that is each row's own copy, with which it is not compared; or None. With one set it is the
             row itself.
         counts: the numbers of rows and columns of each process.
@@ -114,6 +115,7 @@ class Batch:
     captions: int
     one_set: bool
     both: bool
+    is_mined: bool = False
     copies: Tensor | None = None
     counts: list[tuple[int, int]] = field(default_factory=list)
     rank: int = 0
@@ -147,10 +149,13 @@ class Batch:
         x, y, extra = _checked_sides(distance, embeddings, ref_emb, negatives)
         captions = _captions_of_each(x, y)
         if one_set:
-            labels = _labels_of_one_set(labels, ref_labels, x, is_mined)
-            ref_labels = labels
+            labels = ref_labels = labels_of_one_set(labels, ref_labels, x)
+            if labels is None and not is_mined:
+                raise ValueError("labels must be given with one set of embeddings")
             copies = torch.arange(len(x), device=x.device)
         else:
+            if copies is not None and (labels is None or is_mined):
+                raise ValueError("copies need labels, which say what the pairs are")
             labels, ref_labels = _labels_of_two_sides(labels, ref_labels, x, y, captions, is_mined)
         columns = Side(y, ref_labels, as_ids("ref_ids", ids.ref_ids, y))
         rows = Side(x, labels, as_ids("matching_ids", ids.matching_ids, x, dimensions=2))
@@ -159,7 +164,8 @@ class Batch:
             side_of_negatives = Side(extra, None, as_ids("negative_ids", ids.negative_ids, extra))
         for name, values in (numbers or {}).items():
             columns.numbers[name] = number_of_each(name, values, y)
-        return cls(rows, columns, rows, columns, side_of_negatives, captions, one_set, both and not one_set, copies)
+        both = both and not one_set
+        return cls(rows, columns, rows, columns, side_of_negatives, captions, one_set, both, is_mined, copies)
 
     def gathered(
         self,
@@ -218,7 +224,7 @@ class Batch:
         tensors["ref_ids"] = self.columns.ids
         for name in numbers:
             tensors[name] = self.columns.numbers.get(name)
-        negatives = self.negatives or Side(None)
+        negatives = Side(None) if self.negatives is None else self.negatives
         return tensors | {"negatives": negatives.embeddings, "negative_ids": negatives.ids}
 
     def _of_tensors(self, tensors: dict[str, Any]) -> "Batch":
@@ -237,7 +243,13 @@ class Batch:
         if self.negatives is not None:
             negatives = Side(tensors["negatives"], None, tensors["negative_ids"])
         captions = _captions_of_each(rows.embeddings, columns.embeddings)
-        return Batch(rows, columns, rows, columns, negatives, captions, self.one_set, self.both, copies)
+        return Batch(rows, columns, rows, columns, negatives, captions, self.one_set, self.both, self.is_mined, copies)
+
+    @property
+    def compares_all_by_place(self) -> bool:
+        """True if places say what belongs together, and each embedding is compared with all of the other side."""
+        is_by_place = self.rows.labels is None and not self.is_mined
+        return is_by_place and self.negatives is None and self.columns.ids is None and len(self.all_rows) > 1
 
     def inputs(self) -> list[Tensor]:
         """Return all embeddings that are compared."""
@@ -391,7 +403,10 @@ def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tens
     if ids is None:
         return None
     if not isinstance(ids, Tensor):
-        ids = torch.as_tensor(ids)
+        try:
+            ids = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
+            raise ValueError(f"{name} must be integers that fit into int64, such as hashes: {error}") from error
     if ids.ndim != dimensions or len(ids) != len(embeddings):
         shape = f"({len(embeddings)},)"
         if dimensions == 2:
@@ -412,29 +427,22 @@ def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, ne
     check_tensors(**sides)
     for name, side in sides.items():
         check_widths(distance, embeddings, side, name)
+    if negatives is not None:
+        _check_negatives(negatives, embeddings if ref_emb is None else ref_emb)
     checked = dict(zip(sides, full_precision(*sides.values()), strict=True))
     x = checked["embeddings"]
     return x, checked.get("ref_emb", x), checked.get("negatives")
 
 
+def _check_negatives(negatives: Tensor, candidates: Tensor) -> None:
+    """Raise ``ValueError`` for negatives that do not stand below the other candidates, such as vectors below sets."""
+    expected = "(N, K, D), as the candidates" if candidates.ndim == 3 else f"(N, {candidates.shape[-1]})"
+    if negatives.ndim != candidates.ndim or negatives.shape[-1] != candidates.shape[-1]:
+        raise ValueError(f"negatives must be {expected}, got {tuple(negatives.shape)}")
+
+
 def _captions_of_each(x: Tensor, y: Tensor) -> int:
     return len(y) // len(x) if len(x) > 0 else 1
-
-
-def _labels_of_one_set(labels: Any, ref_labels: Any, x: Tensor, is_mined: bool) -> Tensor | None:
-    if labels is not None:
-        labels = as_labels("labels", labels, x)
-    if ref_labels is not None:
-        ref_labels = as_labels("ref_labels", ref_labels, x)
-        if labels is None or not _are_equal(labels, ref_labels):
-            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-    if labels is None and not is_mined:
-        raise ValueError("labels must be given with one set of embeddings")
-    return labels
-
-
-def _are_equal(labels: Tensor, ref_labels: Tensor) -> bool:
-    return labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))
 
 
 def _labels_of_two_sides(
@@ -449,11 +457,7 @@ def _labels_of_two_sides(
         ref_labels = as_labels("ref_labels", ref_labels, y)
     if ref_labels is not None or is_mined:
         return labels, ref_labels
-    if len(y) != captions * len(x):
-        raise ValueError(
-            f"without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: {len(y)} rows "
-            f"are no multiple of {len(x)}"
-        )
+    check_multiple(x, y)
     if labels is not None:
         ref_labels = labels.repeat_interleave(captions, output_size=len(y))
     return labels, ref_labels
@@ -464,7 +468,7 @@ def number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values).to(columns)
     if values.shape != columns.shape[:1]:
-        raise ValueError(
-            f"{name} must be a number, or one of each caption, ({len(columns)},); got the shape {tuple(values.shape)}"
-        )
+        expected = "one number" if name == "confidence" else "a number, or one"
+        shape = tuple(values.shape)
+        raise ValueError(f"{name} must be {expected} of each caption, ({len(columns)},); got the shape {shape}")
     return values.to(columns.device, torch.promote_types(columns.dtype, values.dtype))

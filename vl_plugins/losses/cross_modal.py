@@ -1,7 +1,9 @@
 """Any pytorch-metric-learning loss on two modalities, in both directions."""
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
@@ -10,16 +12,17 @@ from vl_plugins.distances import captions_come_first
 from vl_plugins.engine import label_pairs
 from vl_plugins.losses.batch import Batch, ContentIds
 from vl_plugins.losses.warmup import Warmup
+from vl_plugins.numerics import as_labels
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
 
 class CrossModalLoss(nn.Module):
-    """Image to text plus text to image, by any loss; made for :class:`~vl_plugins.distributed.DistributedLoss`.
+    """Image to text plus text to image, by any loss; :class:`~vl_plugins.distributed.DistributedLoss` may wrap it.
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
-    is called once. Other losses, and all losses with a miner, are called for each direction, which is one step of their
-    ``warmup_steps``. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
+    is called once. Other losses, and all losses with a miner, are called for each direction; both calls together are
+    one step of a warm-up. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
     ``smooth_chamfer``, is added once for both directions.
 
     Args:
@@ -29,17 +32,27 @@ class CrossModalLoss(nn.Module):
 
     Raises:
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
-            image's own caption.
+            image's own caption; or it is given with a warm-up of losses with a ``regularization``.
     """
 
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
+        has_sets = isinstance(loss, Warmup) and any(hasattr(part, "regularization") for part in (loss.first, loss.then))
+        if has_sets and miner is not None:  # which would add the regularization in each direction
+            raise ValueError(
+                "with a miner, the warm-up belongs to the base of SmoothChamferLoss: "
+                "base={'name': 'triplet_hn', 'warmup_steps': 1000}"
+            )
         self.loss: Any = loss
         self.miner, self.one_set = miner, one_set
         self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
-        self.symmetric = getattr(self.pair_loss, "symmetric", True)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the loss of the next call adds text to image."""
+        return getattr(self.pair_loss, "symmetric", True)
 
     @property
     def distance(self) -> Any:
@@ -82,12 +95,16 @@ class CrossModalLoss(nn.Module):
         needs_labels = self.one_set or self.miner is not None or not hasattr(self.pair_loss, "symmetric")
         if needs_labels and (labels is None or text_labels is None):
             raise ValueError("labels of both sides must be given for a miner, for one_set, and for this loss")
+        if needs_labels:
+            labels, text_labels = as_labels("labels", labels, images), as_labels("text_labels", text_labels, texts)
         with torch.autocast(images.device.type, enabled=False):
             if self.one_set:
                 return self._loss_of_one_set(torch.cat([images, texts]), torch.cat([labels, text_labels]), options)
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
                 if ref_ids is not None:
                     options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
+                if isinstance(self.pair_loss, Warmup) and hasattr(self.pair_loss.loss, "regularization"):
+                    options |= {"slots": slots, "ref_slots": ref_slots}
                 value = self.pair_loss(images, labels, None, texts, text_labels, **options)
             else:
                 is_known = None
@@ -115,9 +132,11 @@ class CrossModalLoss(nn.Module):
             options: of the loss's call.
         """
         steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
-        value = self._loss_of_anchors(images, texts, is_known, options)
-        if self.symmetric:
+        is_symmetric = self.symmetric  # a warm-up may end with the first direction
+        if is_symmetric:
             _check_directions(options)
+        value = self._loss_of_anchors(images, texts, is_known, options)
+        if is_symmetric:
             for module, step in steps.items():
                 module.step = step  # both directions are one step
             if is_known is not None:
@@ -141,7 +160,7 @@ class CrossModalLoss(nn.Module):
 def _check_directions(options: dict[str, Any]) -> None:
     """Raise ``ValueError`` for a number of each text, which are the anchors of the second direction."""
     for name, value in options.items():
-        if isinstance(value, Tensor) and value.numel() > 1:
+        if math.prod(np.shape(value)) > 1:
             raise ValueError(f"{name} of each text cannot be given with a miner in both directions, see symmetric")
 
 

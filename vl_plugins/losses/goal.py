@@ -52,9 +52,9 @@ class GOALLoss(PairLoss):
     batch. Known losses among the combinations (T, P) are the triplet loss (con, con), NT-Xent loss (nca, con), Circle
     loss (cir, lin) with offset 1, binomial deviance loss (con, sig) and multi-similarity loss (con, sig_ms) (Table 1).
 
-    When to use it: to reproduce the paper, or in long trainings, of tens of thousands of steps, with Adam,
+    When to use it: to reproduce the paper, or in long training runs, of tens of thousands of steps, with Adam,
     ``SumReducer``, clipping at norm 2 and the learning rate of Triplet-HN. Its gain of 1 to 3 points of R@1 on COCO
-    came after 130,000 steps. In small trainings on frozen features, no combination was shown to be better than
+    came after 130,000 steps. In small experiments on frozen features, no combination was shown to be better than
     Triplet-HN; (con, sig_ms) was the best of three. With pair weights other than con, repulsion begins at a
     twentieth of the attraction, so all embeddings first move together. Fine-tuning a small CLIP for some hundred steps,
     (nca, con) was below the contrastive loss, with a warm-up too; there use :class:`~vl_plugins.losses.UnifiedLoss`.
@@ -81,7 +81,7 @@ class GOALLoss(PairLoss):
             real distances, negated.
 
     Raises:
-        ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that is none for the weights.
+        ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that does not fit the weights.
 
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> GOALLoss(triplet_weight="con", pair_weight="lin")(images, labels, ref_emb=texts, ref_labels=labels)

@@ -93,7 +93,7 @@ def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled:
     positive, negative = maxima.positive, maxima.of_rows[positives.rows]
     if maxima.of_columns is None:
         return loss.losses_of_pairs(positive, negative, numbers | pair_numbers)
-    # The formula once, of the pairs of both directions.
+    # Apply the formula once, to the pairs of both directions.
     positive = torch.cat([positive, positive])
     negative = torch.cat([negative, maxima.of_columns[positives.columns]])
     pair_numbers = {name: torch.cat([values, values]) for name, values in pair_numbers.items()}
@@ -153,10 +153,24 @@ def losses_of_hooks(
 ) -> Tensor:
     """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without a wait for the device."""
     scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
-    negative = loss.of_negatives(similarities, negative_mask, **scalars)
+    negative = _of_negatives(loss, similarities, negative_mask, scalars)
     positive = similarities[positives.rows, positives.columns]
     losses: Tensor = loss.losses_of_pairs(positive, negative[positives.rows], numbers)
     return losses
+
+
+def _of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
+    """Return one number of each anchor's negatives, (A,); -inf for an anchor without any.
+
+    A formula of one's own is given such an anchor with all candidates instead, because of nothing it may be infinite,
+    with a gradient of NaN.
+    """
+    if type(loss).of_negatives in (hardest, soft_maximum):
+        of_negatives: Tensor = loss.of_negatives(similarities, negative_mask, **numbers)
+        return of_negatives
+    has_negatives = negative_mask.any(dim=1)
+    of_negatives = loss.of_negatives(similarities, negative_mask | ~has_negatives[:, None], **numbers)
+    return of_negatives.masked_fill(~has_negatives, -torch.inf)
 
 
 def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
@@ -164,7 +178,7 @@ def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
     if not isinstance(losses, Tensor) or losses.shape != (pairs,):
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"{hook} of {type(loss).__name__} must return the loss of each of the {pairs} positive pairs, ({pairs},), "
+            f"{hook} of {type(loss).__name__} must return one loss of each positive pair or triplet, ({pairs},), "
             f"got {shape}"
         )
 
@@ -218,7 +232,7 @@ def _losses_of_block(
 
 def _again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return ``function(*arguments)``, which is called again for the gradients instead of keeping what it computes."""
-    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False)  # with the same random numbers
     return result
 
 
@@ -252,8 +266,9 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
         triplets = anchors, positives, negatives
         if len(anchors) == 0:
             return PairLosses(similarities.new_zeros(0), triplets)
-        numbers_of_triplets = numbers | by_pair(of_columns, positives)
-        return PairLosses(loss.triplet_losses(similarities, *triplets, **numbers_of_triplets), triplets)
+        losses = loss.triplet_losses(similarities, *triplets, **numbers, **by_pair(of_columns, positives))
+        check_losses(loss, "triplet_losses", losses, len(anchors))
+        return PairLosses(losses, triplets)
     positive_mask = Pairs(anchors, positives).mask(shape)
     negative_mask = Pairs(negative_anchors, negatives).mask(shape)
     if excluded is not None:

@@ -9,7 +9,7 @@ mean over the pairs of all.
 from typing import Any
 
 import torch
-from pytorch_metric_learning.reducers import MeanReducer
+from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
 from torch import Tensor
 
 from vl_plugins.losses.batch import Batch
@@ -38,15 +38,16 @@ def reduced(
     labels = None
     if batch is not None:
         labels = batch.rows.labels
+        if labels is None and isinstance(loss.reducer, ClassWeightedReducer):
+            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
         if loss.embedding_regularizer is not None:
             loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
     result = loss.reducer(loss_dict, inputs[0], labels)
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
     if type(loss.reducer) is MeanReducer and has_pairs:
-        # By place, every embedding is in a pair, and NaN of its cosines, also of infinity, is in the mean already.
-        is_by_place = batch is not None and batch.rows.labels is None
-        if is_by_place and getattr(loss.distance, "normalize_embeddings", False):
+        # NaN of any cosine, also of infinity, is in the mean already where each embedding is compared.
+        if batch is not None and batch.compares_all_by_place and getattr(loss.distance, "normalize_embeddings", False):
             return result
         return _in_graph_of(result, [values.detach() for values in inputs])
     return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
@@ -62,7 +63,7 @@ def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:
 
 
 def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
-    """Return the losses of own rows and own columns, so scaled that their mean is W S / N.
+    """Return the losses of own rows and own columns, scaled so that their mean is W S / N.
 
     W is the number of processes, S the sum of the losses, and N the number of pairs of all. A pair counts once in N,
     though it has a loss in each direction. See :mod:`vl_plugins.distributed`.

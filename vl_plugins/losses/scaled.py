@@ -45,7 +45,7 @@ class ScaledLoss(PairLoss):
     def scale(self, value: float) -> None:
         if self.log_scale is not None:
             raise ValueError("scale is learned (learn_scale=True): change log_scale")
-        self.own_scale = value
+        self.own_scale = self.check_number("scale", value)
 
     def check_number(self, name: str, value: Any) -> Any:
         if name != "scale":

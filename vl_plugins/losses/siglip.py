@@ -23,8 +23,8 @@ class SigLIPLoss(ScaledLoss):
     so that each negative counts once. With one text per image, the mean over the pairs is the loss of the paper. There
     is one direction only: a pair is the same from both sides.
 
-    When to use it: to go on with a model that was trained by SigLIP, whose scale and bias it takes. A model of CLIP has
-    no bias, and begins far from what this loss expects; there use :class:`~vl_plugins.losses.UnifiedLoss`.
+    When to use it: to continue training a SigLIP model, whose scale and bias it takes. A CLIP model has
+    no bias, and starts far from what this loss expects; there use :class:`~vl_plugins.losses.UnifiedLoss`.
 
     Args:
         scale: gamma, > 0, that of the paper's first step.

@@ -7,16 +7,21 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
-from torch import Tensor
+from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import Processes, gathers, joined_call
+from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
+
+# Attributes that are those of the base.
+OF_BASE = frozenset(
+    ["check_number", "distance", "embedding_regularizer", "known_positives", "numbers", "reducer", "scale", "symmetric"]
+)
 
 
 class SmoothChamferLoss(BaseMetricLossFunction):
@@ -27,8 +32,9 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
     ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    When to use it: with a head that predicts sets, where captions fit several images. In small trainings, whether four
-    vectors are better than one from the same head was not resolved, and a single vector with ``unified`` was as good.
+    When to use it: with a head that predicts sets, where captions fit several images. In small experiments, whether
+    four vectors are better than one from the same head was not resolved, and a single vector with ``unified`` was as
+    good.
 
     Called as any loss of this package, see :class:`~vl_plugins.losses.PairLoss`, and takes ``slots`` and
     ``ref_slots`` too: the elements before a set prediction head adds the global feature. Diversity is then computed
@@ -92,7 +98,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
+        if name in OF_BASE:
             return getattr(self.base, name)
         return super().__getattr__(name)
 
@@ -101,7 +107,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         self.processes = Processes(group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(prefix + "_extra_state", None)  # the step of a warm-up, until version 0.3
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            state_dict.pop(prefix + "_extra_state", None)  # the step of a warm-up, until version 0.3
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @eager
@@ -135,8 +142,14 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if ref_emb is not None and ref_labels is not None:
             ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
         if self.processes.size > 1:
+            if indices_tuple is not None:
+                raise ValueError(
+                    "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
+                    "give DistributedLoss(loss) the miner"
+                )
             sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-            options = joined_call(self.processes, sides | {"slots": slots, "ref_slots": ref_slots} | options)
+            call = sides | {"slots": slots, "ref_slots": ref_slots} | options
+            options = joined_call(self.processes, call, learned_numbers(self))
             embeddings, labels, ref_emb, ref_labels = (options.pop(name) for name in sides)
             slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
         # Here, so that gradients in half precision are rounded once, not for each term.

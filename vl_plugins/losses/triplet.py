@@ -20,8 +20,8 @@ class TripletHNLoss(PairLoss):
 
     .. math:: \ell_{ip} = \max(0, m + \max_{n \in N_i} S_{in} - S_{ip})
 
-    When to use it: to reproduce VSE++ and its successors. From scratch it stalls at first, and in small trainings it
-    was still below :class:`~vl_plugins.losses.UnifiedLoss` after three times the steps.
+    When to use it: to reproduce VSE++ and its successors. From scratch it stalls at first, and in small experiments
+    it still scored below :class:`~vl_plugins.losses.UnifiedLoss` after three times as many steps.
 
     Args:
         margin: m, by how much the positive should be closer than the negative, >= 0, in units of the similarity.

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from vl_plugins.distributed import gathering
 from vl_plugins.errors import number
+from vl_plugins.numerics import eager
 
 __all__ = ["Warmup"]
 
-# Attributes that are those of the loss after the warm-up.
-OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "symmetric", "processes", "numbers", "scale"])
+# Attributes that are those of the loss after the warm-up, and those of the loss of the next call.
+OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "processes", "scale"])
+OF_CALL = frozenset(["symmetric", "known_positives"])
 
 
 class Warmup(BaseMetricLossFunction):
@@ -48,6 +50,8 @@ class Warmup(BaseMetricLossFunction):
     def __getattr__(self, name: str) -> Any:
         if name in OF_THEN:
             return getattr(self.then, name)
+        if name in OF_CALL:
+            return getattr(self.loss, name)
         return super().__getattr__(name)
 
     @property
@@ -64,26 +68,49 @@ class Warmup(BaseMetricLossFunction):
     def is_warming_up(self) -> bool:
         return self._counts() and self.step < self.steps
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        value = self.loss(*arguments, **self._options_of_loss(options))
-        self.step += self._counts()
-        return value
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the numbers of a call that either loss takes, see :class:`~vl_plugins.losses.PairLoss`."""
+        names = [*getattr(self.first, "numbers", ()), *getattr(self.then, "numbers", ())]
+        return tuple(dict.fromkeys(names))
 
+    @eager
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self._counted(self.loss(*arguments, **self._options_of_call(options)))
+
+    @eager
     def from_similarities(self, *arguments: Any, **options: Any) -> Any:
         """Return the loss of a matrix, see :meth:`vl_plugins.losses.PairLoss.from_similarities`."""
-        value = self.loss.from_similarities(*arguments, **self._options_of_loss(options))
+        return self._counted(self.loss.from_similarities(*arguments, **self._options_of_call(options)))
+
+    def _counted(self, value: Any) -> Any:
+        """Count a step; return the loss with gradients of 0 for the parameters of the loss that was not called.
+
+        DistributedDataParallel waits for the gradients of all.
+        """
+        idle = self.then if self.is_warming_up else self.first
         self.step += self._counts()
+        if not isinstance(value, Tensor):
+            return value  # of a DoNothingReducer
+        for parameter in idle.parameters():
+            if parameter.requires_grad:
+                value = value + 0 * parameter.sum()
         return value
 
     def gather_across_devices(self, group: Any) -> None:
         """Compare the rows of all processes of a group from now on, in both losses."""
         self.first, self.then = gathering(self.first, group), gathering(self.then, group)
 
-    def _options_of_loss(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what the loss of this call takes: the first one may have no scale where the other has one."""
-        numbers = getattr(self.then, "numbers", ())
+    def _options_of_call(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the loss of this call takes: one of the two may have no scale, and the other one."""
         own = getattr(self.loss, "numbers", ())
-        return {name: value for name, value in options.items() if name in own or name not in numbers}
+        taken = {}
+        for name, value in options.items():
+            if name in own or name not in self.numbers:
+                taken[name] = value
+            if self.is_warming_up and name in getattr(self.then, "numbers", ()):
+                self.then.check_number(name, value)  # now, not in the call after the warm-up
+        return taken
 
     def _counts(self) -> bool:
         return self.training and torch.is_grad_enabled()

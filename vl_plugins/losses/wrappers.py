@@ -1,4 +1,4 @@
-"""Wrappers of pytorch-metric-learning that take the losses of this package, and of one's own, too."""
+"""Wrappers of pytorch-metric-learning that also take the losses of this package, and your own."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
-from vl_plugins.distributed import first_label, gathers
+from vl_plugins.distributed import first_label, gathering, gathers
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.batch import NO_ID, as_ids
-from vl_plugins.numerics import as_labels, fill_at, full_precision
+from vl_plugins.numerics import as_labels, check_tensors, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
@@ -83,12 +83,15 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 queue keeps them.
             numbers: others of the loss's call, such as ``scale``.
         """
+        check_tensors(embeddings=embeddings)
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
         for name in ("negatives", "confidence", "symmetric", "copies"):
             if name in numbers:
                 raise ValueError(f"{name} cannot be given with a queue, whose embeddings are the candidates")
         labels = as_labels("labels", labels, embeddings)
+        if enqueue_mask is not None:
+            check_tensors(enqueue_mask=enqueue_mask)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
         queued = len(labels)
@@ -204,6 +207,11 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
     """
 
     check_loss_support = CrossBatchMemory.check_loss_support
+    loss: Any
+
+    def gather_across_devices(self, group: Any) -> None:
+        """Compare the rows of all processes of a group from now on."""
+        self.loss = gathering(self.loss, group)
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
         if embeddings.shape != ref_emb.shape:
