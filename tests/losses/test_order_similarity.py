@@ -118,3 +118,10 @@ def test_retrieval_uses_it(sides):
         description=describe_similarity(OrderSimilarity()),
     )
     torch.testing.assert_close(features.similarities().of_captions(torch.arange(6)), by_hand(*units).T)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_zero_vector_has_a_small_gradient(absolute):
+    images = torch.tensor([[0.6, 0.8], [0.0, 0.0]], requires_grad=True)
+    OrderSimilarity(absolute=absolute)(images, torch.eye(2)).sum().backward()
+    assert images.grad.abs().max() < 10

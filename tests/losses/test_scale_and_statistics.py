@@ -12,7 +12,7 @@ from tests.helpers.loops import call_with, expected, leaves_of, make_loss
 from tests.helpers.processes import in_processes
 from tests.losses.test_hooks import make_call, pairs_of
 from vl_plugins import create_loss
-from vl_plugins.losses import UnifiedLoss
+from vl_plugins.losses import SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, Warmup
 from vl_plugins.losses.statistics import STATISTICS
 
 SCALED = pytest.mark.parametrize("name", ["unified", "vlc", "siglip"])
@@ -149,3 +149,37 @@ def test_a_margin_as_a_parameter_of_one_element_and_as_an_array():
         ValueError, match=r"margin must be a number, or one of each caption, \(4,\); got the shape \(7,\)"
     ):
         UnifiedLoss().from_similarities(call, *masks, margin=torch.ones(7))
+
+
+@pytest.mark.parametrize("first", [TripletSHLoss, UnifiedLoss])
+@pytest.mark.parametrize("then", [TripletHNLoss, UnifiedLoss])
+def test_a_warm_up_takes_the_numbers_of_both_losses(first, then):
+    call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3).roll(1, dims=0)}
+    warm = Warmup(first(), then(), steps=1)
+    for loss in (first(), then()):
+        scale = {"scale": 7.0} if "scale" in loss.numbers else {}
+        given = {"scale": 7.0} if "scale" in warm.numbers else {}
+        torch.testing.assert_close(warm(**call, **given), loss(**call, **scale))
+
+
+def test_a_warm_up_of_sets_takes_a_scale():
+    call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3).roll(1, dims=0)}
+    losses = [SmoothChamferLoss(base) for base in ("triplet_sh", "unified")]
+    warm = Warmup(*losses, steps=1)
+    torch.testing.assert_close(warm(**call, scale=7.0), losses[0](**call))
+    torch.testing.assert_close(warm(**call, scale=7.0), losses[1](**call, scale=7.0))
+
+
+def test_a_number_that_the_later_loss_refuses_is_an_error_at_once():
+    call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3)}
+    warm = Warmup(UnifiedLoss(), UnifiedLoss(learn_scale=True), steps=5)
+    with pytest.raises(ValueError, match="scale is the loss's own parameter"):
+        warm(**call, scale=4.0)
+    with pytest.raises(ValueError, match="TripletHNLoss has no scale"):
+        Warmup(TripletHNLoss(), TripletHNLoss(), steps=5)(**call, scale=4.0)
+
+
+def test_a_number_of_numpy():
+    call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3)}
+    loss = create_loss("siglip")
+    assert loss(**call, bias=np.array(-3.0), scale=np.float32(4.0)) == loss(**call, bias=-3.0, scale=4.0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.losses import NTXentLoss
+from pytorch_metric_learning.reducers import ClassWeightedReducer
 
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
@@ -203,3 +204,99 @@ def test_ids_that_do_not_fit():
             create_loss("unified")(**call_of(ref_ids=ids))
     nothing = create_loss("unified")(torch.ones(0, 4), ref_emb=torch.ones(0, 4), ref_ids=[])
     assert nothing == 0
+
+
+SETS = {"embeddings": torch.ones(3, 2, 4), "ref_emb": torch.ones(3, 2, 4)}
+EYE = torch.eye(3).bool()
+WRONG = {
+    "one confidence for all": (
+        lambda: create_loss("unified")(**call_of(confidence=0.5)),
+        r"confidence must be one number of each caption, \(3,\); got the shape \(\)",
+    ),
+    "words as ids": (
+        lambda: create_loss("unified")(**call_of(ref_ids=["a cat", "a dog", "a cow"])),
+        "ref_ids must be integers that fit into int64, such as hashes",
+    ),
+    "ids beyond int64": (
+        lambda: create_loss("unified")(**call_of(ref_ids=[2**63 + 5] * 3)),
+        "ref_ids must be integers that fit into int64, such as hashes",
+    ),
+    "vectors below sets": (
+        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, negatives=torch.ones(2, 4)),
+        r"negatives must be \(N, K, D\), as the candidates, got \(2, 4\)",
+    ),
+    "packed sets of another size": (
+        lambda: create_loss("smooth_chamfer", set_size=2)(**call_of(), negatives=torch.ones(2, 6)),
+        r"negatives must be \(N, 4\), got \(2, 6\)",
+    ),
+    "copies by place": (
+        lambda: create_loss("unified")(**call_of(labels=None, ref_labels=None, copies=LABELS)),
+        "copies need labels",
+    ),
+    "similarities of numpy": (
+        lambda: create_loss("unified").from_similarities(np.eye(3), EYE, ~EYE),
+        "similarities must be a tensor, got ndarray",
+    ),
+    "masks of numpy": (
+        lambda: create_loss("unified").from_similarities(torch.eye(3), EYE.numpy(), ~EYE.numpy()),
+        "positive_mask must be a tensor, got ndarray",
+    ),
+    "a matrix without embeddings": (
+        lambda: create_loss("unified", embedding_regularizer="LpRegularizer").from_similarities(
+            torch.eye(3), EYE, ~EYE
+        ),
+        "embedding_regularizer needs embeddings, not similarities",
+    ),
+    "a mask of numpy for a queue": (
+        lambda: CrossBatchMemory(UnifiedLoss(), 4)(torch.ones(3, 4), LABELS, enqueue_mask=np.ones(3, bool)),
+        "enqueue_mask must be a tensor, got ndarray",
+    ),
+    "embeddings of numpy for a queue": (
+        lambda: CrossBatchMemory(UnifiedLoss(), 4)(np.ones((3, 4)), LABELS),
+        "embeddings must be a tensor, got ndarray",
+    ),
+    "embeddings of numpy for all processes": (
+        lambda: DistributedLoss(NTXentLoss())(np.ones((3, 4)), LABELS),
+        "embeddings must be a tensor, got ndarray",
+    ),
+    "texts that are no multiple": (
+        lambda: DistributedLoss(UnifiedLoss())(torch.ones(4, 2), ref_emb=torch.ones(9, 2)),
+        "9 rows are no multiple of 4",
+    ),
+    "a scale that is set": (lambda: setattr(UnifiedLoss(), "scale", -5), "scale must be a finite number > 0, got -5"),
+    "weights of classes by place": (
+        lambda: UnifiedLoss(reducer=ClassWeightedReducer(torch.ones(9)))(**call_of(labels=None, ref_labels=None)),
+        "ClassWeightedReducer needs labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_other_wrong_calls(case):
+    call, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_lists_of_labels_for_two_modalities():
+    images, texts = call_of()["embeddings"], call_of()["ref_emb"]
+    loss = CrossModalLoss(create_loss("triplet_hn"), HardestNegativeMiner())
+    value = loss(images, [0, 1, 2], None, texts, np.arange(3), ref_ids=[5, 6, 5])
+    assert value == loss(images, LABELS, None, texts, LABELS.clone(), ref_ids=torch.tensor([5, 6, 5]))
+
+
+@LOSSES
+@pytest.mark.parametrize("case", ["one image", "equal captions", "a miner's pairs", "labels"])
+def test_nan_is_not_hidden(name, case):
+    """Even where the embedding that has it is compared with nothing."""
+    call = call_of(labels=None, ref_labels=None)
+    call["embeddings"][2, 0] = torch.nan
+    if case == "one image":
+        call = {"embeddings": call["embeddings"][2:], "ref_emb": call["ref_emb"][:1]}
+    elif case == "equal captions":
+        call["ref_ids"] = [1, 1, 1]
+    elif case == "a miner's pairs":
+        call["indices_tuple"] = tuple(pairs[:2] for pairs in PAIRS)
+    else:
+        call |= {"labels": LABELS, "ref_labels": LABELS.clone()}
+    assert create_loss(name)(**call).isnan()

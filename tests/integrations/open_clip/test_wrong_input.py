@@ -118,6 +118,8 @@ FLAGS = {
     "--head linear --head-kwargs dim=0": "--head linear: dim must be an integer >= 1, got 0",
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
     f"{SETS} --val-data plain.tar": "--val-data plain.tar: to validate sets, give shards",
+    "--loss siglip": "learns a scale and a bias, which --loss does not train: use open_clip's --siglip",
+    f"{SETS} --loss-kwargs base=siglip": "learns a scale and a bias, which --loss does not train",
     f"{LOSS} --siglip": "--loss does not support --siglip",
     f"{LOSS} --dataset-resampled": "--dataset-resampled is for open_clip's reader",
     "--device 3": "--device 3: Invalid device string: '3'",
