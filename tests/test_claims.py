@@ -245,6 +245,8 @@ QUOTED = {
         ("clip-1.5x", "clip", "fine-tuned"),
         ("unified-learned-5-captions", "unified-learned", "fine-tuned"),
         ("unified-learned", "vlc-learned", "fine-tuned"),
+        ("unified-learned", "clip", "swapped"),
+        ("unified-learned", "clip", "far"),
     ],
     "docs/guides/comparison.md": [("clip-1.5x", "clip", "fine-tuned")],
     "docs/measured.md": [
@@ -284,6 +286,12 @@ QUOTED = {
         ("goal-cir-sig-ms", "triplet-hn", "frozen-long"),
         ("goal-con-sig-ms", "triplet-hn", "frozen-long"),
         ("unified", "goal-default", "frozen-long"),
+        ("goal-nca-con", "triplet-hn", "frozen-long"),
+        ("goal-con-sig-ms", "clip", "fine-tuned"),
+        ("unified-learned", "clip", "far"),
+        ("goal", "clip", "far"),
+        ("goal-warmup", "clip", "far"),
+        ("goal-warmup", "goal", "far"),
     ],
 }
 
