@@ -77,6 +77,8 @@ def summary(found: Sequence[Finding]) -> str:
     verdicts = [finding.verdict for finding in found]
     if set(verdicts) == {NOT_RUN}:
         return ""
+    if NOT_RUN in verdicts:
+        return f"{len(found) - verdicts.count(NOT_RUN)} of {len(found)} comparisons run"
     if len(found) == 1:
         return f"{METRICS[found[0].comparison.metric]} {interval_of(found[0])}"
     return f"{verdicts.count(REPRODUCED)} of {len(found)} comparisons reproduced"
@@ -116,6 +118,9 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
     parts.append("\n".join(rows))
     parts.append(f"Verdict: **{claim_verdict(found)}**. Rule: {claim.rule}.")
     parts.append(training_command(claim))
+    if claim.at_scale:
+        scales = " or ".join(f"`--scale {name}`" for name in claim.at_scale)
+        parts.append(f"At the size of the paper: `python -m benchmarks.claims --claim {claim.name}` with {scales}.")
     if claim.note:
         parts.append(claim.note)
     parts += [others for name in claim.at_scale if (others := results_at_scale(claim, name))]
