@@ -276,6 +276,7 @@ QUOTED = {
         ("unified-learned", "vlc-learned", "fine-tuned"),
         ("unified-learned", "clip", "swapped"),
         ("unified-learned", "clip", "far"),
+        ("unified-learned", "clip", "scratch"),
     ],
     "docs/guides/comparison.md": [("clip-1.5x", "clip", "fine-tuned")],
     "docs/measured.md": [
@@ -319,6 +320,8 @@ QUOTED = {
         ("goal-con-sig-ms", "clip", "fine-tuned"),
         ("goal-con-sig-ms", "goal-default", "frozen-long"),
         ("unified-learned", "clip", "far"),
+        ("unified-learned", "clip", "scratch"),
+        ("siglip", "clip", "scratch"),
         ("goal", "clip", "far"),
         ("goal-warmup", "clip", "far"),
         ("goal-warmup", "goal", "far"),
