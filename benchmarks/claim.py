@@ -53,6 +53,10 @@ class Comparison:
         return f"`{self.method}` {relation} `{self.baseline}`{where}"
 
     @property
+    def methods(self) -> tuple[str, str]:
+        return self.method, self.baseline
+
+    @property
     def regimes(self) -> tuple[str, str]:
         """Those of the method and of the baseline."""
         return self.regime, self.baseline_regime or self.regime
@@ -114,7 +118,7 @@ class Claim:
     says: str
     source: str
     comparisons: list[Comparison]
-    rule: str = "every comparison is reproduced"
+    rule: str = "all comparisons must be reproduced"
     study: str = "claims"
     note: str = ""
     at_scale: dict[str, Scale] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.claims
     python -m benchmarks.claims --results studies/own
-    python -m benchmarks.claims --scale coco --claim 001-margin
-    python -m benchmarks.claims --scale coco --claim 001-margin --add coco.json
+    python -m benchmarks.claims --scale coco --claim ours-clip
+    python -m benchmarks.claims --scale coco --claim ours-clip --add coco.json
 
 Each file of `benchmarks/claims` is a claim: the sentence and its place, the comparisons that decide on it, and the
 rule of its verdict. The comparisons are of runs that `python -m benchmarks.study` has trained and whose results lie in
@@ -31,7 +31,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.at_scale import add_at_scale, results_at_scale, scale_of
-from benchmarks.claim import CLAIMS, METRICS, Claim, find_claim, read_claims
+from benchmarks.claim import CLAIMS, METRICS, Claim, Comparison, find_claim, read_claims
 from benchmarks.findings import CONTRADICTED, NOT_RESOLVED, NOT_RUN, REPRODUCED, Finding, claim_verdict, findings
 from benchmarks.grid import Results, Study
 from benchmarks.study import RESULTS
@@ -63,11 +63,43 @@ def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
     verdicts = {claim.name: claim_verdict(found[claim.name]) for claim in claims}
     numbers = Counter(verdicts.values())
     counts = [f"{numbers[verdict]} {verdict}" for verdict in (REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN)]
-    rows = [f"{len(claims)} claims: {', '.join(counts)}.", "", "| of | claim | verdict |", "|---|---|---|"]
+    rows = [f"{len(claims)} claims: {', '.join(counts)}.", ""]
+    rows += ["| of | claim | difference, interval | verdict |", "|---|---|---|---|"]
     for claim in claims:
         link = f"[{claim.title}](#{heading_anchor(claim.title)})"
-        rows.append(f"| {PAPERS[claim.name[:3]]} | {link} | {verdicts[claim.name]} |")
+        cells = [PAPERS[claim.name[:3]], link, summary(found[claim.name]), verdicts[claim.name]]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def summary(found: Sequence[Finding]) -> str:
+    """Return the difference of a claim with one comparison, or how many of several are reproduced."""
+    verdicts = [finding.verdict for finding in found]
+    if set(verdicts) == {NOT_RUN}:
+        return ""
+    if NOT_RUN in verdicts:
+        return f"{len(found) - verdicts.count(NOT_RUN)} of {len(found)} comparisons run"
+    if len(found) == 1:
+        return f"{METRICS[found[0].comparison.metric]} {interval_of(found[0])}"
+    return f"{verdicts.count(REPRODUCED)} of {len(found)} comparisons reproduced"
+
+
+def interval_of(finding: Finding) -> str:
+    digits = digits_of(finding.comparison)
+    return format_interval(finding.mean, finding.low, finding.high, digits)
+
+
+def digits_of(comparison: Comparison) -> int:
+    return 3 if comparison.metric.endswith("_variance") else 1
+
+
+def in_order(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> list[Claim]:
+    """Return the claims as the page has them: those that were run first, and of these, those of this package."""
+
+    def place(claim: Claim) -> tuple[bool, bool]:
+        return claim_verdict(found[claim.name]) == NOT_RUN, not claim.name.startswith("ours")
+
+    return sorted(claims, key=place)
 
 
 def heading_anchor(title: str) -> str:
@@ -79,13 +111,16 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
     """Return what the page says about a claim."""
     parts = [f"### {claim.title}", f"{claim.says} ({claim.source}; `{claim.name}`)"]
     rows = [
-        "| regime | comparison | metric | difference, interval | power | time | seeds | verdict |",
+        "| regime | comparison | metric | difference, interval | detectable | time | seeds | verdict |",
         "|---|---|---|---|---:|---:|---:|---|",
     ]
     rows += [finding_row(finding) for finding in found]
     parts.append("\n".join(rows))
     parts.append(f"Verdict: **{claim_verdict(found)}**. Rule: {claim.rule}.")
     parts.append(training_command(claim))
+    if claim.at_scale:
+        scales = " or ".join(f"`--scale {name}`" for name in claim.at_scale)
+        parts.append(f"At the size of the paper: `python -m benchmarks.claims --claim {claim.name}` with {scales}.")
     if claim.note:
         parts.append(claim.note)
     parts += [others for name in claim.at_scale if (others := results_at_scale(claim, name))]
@@ -93,17 +128,19 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
 
 
 def training_command(claim: Claim) -> str:
-    """Return the command that trains the regimes of a claim again, or that the study has no such regime."""
+    """Return the command that trains the runs of a claim again, or that the study has no such regime."""
     results = results_of(claim.study)
     regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
+    methods = list(dict.fromkeys(method for comparison in claim.comparisons for method in comparison.methods))
     missing = [regime for regime in regimes if regime not in results.study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
-    command = f"`{study_command(claim.study)} --results studies/own --regimes {' '.join(regimes)}`"
-    hours = results.hours(regimes)
+    command = f"{study_command(claim.study)} --results studies/own"
+    command = f"`{command} --regimes {' '.join(regimes)} --methods {' '.join(methods)}`"
+    hours = results.hours(regimes, methods)
     if hours == 0:
-        return command
-    return f"{command} trains all of {' and '.join(regimes)} again, in {hours:.1f} hours of processor time."
+        return f"To train: {command}."
+    return f"To train again, in {hours:.1f} hours of processor time: {command}."
 
 
 def finding_row(finding: Finding) -> str:
@@ -111,10 +148,9 @@ def finding_row(finding: Finding) -> str:
     start = f"| {comparison.regime} | {comparison.text} | {METRICS[comparison.metric]} |"
     if finding.verdict == NOT_RUN:
         return f"{start} | | | | not run |"
-    digits = 3 if comparison.metric.endswith("_variance") else 1
-    interval = format_interval(finding.mean, finding.low, finding.high, digits)
-    seeds = f"{finding.seeds[0]}, {finding.seeds[1]}"
-    return f"{start} {interval} | {finding.smallest:.{digits}f} | {finding.time:.2f} | {seeds} | {finding.verdict} |"
+    digits, interval = digits_of(comparison), interval_of(finding)
+    numbers = f"{finding.smallest:.{digits}f} | {finding.time:.2f} | {finding.seeds}"
+    return f"{start} {interval} | {numbers} | {finding.verdict} |"
 
 
 def origin(results: Results) -> str:
@@ -132,6 +168,7 @@ def findings_of(claims: Sequence[Claim], folder: Path | None = None) -> dict[str
 def write_page(claims: Sequence[Claim]) -> str:
     """Write ``docs/claims.md``; return the table of all claims."""
     found = findings_of(claims)
+    claims = in_order(claims, found)
     table = overview(claims, found)
     parts = [INTRODUCTION.read_text().rstrip(), table, HOW_TO_READ_IT.read_text().rstrip(), "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+import torch
 from scipy.special import stdtrit
 
 from benchmarks.claim import Claim, Comparison
@@ -38,7 +39,7 @@ class Finding:
         mean, low, high: the difference and its interval.
         smallest: the true difference that would be resolved in 4 of 5 cases.
         time: processor time of the method's trainings, as a multiple of the baseline's.
-        seeds: of the method and of the baseline.
+        seeds: of each of the two.
     """
 
     comparison: Comparison
@@ -48,7 +49,7 @@ class Finding:
     high: float = math.nan
     smallest: float = math.nan
     time: float = math.nan
-    seeds: tuple[int, int] = (0, 0)
+    seeds: int = 0
 
 
 def findings(claim: Claim, results: Results) -> list[Finding]:
@@ -66,7 +67,11 @@ def finding(comparison: Comparison, results: Results, comparisons: int) -> Findi
     baseline = results.seed_outcomes(baseline_regime, comparison.baseline)
     if not method or not baseline:
         return Finding(comparison)
-    if comparison.metric.endswith("_variance"):
+    seeds = min(len(method), len(baseline))  # the same on both sides
+    method, baseline = method[:seeds], baseline[:seeds]
+    if are_equal(method, baseline):
+        mean = low = high = smallest = 0.0
+    elif comparison.metric.endswith("_variance"):
         mean, low, high, smallest = number_difference(method, baseline, comparison.metric, comparisons)
     else:
         values = {"method": [outcome.image_values for outcome in method]}
@@ -75,7 +80,13 @@ def finding(comparison: Comparison, results: Results, comparisons: int) -> Findi
         mean, low, high, smallest = difference.mean, difference.low, difference.high, difference.smallest(POWER)
     time = mean_seconds(method) / mean_seconds(baseline)
     verdict = verdict_of(comparison, low, high)
-    return Finding(comparison, verdict, mean, low, high, smallest, time, (len(method), len(baseline)))
+    return Finding(comparison, verdict, mean, low, high, smallest, time, seeds)
+
+
+def are_equal(method: Sequence[Outcome], baseline: Sequence[Outcome]) -> bool:
+    """Return whether two methods trained the same models: with each seed, all values of all test images are equal."""
+    pairs = zip(method, baseline, strict=True)
+    return all(torch.equal(ours.image_values.values, theirs.image_values.values) for ours, theirs in pairs)
 
 
 def verdict_of(comparison: Comparison, low: float, high: float) -> str:

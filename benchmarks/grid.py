@@ -155,10 +155,13 @@ class Results:
             self._outcomes[run] = outcome
         return self._outcomes[run]
 
-    def hours(self, regimes: Collection[str] | None = None) -> float:
-        """Return the processor time of all runs, or of those of some regimes."""
-        runs = [run for run in self.all_runs() if regimes is None or run.regime in regimes]
-        return sum(self.outcome(run).all_seconds for run in runs) / 3600
+    def hours(self, regimes: Collection[str] | None = None, methods: Collection[str] | None = None) -> float:
+        """Return the processor time of all runs, with their evaluation, or of those of some regimes and methods."""
+        seconds = 0.0
+        for run in self.all_runs():
+            if (regimes is None or run.regime in regimes) and (methods is None or run.method in methods):
+                seconds += self.outcome(run).all_seconds
+        return seconds / 3600
 
     def missing(self, cell: Cell, method: str) -> list[Run]:
         """Return the runs that a method needs next: at rates to choose from, or of the seeds at the best one."""

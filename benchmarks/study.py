@@ -30,12 +30,14 @@ from vl_plugins.errors import UserError, exit_status, one_of
 RESULTS = Path("docs/studies")
 
 
-def missing_runs(results: Results, regimes: Sequence[str]) -> list[Run]:
-    """Return the runs that are missing, of some regimes or of all."""
+def missing_runs(results: Results, regimes: Sequence[str], methods: Sequence[str]) -> list[Run]:
+    """Return the runs that are missing, of some regimes and methods; of all where none are named."""
     missing = []
     for cell in results.study.cells:
-        if not regimes or cell.regime in regimes:
-            for method in cell.all_methods:
+        if regimes and cell.regime not in regimes:
+            continue
+        for method in cell.all_methods:
+            if not methods or method in methods:
                 missing += results.missing(cell, method)
     return list(dict.fromkeys(missing))
 
@@ -59,6 +61,9 @@ def run_study(arguments: argparse.Namespace) -> None:
     results = Results(study, arguments.results) if arguments.results else kept
     for regime in arguments.regimes:
         one_of("--regimes", regime, tuple(study.regimes))
+    all_methods = {method for cell in study.cells for method in cell.all_methods}
+    for method in arguments.methods:
+        one_of("--methods", method, tuple(sorted(all_methods)))
     training = Training(results, arguments.work)
     if arguments.sample:
         if results is kept:
@@ -66,7 +71,7 @@ def run_study(arguments: argparse.Namespace) -> None:
         one_of("--sample", arguments.sample, tuple(study.samples))
         print(repeat_sample(kept, results, arguments.sample, training))
         return
-    training.train(partial(missing_runs, results, arguments.regimes), arguments.hours)
+    training.train(partial(missing_runs, results, arguments.regimes, arguments.methods), arguments.hours)
     print(write_tables(study, results))
     print(f"{results.hours():.1f} hours of processor time in {len(list(results.all_runs()))} runs")
 
@@ -78,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--work", type=Path, required=True, help="folder of data, runs and logs, also of a study that was stopped")
     add("--results", type=Path, help="folder of results (default: docs/studies/NAME)")
     add("--regimes", nargs="+", default=[], metavar="NAME", help="train the runs of these only (default: all)")
+    add("--methods", nargs="+", default=[], metavar="NAME", help="train the runs of these only (default: all)")
     add("--hours", type=float, default=float("inf"), help="start no run after this processor time of all runs")
     add("--sample", metavar="NAME", help="train some runs again, and compare them with the results that are kept")
     return parser

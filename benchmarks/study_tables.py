@@ -18,7 +18,8 @@ orphan: true
 # All comparisons of the study
 
 Written by `python -m benchmarks.study`. Rates are chosen on validation. Time is the processor time of training, as a
-multiple of the baseline's. Intervals are 95 %, and bold where they exclude 0.
+multiple of the baseline's. The 95 % intervals of a table hold together, and are bold where they exclude 0. "(edge)"
+marks a rate that is the lowest or the highest of all that may be tried: a better one may lie beyond it.
 """
 
 # Columns of the table, by the metric's name.
@@ -74,7 +75,7 @@ def comparison_table(cell: Cell, results: Results, differences: dict[str, Differ
         ]
         rows.append(f"| {' | '.join(cells)} |")
     smallest = max(difference.smallest() for difference in differences.values())
-    note = f"\n{cell.seeds} seeds. A true difference of {smallest:.1f} in RSUM would be resolved in 4 of 5 cases."
+    note = f"\nA true difference of {smallest:.1f} in RSUM would be resolved in 4 of 5 cases."
     return "\n".join([*rows, note])
 
 
@@ -93,7 +94,7 @@ def write_tables(study: Study, results: Results) -> str:
     for cell in study.cells:
         if differences := rsum_differences(cell, results):
             table = comparison_table(cell, results, differences)
-            parts.append(f"## {cell.regime}, against `{cell.baseline}`\n\n{table}\n")
+            parts.append(f"## {cell.regime}, {cell.seeds} seeds, against `{cell.baseline}`\n\n{table}\n")
             panels[f"{cell.regime}: RSUM against {cell.baseline}"] = differences
     if panels:
         draw_differences(panels, results.folder / "study.svg")

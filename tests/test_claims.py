@@ -1,6 +1,7 @@
 """The claims of the papers: their files, their verdicts, their page, and results at the size of the papers."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from benchmarks import at_scale, claims
 from benchmarks.at_scale import add_at_scale
 from benchmarks.claim import Claim, Comparison, Scale, find_claim, read_claims
-from benchmarks.claims import claim_section, results_of
+from benchmarks.claims import claim_section, results_of, summary
 from benchmarks.findings import (
     CONTRADICTED,
     NOT_RESOLVED,
@@ -128,16 +129,43 @@ def outcomes(level, seeds, variance=0.5, images=100):
 
 def test_a_finding_has_the_interval_of_the_comparison():
     """That of `compare`, wider by Bonferroni's correction for the comparisons of the claim, with power and time."""
-    runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 4)}
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 4)}  # of which three are compared
     found = finding(Comparison("regime", "method", "baseline"), FakeResults(runs), comparisons=3)
-    values = {name: [outcome.image_values for outcome in of_name] for name, of_name in runs.items()}
+    values = {name: [outcome.image_values for outcome in of_name[:3]] for name, of_name in runs.items()}
     expected = compare(values, "baseline", comparisons=3)["method"]["rsum"]
     assert (found.mean, found.low, found.high) == (expected.mean, expected.low, expected.high)
-    assert (found.smallest, found.time, found.seeds) == (expected.smallest(0.8), 2.0, (3, 4))
+    assert (found.smallest, found.time, found.seeds) == (expected.smallest(0.8), 2.0, 3)
     assert found.verdict == REPRODUCED
     alone = finding(Comparison("regime", "method", "baseline"), FakeResults(runs), comparisons=1)
     assert alone.low > found.low
     assert finding(Comparison("regime", "method", "absent"), FakeResults(runs), comparisons=1).verdict == NOT_RUN
+
+
+def test_equal_trainings_are_equal():
+    """The interval of `compare` covers other seeds on both sides, where these would be equal again."""
+    runs = {"method": outcomes(20, 3), "baseline": outcomes(20, 3), "other": outcomes(20, 2) + outcomes(21, 1)}
+    comparison = Comparison("regime", "method", "baseline", "equal", within=0.1)
+    found = finding(comparison, FakeResults(runs), comparisons=1)
+    assert (found.mean, found.low, found.high, found.verdict) == (0, 0, 0, REPRODUCED)
+    comparison = Comparison("regime", "method", "other", "equal", within=0.1)
+    found = finding(comparison, FakeResults(runs), comparisons=1)
+    assert found.verdict == NOT_RESOLVED
+    assert found.low < found.mean < found.high
+
+
+@pytest.mark.parametrize(
+    ("methods", "text"),
+    [
+        (["method"], r"RSUM \+10"),
+        (["method", "baseline"], "1 of 2 comparisons reproduced"),
+        (["method", "absent"], "1 of 2 comparisons run"),
+        (["absent"], "$"),
+    ],
+)
+def test_the_summary_of_a_claim(methods, text):
+    runs = FakeResults({"method": outcomes(20, 3), "baseline": outcomes(10, 3)})
+    found = [finding(Comparison("regime", method, "baseline"), runs, len(methods)) for method in methods]
+    assert re.match(text, summary(found))
 
 
 def test_a_baseline_of_another_regime():
@@ -155,7 +183,7 @@ def test_a_number_of_each_run_is_compared_over_the_seeds():
     runs = {"method": outcomes(20, 5, variance=0.3), "baseline": outcomes(10, 3, variance=0.6)}
     comparison = Comparison("regime", "method", "baseline", "below", "image_circular_variance")
     found = finding(comparison, FakeResults(runs), comparisons=1)
-    sides = [[outcome.test["image_circular_variance"] for outcome in of_name] for of_name in runs.values()]
+    sides = [[outcome.test["image_circular_variance"] for outcome in of_name[:3]] for of_name in runs.values()]
     interval = ttest_ind(*sides, equal_var=False).confidence_interval()
     assert (found.low, found.high) == pytest.approx(tuple(interval))
     assert found.verdict == REPRODUCED
@@ -178,10 +206,11 @@ def test_the_section_of_a_claim():
     section = claim_section(CLAIM, findings(CLAIM, FakeResults(runs)))
     assert "Somebody says so. (a paper, Table 1; `001-test`)" in section
     assert "| frozen | `method` > `baseline` | RSUM | +1" in section
-    assert "| 2.00 | 3, 3 | reproduced |" in section
+    assert "| 2.00 | 3 | reproduced |" in section
     assert "| frozen | `method` > `absent` | RSUM | | | | | not run |" in section
-    assert "benchmarks/studies/claims.yaml --work studies/claims --results studies/own --regimes frozen`" in section
-    assert "Verdict: **not run**. Rule: every comparison is reproduced." in section
+    assert "--work studies/claims --results studies/own --regimes frozen --methods method baseline absent`" in section
+    assert "At the size of the paper: `python -m benchmarks.claims --claim 001-test` with `--scale coco`." in section
+    assert "Verdict: **not run**. Rule: all comparisons must be reproduced." in section
 
 
 def evaluation(**changes):
@@ -247,6 +276,7 @@ QUOTED = {
         ("unified-learned", "vlc-learned", "fine-tuned"),
         ("unified-learned", "clip", "swapped"),
         ("unified-learned", "clip", "far"),
+        ("unified-learned", "clip", "scratch"),
     ],
     "docs/guides/comparison.md": [("clip-1.5x", "clip", "fine-tuned")],
     "docs/measured.md": [
@@ -288,7 +318,10 @@ QUOTED = {
         ("unified", "goal-default", "frozen-long"),
         ("goal-nca-con", "triplet-hn", "frozen-long"),
         ("goal-con-sig-ms", "clip", "fine-tuned"),
+        ("goal-con-sig-ms", "goal-default", "frozen-long"),
         ("unified-learned", "clip", "far"),
+        ("unified-learned", "clip", "scratch"),
+        ("siglip", "clip", "scratch"),
         ("goal", "clip", "far"),
         ("goal-warmup", "clip", "far"),
         ("goal-warmup", "goal", "far"),

@@ -278,6 +278,16 @@ def test_a_study_that_is_ended_ends_its_trainings(tmp_path):
         time.sleep(0.1)
 
 
+def test_methods_of_a_study_are_trained_alone(results):
+    """Of all methods, or of some, in some regimes."""
+    assert {run.method for run in study_module.missing_runs(results, [], [])} == {"clip", "unified", "long"}
+    assert {run.method for run in study_module.missing_runs(results, ["short"], ["unified", "clip"])} == {
+        "clip",
+        "unified",
+    }
+    assert study_module.missing_runs(results, ["long"], []) == []
+
+
 @pytest.mark.slow
 def test_a_small_study_of_real_commands(tmp_path):
     """All kinds of regimes: fine-tuned, on frozen features, and sets. It is stopped by its budget, and continues."""
@@ -310,6 +320,6 @@ def test_a_small_study_of_real_commands(tmp_path):
     assert 0 < first < 10
     assert study_module.main(words) == 0
     assert len(list((tmp_path / "results").rglob("*.npz"))) == 10
-    assert "## sets, against `vector`" in (tmp_path / "results" / "study.md").read_text()
+    assert "## sets, 1 seeds, against `vector`" in (tmp_path / "results" / "study.md").read_text()
     sets = Outcome.load(next((tmp_path / "results" / "sets" / "sets-4").glob("*.npz")))
     assert 0 < sets.test["image_circular_variance"] < 1
