@@ -140,7 +140,8 @@ def training_command(claim: Claim) -> str:
     hours = results.hours(regimes, methods)
     if hours == 0:
         return f"To train: {command}."
-    return f"To train again, in {hours:.1f} hours of processor time: {command}."
+    time = f"{hours:.1f} hours" if hours > 0.1 else f"{60 * hours:.0f} minutes"
+    return f"To train again, in {time} of processor time: {command}."
 
 
 def finding_row(finding: Finding) -> str:

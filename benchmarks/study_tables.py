@@ -20,6 +20,8 @@ orphan: true
 Written by `python -m benchmarks.study`. Rates are chosen on validation. Time is the processor time of training, as a
 multiple of the baseline's. The 95 % intervals of a table hold together, and are bold where they exclude 0. "(edge)"
 marks a rate that is the lowest or the highest of all that may be tried: a better one may lie beyond it.
+
+![Differences of RSUM from the baseline with their intervals, blue where they exclude 0](study.svg)
 """
 
 # Columns of the table, by the metric's name.
@@ -90,12 +92,14 @@ def write_tables(study: Study, results: Results) -> str:
             numbers = [outcome.val["rsum"], *(outcome.test[metric] for metric in COLUMNS)]
             epochs = study.epochs(run.regime, run.method)
             writer.writerow([*run, epochs, f"{outcome.training_seconds:.1f}", *(f"{number:.3f}" for number in numbers)])
-    parts, panels = [], {}
+    parts = []
+    panels: dict[str, dict[str, Difference]] = {}
     for cell in study.cells:
         if differences := rsum_differences(cell, results):
             table = comparison_table(cell, results, differences)
             parts.append(f"## {cell.regime}, {cell.seeds} seeds, against `{cell.baseline}`\n\n{table}\n")
-            panels[f"{cell.regime}: RSUM against {cell.baseline}"] = differences
+            title = f"{cell.regime}: RSUM against {cell.baseline}"
+            panels[title] = panels.get(title, {}) | differences  # of all cells with this baseline
     if panels:
         draw_differences(panels, results.folder / "study.svg")
     text = "\n".join([TITLE, *parts])

@@ -92,7 +92,7 @@ def test_the_wrong_conclusion_of_the_guide_is_in_the_study():
     for label, of_seeds in (("`clip`", clip), ("1.5 times the steps", longer)):
         assert f"| {label} | {of_seeds[2]:.1f} |" in GUIDE
         assert "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f}".format(*of_seeds) in text
-    assert f"longer training gains {longer[2] - clip[2]:.1f}. With the second" in text
+    assert f"longer training appears to gain {longer[2] - clip[2]:.1f}. With the second" in text
     assert f"it would have lost {clip[1] - longer[1]:.1f}." in text
     assert f"The seed alone moved the longer training by {max(longer) - min(longer):.0f}, " in text
     assert f"differ by −{fmean(clip) - fmean(longer):.1f}, with an interval of " in text

@@ -18,8 +18,9 @@ from PIL import Image
 from scipy import stats
 
 from benchmarks import study as study_module
+from benchmarks import study_tables
 from benchmarks.frozen_trunk import region_features
-from benchmarks.grid import Results, Run, Study
+from benchmarks.grid import Cell, Results, Run, Study
 from benchmarks.inverted_pictures import write_inverted
 from benchmarks.jobs import Jobs, run_command, run_once
 from benchmarks.outcomes import Outcome, metric_means, selected_metrics
@@ -172,6 +173,19 @@ def test_tables(results):
     assert len(rows) == 8
     assert rows[-1]["method"] == "unified"
     assert {row["RSUM"] for row in rows if row["rate"] == "1e-2"} == {"90.000", "96.000"}
+
+
+def test_the_picture_has_the_methods_of_all_cells(results, monkeypatch):
+    """Also of cells with the same baseline."""
+    for method, rsum in (("clip", 90.0), ("unified", 96.0), ("long", 93.0)):
+        for rate in ("1e-3", "1e-2", "1e-1"):
+            for seed in (0, 1):
+                save(results, Run("short", method, rate, seed), val=rsum + (rate == "1e-2"), test=rsum)
+    results.study.cells = [Cell("short", "clip", [method], seeds=2) for method in ("unified", "long")]
+    drawn = []
+    monkeypatch.setattr(study_tables, "draw_differences", lambda panels, file: drawn.append(panels))
+    write_tables(results.study, results)
+    assert [list(panel) for panel in drawn[0].values()] == [["unified", "long"]]
 
 
 def test_outcomes_are_kept_whole(tmp_path):
