@@ -114,6 +114,7 @@ class Processes:
         tensors: dict[str, Tensor | None],
         learned: dict[str, Tensor] | None = None,
         settings: tuple[str, ...] = (),
+        uses_all: bool = False,
     ) -> GatheredRows:
         """Return the rows of all processes, in the order of their ranks; each may have another number of them.
 
@@ -124,6 +125,8 @@ class Processes:
             tensors: (n, ...) by name, the same names in all processes; integers (n, M) may have another M in each.
             learned: 0-D tensors by name that must be equal in all processes.
             settings: words that must be equal too.
+            uses_all: each process compares all with all, so what one of them does not use, none does. That has no
+                gradients then, which DistributedDataParallel finds; otherwise it has gradients of 0.
 
         Raises:
             ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, tensors of
@@ -146,7 +149,10 @@ class Processes:
             if any(description.has_gradient for description in of_processes) and not value.requires_grad:
                 value = value.detach().requires_grad_()  # or this process would not take part in the backward pass
             padded.append(value)
-        gathered = _Gather.apply(self, list(counts.values()), *padded)
+        if uses_all:  # apart, so that what is not used has no backward pass
+            gathered = [_Gather.apply(self, [counts[name]], rows)[0] for name, rows in zip(counts, padded, strict=True)]
+        else:
+            gathered = _Gather.apply(self, list(counts.values()), *padded)
         joined: dict[str, Any] = dict.fromkeys(tensors)
         joined.update(zip(counts, gathered, strict=True))
         return GatheredRows(joined, counts)
@@ -394,7 +400,7 @@ def joined_call(processes: Processes, call: dict[str, Any], learned: dict[str, T
         call["embeddings"], call["ref_emb"] = full_precision(embeddings, ref_emb)
     if processes.size == 1:
         return call
-    return call | processes.gather_rows(options_with_rows(call), learned).tensors
+    return call | processes.gather_rows(options_with_rows(call), learned, uses_all=True).tensors
 
 
 def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:

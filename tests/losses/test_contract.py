@@ -368,7 +368,7 @@ class MeanOfPairs(PairLoss):
 
 @pytest.mark.parametrize(("loss", "hook"), [(MeanOfMatrix, "matrix_losses"), (MeanOfPairs, "of_pairs")])
 def test_a_loss_that_is_already_reduced(loss, hook):
-    message = rf"{hook} of {loss.__name__} must return the loss of each of the \d+ positive pairs"
+    message = rf"{hook} of {loss.__name__} must return one loss of each positive pair or triplet, \(\d+,\), got \(\)"
     with pytest.raises(ValueError, match=message):
         loss()(**call_with(1))
 

@@ -27,6 +27,7 @@ class TripletHNLoss(PairLoss):
         margin: m, by how much the positive should be closer than the negative, >= 0, in units of the similarity.
         kwargs: and how to call the loss, see :class:`~vl_plugins.losses.PairLoss`.
 
+    >>> import torch
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> TripletHNLoss(margin=0.2)(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(2.4000)
@@ -58,6 +59,7 @@ class TripletSHLoss(PairLoss):
 
     Memory is one row of candidates per positive pair, M x C. Arguments are those of :class:`TripletHNLoss`.
 
+    >>> import torch
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> TripletSHLoss(margin=0.2)(images, labels, ref_emb=texts, ref_labels=labels)
     tensor(2.8000)

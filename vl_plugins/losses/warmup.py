@@ -46,6 +46,7 @@ class Warmup(BaseMetricLossFunction):
         self.first, self.then = first, then
         self.steps = number("warmup_steps", steps, least=0, kind=int)
         self.step = 0
+        self.add_to_recordable_attributes(name="steps")
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_THEN:
