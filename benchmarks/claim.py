@@ -53,6 +53,11 @@ class Comparison:
         return f"`{self.method}` {relation} `{self.baseline}`{where}"
 
     @property
+    def is_of_runs(self) -> bool:
+        """Whether the metric is one number of each run, and not of each test image."""
+        return self.metric.endswith("_variance")
+
+    @property
     def methods(self) -> tuple[str, str]:
         return self.method, self.baseline
 

@@ -90,7 +90,7 @@ def interval_of(finding: Finding) -> str:
 
 
 def digits_of(comparison: Comparison) -> int:
-    return 3 if comparison.metric.endswith("_variance") else 1
+    return 3 if comparison.is_of_runs else 1
 
 
 def in_order(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> list[Claim]:

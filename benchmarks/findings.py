@@ -71,7 +71,7 @@ def finding(comparison: Comparison, results: Results, comparisons: int) -> Findi
     method, baseline = method[:seeds], baseline[:seeds]
     if are_equal(method, baseline):
         mean = low = high = smallest = 0.0
-    elif comparison.metric.endswith("_variance"):
+    elif comparison.is_of_runs:
         mean, low, high, smallest = number_difference(method, baseline, comparison.metric, comparisons)
     else:
         values = {"method": [outcome.image_values for outcome in method]}

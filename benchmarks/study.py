@@ -61,9 +61,9 @@ def run_study(arguments: argparse.Namespace) -> None:
     results = Results(study, arguments.results) if arguments.results else kept
     for regime in arguments.regimes:
         one_of("--regimes", regime, tuple(study.regimes))
-    all_methods = {method for cell in study.cells for method in cell.all_methods}
+    all_methods = sorted({method for cell in study.cells for method in cell.all_methods})
     for method in arguments.methods:
-        one_of("--methods", method, tuple(sorted(all_methods)))
+        one_of("--methods", method, tuple(all_methods))
     training = Training(results, arguments.work)
     if arguments.sample:
         if results is kept:
