@@ -36,13 +36,14 @@ ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 
 
 
 class OrderSimilarity(BaseDistance):
-    r"""Similarity of order embeddings: how little a caption says that its image does not show, 0 at most.
+    r"""Similarity of order embeddings: 0 for a caption that says nothing beyond its image, otherwise negative.
 
     .. math:: s(i, c) = - \lVert \max(0, |c| - |i|) \rVert^2
 
     with unit vectors i and c. A caption may leave out what an image shows, so the two sides are not alike: the first
-    argument of a call is the images, and :class:`~vl_plugins.losses.CrossModalLoss` keeps to it where
-    captions are the anchors. The margin belongs to this scale: the papers use 0.05.
+    argument of a call is the images, and :class:`~vl_plugins.losses.CrossModalLoss` takes care of it where captions are
+    the anchors. A miner needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``, and a queue of
+    images, whose anchors are captions, ``captions_first=True``. The margin belongs to this scale: the papers use 0.05.
 
     Args:
         absolute: compare the absolute values of the elements, because order embeddings are not negative.

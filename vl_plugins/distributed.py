@@ -50,6 +50,11 @@ def world_size(group: Any = None) -> int:
     return distributed.get_world_size(group)
 
 
+def _process_group() -> Any:
+    """Return the class of process groups; that of nothing where torch was built without them."""
+    return getattr(distributed, "ProcessGroup", ())
+
+
 class GatheredRows(NamedTuple):
     """The rows of all processes.
 
@@ -88,6 +93,8 @@ class Processes:
     """
 
     def __init__(self, group: Any = False):
+        if not (group is None or isinstance(group, (bool, _process_group()))):
+            raise ValueError(f"gather_across_devices must be True, False or a ProcessGroup, got {group!r}")
         self.is_alone = group is False or group is None
         self.group: Any = None if isinstance(group, bool) else group
         self.has_checked_labels = False
@@ -220,8 +227,8 @@ class Processes:
         if len(with_rows) > 1 and all(description.are_places for description in with_rows):
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
-                "other: give ids of the whole job, or no labels where row i belongs to row i. If these are classes of "
-                "the whole job, add 1 to them"
+                "other: give ids of the whole job, or no labels where row i belongs to row i. Only if equal labels do "
+                "mean the same in all processes, as classes do, add 1 to them"
             )
 
 

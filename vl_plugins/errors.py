@@ -218,7 +218,7 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name, with the nearest match and the known names."""
-    known = sorted(known)
+    known = sorted(known, key=lambda name: (str(name)[:1].isupper(), name))  # classes of hosts come last
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")

@@ -16,7 +16,7 @@ __all__ = ["HardestNegativeMiner"]
 
 
 class HardestNegativeMiner(BaseMiner):
-    """Triplets of every positive pair and the k hardest negatives of its anchor, the mining of VSE++.
+    """Pairs every positive pair with the k hardest negatives of its anchor, the mining of VSE++.
 
     ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
     ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
@@ -25,7 +25,8 @@ class HardestNegativeMiner(BaseMiner):
 
     Args:
         k: number of negatives for each positive pair, >= 1.
-        kwargs: ``distance``, by default ``CosineSimilarity()``, and ``collect_stats`` of pytorch-metric-learning.
+        kwargs: ``distance``, by default ``CosineSimilarity()``, which should be that of the loss, and ``collect_stats``
+            of pytorch-metric-learning.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.

@@ -57,7 +57,8 @@ def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:
     rows = len(embeddings)
     if labels.shape != (rows,):
         shape = len(labels) if labels.ndim == 1 else tuple(labels.shape)
-        raise ValueError(f"{name} must have the length {rows}, got {shape}")
+        advice = "; embeddings go to ref_emb=" if labels.ndim > 1 and labels.is_floating_point() else ""
+        raise ValueError(f"{name} must have the length {rows}, got {shape}{advice}")
     if labels.is_floating_point() and labels.isnan().any():
         raise ValueError(f"{name} must be numbers, got NaN")
     if labels.dtype not in LABEL_TYPES:

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from typing import Any
 
-from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
+from vl_plugins.errors import UserError, number, one_of, unknown_name, user_errors
 
 __all__ = [
     "check_registered",
@@ -48,6 +48,9 @@ SHORT_NAMES = {
     "mil": "MILSimilarity",
     "smooth_chamfer": "SmoothChamferSimilarity",
 }
+# What some call a loss of this package.
+OTHER_NAMES = dict.fromkeys(["clip", "cliploss", "clip_loss", "contrastive", "info_nce", "infonce"], "vlc")
+OTHER_NAMES |= {"sigliploss": "siglip", "vse++": "triplet_hn", "vse0": "triplet_sh", "dive": "smooth_chamfer"}
 KIND_OF_OPTION = {kind: kind for kind in PACKAGES}
 KIND_OF_OPTION |= {"embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
 
@@ -130,7 +133,7 @@ def _constructed(factory: Any, options: dict[str, Any]) -> Any:
     if not hasattr(factory, "warmed_up"):
         return factory(**options)
     own = {name: value for name, value in options.items() if name != "warmup_steps"}
-    steps = options.get("warmup_steps", 0)
+    steps = number("warmup_steps", options.get("warmup_steps", 0), least=0, kind=int)
     return factory.warmed_up(steps, **own) if steps else factory(**own)
 
 
@@ -139,6 +142,8 @@ def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> 
     for option, value in options.items():
         if option not in known:
             advice = scale_advice(option, value, known) if kind == "loss" else None
+            if kind == "loss" and option == "warmup_steps":
+                advice = "it has no warmup_steps, as triplet_hn and goal have; Warmup(first, then, steps) takes any two"
             return advice or str(unknown_name("option", option, known))
     return ""
 
@@ -194,7 +199,12 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
     for provider in providers:
         with user_errors(f"loss {name!r}", ImportError, AttributeError):
             return provider.load()
-    return _classes(kind)[one_of(kind, name, names(kind))]
+    known = names(kind)
+    if kind == "loss" and name not in known and name in vars(importlib.import_module("vl_plugins.losses")):
+        raise UserError(f"loss {name!r} is not made by name: import it from vl_plugins.losses")
+    if kind == "loss" and name not in known and name.casefold() in OTHER_NAMES:
+        raise UserError(f"unknown loss {name!r}; here it is called {OTHER_NAMES[name.casefold()]!r}")
+    return _classes(kind)[one_of(kind, name, known)]
 
 
 def check_registered(loss: Any) -> None:

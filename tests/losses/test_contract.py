@@ -385,7 +385,7 @@ def test_one_set_and_two():
 def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
     for name, masks in (("positive_mask", (mask, right)), ("negative_mask", (right, mask))):
-        with pytest.raises(ValueError, match=f"{name} must be bool"):
+        with pytest.raises(ValueError, match=f"{name} must be torch.bool"):
             make_loss("unified").from_similarities(similarities, *masks)
 
 

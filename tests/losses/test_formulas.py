@@ -109,7 +109,7 @@ def test_options_out_of_range(make, option):
 
 @pytest.mark.parametrize("shape", [(5,), (6,), (6, 9)])
 def test_margins_of_another_batch(shape):
-    with pytest.raises(ValueError, match=r"margin must be a number, or one of each caption, \(9,\); got the shape"):
+    with pytest.raises(ValueError, match=r"margin must be a number, or one for each caption, \(9,\); got the shape"):
         UnifiedLoss()(**call_with(2), margin=torch.rand(shape))
     loss = UnifiedLoss()
     loss.margin = torch.rand(shape)

@@ -49,6 +49,9 @@ def test_negatives_of_an_instance():
             super().__init__()
             self.of_negatives = hardest
 
+        def of_pairs(self, positive, negative, scale):
+            return negative - positive
+
     with pytest.raises(AttributeError, match="of_negatives belongs to the class: write it into the body of Own"):
         Own()
 
@@ -120,10 +123,106 @@ def test_a_state_of_its_own():
 class NumbersOfPairs(PairLoss):
     of_negatives, numbers, scale = soft_maximum, ("scale",), 3.0
 
+    def of_pairs(self, positive, negative, scale):
+        return negative - positive
+
 
 def test_a_scale_of_each_text_for_a_soft_maximum():
     with pytest.raises(ValueError, match=r"scale must be one number for a soft maximum, got the shape \(4,\)"):
         NumbersOfPairs()(IMAGES, **PAIRS, scale=torch.ones(4))
+
+
+def wrong_class(base=PairLoss, **body):
+    return lambda: type("Own", (base,), body)
+
+
+def of_pairs(self, positive, negative):
+    return negative - positive
+
+
+def of_pairs_and_scale(self, positive, negative, scale):
+    return scale * (negative - positive)
+
+
+WRONG_CLASSES = {
+    "a hook without the number of its loss": (
+        wrong_class(ScaledLoss, of_pairs=of_pairs),
+        r"of_pairs must take scale, by the names in numbers",
+    ),
+    "a hook with a number that its loss does not have": (
+        wrong_class(of_pairs=of_pairs_and_scale),
+        r"of_pairs takes scale, which is not in numbers, \(\): add it",
+    ),
+    "a number that an inherited hook does not take": (
+        wrong_class(UnifiedLoss, numbers=("scale", "margin", "bias")),
+        "of_pairs must take bias",
+    ),
+    "numbers that are a word": (
+        wrong_class(ScaledLoss, numbers="scale", of_pairs=of_pairs_and_scale),
+        r"numbers must be a tuple of names, such as \('scale',\), got 'scale'",
+    ),
+    "numbers without the scale": (
+        wrong_class(ScaledLoss, numbers=("margin",), of_pairs=of_pairs),
+        r"of_negatives = soft_maximum needs a scale; numbers = \('scale', 'margin'\)",
+    ),
+    "negatives by a word": (
+        wrong_class(of_negatives="hardest", of_pairs=of_pairs),
+        "of_negatives must be hardest, soft_maximum or a method .*, got 'hardest'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CLASSES)
+def test_hooks_that_do_not_fit(case):
+    make_class, message = WRONG_CLASSES[case]
+    with pytest.raises(TypeError, match=f"^Own: {message}"):
+        make_class()
+
+
+def test_a_loss_without_a_formula():
+    class Own(PairLoss):
+        def of_pair(self, positive, negative):
+            return negative - positive
+
+    with pytest.raises(TypeError, match="Own defines neither of_pairs nor matrix_losses"):
+        Own()
+
+
+def test_a_margin_in_the_place_of_an_option():
+    class Own(PairLoss):
+        def __init__(self, margin=0.2):
+            super().__init__(margin)
+
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        Own()
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_negatives_of_the_whole_batch(keepdim):
+    class Own(PairLoss):
+        def of_negatives(self, similarities, negative_mask):
+            return similarities.amax(dim=1, keepdim=True) if keepdim else similarities.max()
+
+        def of_pairs(self, positive, negative):
+            return negative - positive
+
+    with pytest.raises(ValueError, match=r"of_negatives of Own must return one number for each anchor, \(4,\), got \("):
+        Own()(IMAGES, **PAIRS)
+
+
+def test_a_number_of_each_caption_for_negatives_of_an_anchor():
+    class Own(PairLoss):
+        numbers, margin = ("margin",), 0.2
+
+        def of_negatives(self, similarities, negative_mask, margin):
+            return (similarities + margin).masked_fill(~negative_mask, -9).amax(dim=1)
+
+        def of_pairs(self, positive, negative, margin):
+            return negative - positive
+
+    assert Own()(IMAGES, **PAIRS, margin=0.5) > Own()(IMAGES, **PAIRS)
+    with pytest.raises(ValueError, match="margin must be one number in a call of Own, whose of_negatives takes it"):
+        Own()(IMAGES, **PAIRS, margin=torch.ones(4))
 
 
 def test_a_mean_of_triplets():

@@ -146,7 +146,7 @@ def test_a_margin_as_a_parameter_of_one_element_and_as_an_array():
     for margin in (np.full(4, 0.3), [0.3] * 4):
         torch.testing.assert_close(UnifiedLoss().from_similarities(call, *masks, margin=margin), value)
     with pytest.raises(
-        ValueError, match=r"margin must be a number, or one of each caption, \(4,\); got the shape \(7,\)"
+        ValueError, match=r"margin must be a number, or one for each caption, \(4,\); got the shape \(7,\)"
     ):
         UnifiedLoss().from_similarities(call, *masks, margin=torch.ones(7))
 
@@ -175,7 +175,7 @@ def test_a_number_that_the_later_loss_refuses_is_an_error_at_once():
     warm = Warmup(UnifiedLoss(), UnifiedLoss(learn_scale=True), steps=5)
     with pytest.raises(ValueError, match="scale is the loss's own parameter"):
         warm(**call, scale=4.0)
-    with pytest.raises(ValueError, match="TripletHNLoss has no scale"):
+    with pytest.raises(ValueError, match="TripletHNLoss: it has no scale"):
         Warmup(TripletHNLoss(), TripletHNLoss(), steps=5)(**call, scale=4.0)
 
 

@@ -1,6 +1,7 @@
 """A loss of positive pairs and their negatives as a pytorch-metric-learning loss."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from vl_plugins.distributed import Processes, learned_numbers
 from vl_plugins.engine import Pairs
-from vl_plugins.errors import number
+from vl_plugins.errors import InputWarning, number, unknown_name
 from vl_plugins.losses.batch import Batch, ContentIds, Direction, by_pair, is_one_of_each, number_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
@@ -26,17 +27,19 @@ from vl_plugins.losses.paths import (
     soft_maximum,
 )
 from vl_plugins.losses.reduction import reduced
-from vl_plugins.losses.statistics import STATISTICS, record_statistics
+from vl_plugins.losses.statistics import STATISTICS, forget_statistics, record_statistics
 from vl_plugins.numerics import check_tensors, eager, full_precision
-from vl_plugins.registry import losses_with_scale, options_of, scale_advice
+from vl_plugins.registry import options_of, scale_advice
 
 __all__ = ["PairLoss"]
 
 CONFIDENCE = "confidence"
+# What a loss may override, and the number of its arguments before the numbers.
+HOOKS = {"of_negatives": 2, "of_pairs": 2, "matrix_losses": 3, "triplet_losses": 4}
 
 
 class PairLoss(BaseMetricLossFunction):
-    """A loss of each positive pair, given its similarity and one number of its anchor's negatives.
+    """A loss of each positive pair, given its similarity and a summary of its anchor's negatives.
 
     A subclass says what :attr:`of_negatives` is, and gives a formula::
 
@@ -50,52 +53,59 @@ class PairLoss(BaseMetricLossFunction):
             def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
                 return (self.margin + negative - positive).relu() ** 2
 
-    The base class does the rest: several positives, one set or two, labels or places or a miner's choice, known
-    positives, any distance and reducer, large batches in tiles, several processes
-    (:mod:`vl_plugins.distributed`). Where no single
-    number says enough of the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
+    The base class handles the rest: several positives, one set or two, labels or positions or a miner's choice, known
+    positives, any distance and reducer, large batches in tiles, several processes (:mod:`vl_plugins.distributed`).
+    Where one number cannot summarize the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
 
-    - ``loss(image_embeddings, ref_emb=text_embeddings)``: rows k i to k i + k - 1 of the texts belong to image i.
+    - ``loss(image_embeddings, ref_emb=text_embeddings)``: positive by position. With k texts per image, rows k * i to
+      k * i + k - 1 of the texts belong to image i.
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
       positive, all others negative; image to text plus text to image.
-    - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is an anchor, so each
-      pair already occurs in both directions and none is added.
+    - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is already an anchor, so
+      no second direction is added.
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
       the labels' pairs, in the direction that it mined. A loss with :meth:`of_pairs` of the hardest negative takes
       each triplet by its own negative; any other loss takes the triplets' pairs.
     - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, of a model that compares pairs itself.
 
     The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
-    least, also under autocast. Nothing to compare gives 0. NaN or infinity in any embedding gives NaN, whatever the
-    reducer. Gradients of embeddings that are compared in blocks, those of :func:`hardest` and :func:`soft_maximum` by
-    labels and cosine or dot product, have no second derivatives; all others have.
+    least, also under autocast. Nothing to compare gives 0, with a warning if labels are the reason. NaN or infinity in
+    any embedding gives NaN, whatever the reducer. Where embeddings are compared in blocks, there are no second
+    derivatives: with :func:`hardest` or :func:`soft_maximum`, by labels, with cosine or dot product.
 
     Args:
-        symmetric: add text to image where two sets are compared by labels or places; otherwise image to text only.
+        symmetric: add text to image where two sets are compared by labels or positions; otherwise image to text only.
         tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
         gather_across_devices: True, or a ``ProcessGroup``: each process calls the loss with its own rows, and compares
-            them with those of all. The mean over the processes, which DistributedDataParallel takes of the gradients,
-            is that of one process with all rows. A process that cannot compute its share from its own rows, as with
-            another reducer, computes the loss of all rows.
-        known_positives: whether to use ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call.
+            them with those of all. Each process returns its share; the mean over the processes, which
+            DistributedDataParallel takes of the gradients, is the loss of one process with all rows. Where its own rows
+            do not suffice, as with a different reducer, each process computes the loss over all rows.
+        known_positives: False ignores ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call, to compare with a
+            training without them.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call by
-            labels or places sets the attributes of :mod:`vl_plugins.losses.statistics`.
+            labels or positions sets the attributes of :mod:`vl_plugins.losses.statistics`.
     """
+
+    _has_warned = False  # of a batch without pairs
 
     of_negatives: Any = hardest
     """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
 
-    It returns one number of each anchor's negatives, (A,), given similarities and a mask (A, C). An anchor without
-    negatives, whose pairs have loss 0 anyway, comes with all candidates. The number of an anchor depends on its own row
-    only, because large batches come in blocks of rows. It belongs to the class: an instance cannot set it."""
+    It summarizes each anchor's negatives in one number, (A,), given similarities and a mask (A, C). The number of an
+    anchor depends on its own row only, because large batches come in blocks of rows. An anchor without negatives, whose
+    pairs have loss 0 anyway, comes with all candidates. The method receives the numbers that a call gives for all
+    pairs, not those for each caption. It belongs to the class, so two kinds of it are two classes."""
 
     numbers: tuple[str, ...] = ()
-    """Names of the numbers that the hooks receive by name. A call may give them; otherwise they are attributes."""
+    """Names of hyper-parameters that a call may give, such as ``("scale", "margin")``; the hooks receive them by name.
+
+    If a call does not give one, it is the attribute with this name."""
 
     def __init__(
         self,
+        *,
         symmetric: bool = True,
         tiled: bool | None = None,
         gather_across_devices: Any = False,
@@ -103,6 +113,8 @@ class PairLoss(BaseMetricLossFunction):
         **kwargs: Any,
     ):
         _check_options(type(self), kwargs)
+        if type(self).of_pairs is PairLoss.of_pairs and not self.has_matrix_losses:
+            raise TypeError(f"{type(self).__name__} defines neither of_pairs nor matrix_losses")
         super().__init__(**kwargs)
         self.symmetric, self.tiled, self.known_positives = symmetric, tiled, known_positives
         self.processes = Processes(gather_across_devices)
@@ -117,9 +129,20 @@ class PairLoss(BaseMetricLossFunction):
             cls.by_row = False  # slow, but never wrong
 
     def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self).__name__
         if name == "of_negatives":
-            raise AttributeError(f"of_negatives belongs to the class: write it into the body of {type(self).__name__}")
+            raise AttributeError(f"of_negatives belongs to the class: write it into the body of {kind}")
+        if name == "margin" and is_one_of_each(value) and value.numel() > 1:
+            advice = "UnifiedLoss takes one for each caption"
+            if name in self.numbers:
+                advice = "one for each caption belongs to the call"
+            raise ValueError(f"margin of {kind} must be one number; {advice}: loss(..., margin=values), (C,)")
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in STATISTICS:
+            raise AttributeError(f"{type(self).__name__} records {name} only with collect_stats=True")
+        return super().__getattr__(name)
 
     # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
 
@@ -129,7 +152,7 @@ class PairLoss(BaseMetricLossFunction):
         Args:
             positive: (M,), similarities of the pairs.
             negative: (M,), :attr:`of_negatives` of their anchors.
-            numbers: those of :attr:`numbers`: floats or 0-D tensors; or (M,), where the call gives one of each caption.
+            numbers: those of :attr:`numbers`: floats or 0-D tensors; (M,) where the call gives one for each caption.
         """
         raise NotImplementedError
 
@@ -208,22 +231,25 @@ class PairLoss(BaseMetricLossFunction):
         Args:
             embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
             labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists. Without ``ref_labels``, rows
-                k i to k i + k - 1 of ``ref_emb`` have the label of row i; without ``labels`` too, they belong to row i
-                only, and no wait for the device is needed.
+                k * i to k * i + k - 1 of ``ref_emb`` have the label of row i; without ``labels`` too, they belong to
+                row i only, and the GPU is not synchronized.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
-            confidence: (C,), factors of the losses of each caption's pairs; with one set, those of each candidate.
-            negatives: (N, D), more candidates of the rows, which are nobody's positives and no anchors.
-            ref_ids: (C,), integers that are equal for equal contents, such as hashes of captions. A candidate with the
-                id of one of an anchor's positives, or of one set with its own, is no negative of it, in both
-                directions and in all processes. Negative numbers are no ids: hashes need ``& (2**63 - 1)``.
-            matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Rows
-                are filled up with negative numbers.
+            confidence: (C,), >= 0, how much to trust each caption: it multiplies the losses of the caption's pairs, and
+                the mean is still over all pairs. The caption remains a negative of other images. With one set, it is
+                the candidate's.
+            negatives: (N, D), extra candidates for every row. They are never positives or anchors.
+            ref_ids: (C,), integer ids of the candidates' contents, such as those of
+                :func:`vl_plugins.data.content_ids`. A candidate with the same id as one of an anchor's positives (in
+                one set, or as the anchor) is not a negative of that anchor, in both directions and in all processes.
+                Negative numbers mean "no id".
+            matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Pad
+                shorter rows with -1; lists may have unequal lengths.
             negative_ids: (N,), ids of ``negatives``.
-            copies: (A,), the places of candidates that are the rows themselves, as in a queue; a row is not compared
-                with its own. With one set they need not be given.
+            copies: (A,), for queues: which candidate is a copy of each row, so that the two are not compared. One set
+                needs none.
             numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
-                such as ``model.logit_scale.exp()``; or one of each caption, (C,).
+                such as ``model.logit_scale.exp()``; or one for each caption, (C,).
 
         Raises:
             ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a number
@@ -233,7 +259,7 @@ class PairLoss(BaseMetricLossFunction):
         is_mined = _is_mined(indices_tuple)
         if symmetric is None:
             symmetric = self.symmetric and not is_mined
-        scalars, caption_numbers = self._numbers_of_call(numbers, confidence)
+        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS, confidence)
         ids = ContentIds(ref_ids, matching_ids, negative_ids) if self.known_positives else ContentIds()
         with torch.autocast(embeddings.device.type, enabled=False):
             batch = Batch.of(
@@ -281,10 +307,11 @@ class PairLoss(BaseMetricLossFunction):
             raise ValueError("embedding_regularizer needs embeddings, not similarities")
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
+                shape, shape_of_mask = tuple(similarities.shape), tuple(mask.shape)
+                raise ValueError(f"{name} must be torch.bool {shape}, got {mask.dtype} {shape_of_mask}")
         if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # elsewhere the host would wait
             raise ValueError("a pair is in both positive_mask and negative_mask")
-        scalars, caption_numbers = self._numbers_of_call(numbers)
+        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS_OF_MATRIX)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
             positives = Pairs.of_mask(positive_mask)
@@ -313,12 +340,32 @@ class PairLoss(BaseMetricLossFunction):
     ) -> list[PairLosses]:
         """Return the losses of a miner's choice, or those of each direction; record their statistics."""
         if indices_tuple is not None:
+            forget_statistics(self)
             return [self._losses_of_indices(batch, indices_tuple, numbers)]
         directions = batch.directions()
+        self._warn_of_no_pairs(batch, directions[0])
         losses = [self._losses_of_direction(direction, numbers) for direction in directions]
         if self.collect_stats:
             record_statistics(self, directions[0], numbers)
         return losses
+
+    def _warn_of_no_pairs(self, batch: Batch, direction: Direction) -> None:
+        """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
+        rows, columns = direction.shape
+        is_queue = batch.copies is not None and not batch.one_set  # which may be empty at first
+        if self._has_warned or rows < 2 or is_queue:
+            return
+        possible = rows * columns - rows * batch.one_set
+        positive = len(direction.positives.rows)
+        if positive in (0, possible):
+            self._has_warned = True
+            number_of_pairs = "no pair" if positive == 0 else "every pair"
+            warnings.warn(
+                f"{number_of_pairs} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
+                "belongs together, and for nothing else",
+                InputWarning,
+                stacklevel=2,
+            )
 
     def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:
         pair_numbers = dict(direction.pair_numbers)
@@ -356,12 +403,12 @@ class PairLoss(BaseMetricLossFunction):
         return is_plain and distance.p == 2 and distance.power == 1
 
     def _numbers_of_call(
-        self, given: dict[str, Any], confidence: Tensor | None = None
+        self, given: dict[str, Any], arguments: tuple[str, ...], confidence: Tensor | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the numbers of a call, its own or else the loss's: those of all pairs, and those of each caption."""
-        for name in given:
+        for name, value in given.items():
             if name not in self.numbers:
-                raise ValueError(_unknown_number(self, name))
+                raise ValueError(_unknown_argument(self, name, value, arguments))
         scalars, caption_numbers = {}, {}
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
@@ -389,10 +436,27 @@ class PairLoss(BaseMetricLossFunction):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's arguments, without ``self`` and those that stand for others."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
+
+
+ARGUMENTS = _arguments(PairLoss.forward)
+ARGUMENTS_OF_MATRIX = _arguments(PairLoss.from_similarities)
+
+
 def _is_mined(indices_tuple: Any) -> bool:
+    if indices_tuple is None:
+        return False
     if isinstance(indices_tuple, Tensor):
         raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
-    return indices_tuple is not None
+    if len(indices_tuple) not in (3, 4):
+        raise ValueError(
+            "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), got "
+            f"{len(indices_tuple)} tensors"
+        )
+    return True
 
 
 def _as_tensor(value: Any) -> Any:
@@ -416,14 +480,15 @@ def _own_number(loss: PairLoss, name: str) -> Any:
     return value
 
 
-def _unknown_number(loss: PairLoss, name: str) -> str:
+def _unknown_argument(loss: PairLoss, name: str, value: Any, arguments: tuple[str, ...]) -> str:
     kind = type(loss).__name__
     if name == "miner":
         return f"{kind} takes no miner: DistributedLoss(loss)(..., miner=miner) does, or give it indices_tuple"
-    if name == "scale":
-        return f"{kind} has no scale; losses that have one: {', '.join(losses_with_scale())}"
-    names = ", ".join(loss.numbers) or "none"
-    return f"{kind} does not take {name} in a call; numbers of a call: {names}"
+    if name in ARGUMENTS:
+        return f"{name} belongs to a call with embeddings, not to from_similarities"
+    if advice := scale_advice(name, value, dict.fromkeys(loss.numbers)):
+        return f"{kind}: {advice}"
+    return f"{kind}: {unknown_name('argument', name, [*arguments, *loss.numbers])}"
 
 
 def _check_options(kind: type, options: dict[str, Any]) -> None:
@@ -436,6 +501,13 @@ def _check_options(kind: type, options: dict[str, Any]) -> None:
             f"{kind.__name__} has no warmup_steps: Warmup(first, then, steps), or "
             "create_loss(..., warmup_steps=...), begins with another loss"
         )
+    for option in options:
+        if option not in options_of(PairLoss):
+            raise TypeError(f"{kind.__name__}: {unknown_name('option', option, options_of(kind))}")
+    for option in ("distance", "reducer", "embedding_regularizer"):
+        value = options.get(option)
+        if value is not None and not isinstance(value, nn.Module):
+            raise TypeError(f"{kind.__name__}: {option} must be a module, got {value!r}; names are for create_loss")
 
 
 def _owner(kind: type, name: str, first: int = 0) -> type:
@@ -449,20 +521,52 @@ def _is_overridden_after(kind: type, name: str, other: str) -> bool:
 
 
 def _check_hooks(kind: Any) -> None:
-    """Raise ``TypeError`` for a soft maximum without a scale, and for a loss that was written for version 0.3."""
-    own = vars(kind)
+    """Raise ``TypeError`` for a class whose hooks do not fit together, or that was written for version 0.3."""
+    own, name = vars(kind), kind.__name__
     matrix_losses: Callable[..., Any] | None = own.get("matrix_losses")
     has_old_matrix = matrix_losses is not None and "anchors" in inspect.signature(matrix_losses).parameters
+    if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:
+        raise TypeError(
+            f"{name} is written for vl_plugins 0.3: define of_negatives and of_pairs(positive, negative, "
+            "**numbers), or matrix_losses(similarities, positive_mask, negative_mask, **numbers); see 'From 0.3 to 0.4'"
+        )
+    if not isinstance(kind.numbers, tuple):
+        raise TypeError(f"{name}: numbers must be a tuple of names, such as ('scale',), got {kind.numbers!r}")
+    if not callable(kind.of_negatives):
+        raise TypeError(
+            f"{name}: of_negatives must be hardest, soft_maximum or a method (self, similarities, negative_mask, "
+            f"**numbers), got {kind.of_negatives!r}"
+        )
+    if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
+        advice = "derive the class from ScaledLoss"
+        if "numbers" in own and kind.numbers:
+            advice = f"numbers = {('scale', *kind.numbers)}"
+        raise TypeError(f"{name}: of_negatives = soft_maximum needs a scale; {advice}")
     defines_pairs_only = "of_pairs" in own and "matrix_losses" not in own
     if kind.has_matrix_losses is True and defines_pairs_only and _owner(kind, "of_pairs", 1) is PairLoss:
         raise TypeError(
-            f"{kind.__name__}: of_pairs is never called, because {_owner(kind, 'matrix_losses').__name__} defines "
+            f"{name}: of_pairs is never called, because {_owner(kind, 'matrix_losses').__name__} defines "
             "matrix_losses: override that, or derive the class from PairLoss"
         )
-    if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
-        raise TypeError(f"{kind.__name__}: of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss")
-    if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:
-        raise TypeError(
-            f"{kind.__name__} is written for vl_plugins 0.3: define of_negatives and of_pairs(positive, negative, "
-            "**numbers), or matrix_losses(similarities, positive_mask, negative_mask, **numbers); see 'From 0.3 to 0.4'"
-        )
+    for hook in HOOKS:
+        _check_numbers_of_hook(kind, hook)
+
+
+def _check_numbers_of_hook(kind: Any, hook: str) -> None:
+    """Raise ``TypeError`` for a method that does not take the numbers of its loss by name."""
+    function = getattr(kind, hook)
+    if not inspect.isfunction(function) or function in (hardest, soft_maximum):
+        return
+    named, takes_others = set(), False
+    for parameter in list(inspect.signature(function).parameters.values())[HOOKS[hook] + 1 :]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_others = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            named.add(parameter.name)
+            if parameter.default is parameter.empty and parameter.name not in kind.numbers:
+                raise TypeError(
+                    f"{kind.__name__}: {hook} takes {parameter.name}, which is not in numbers, {kind.numbers}: add it"
+                )
+    missing = [name for name in kind.numbers if name not in named]
+    if missing and not takes_others:
+        raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, by the names in numbers")

@@ -402,19 +402,31 @@ def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tens
     """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...); None stays None."""
     if ids is None:
         return None
+    expected = f"{name} must be integers that fit into int64"
     if not isinstance(ids, Tensor):
+        if dimensions == 2 and isinstance(ids, (list, tuple)):
+            ids = _filled_up(ids)
         try:
             ids = torch.as_tensor(ids)
         except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
-            raise ValueError(f"{name} must be integers that fit into int64, such as hashes: {error}") from error
+            raise ValueError(f"{expected}, such as vl_plugins.data.content_ids(captions): {error}") from error
     if ids.ndim != dimensions or len(ids) != len(embeddings):
         shape = f"({len(embeddings)},)"
         if dimensions == 2:
             shape = f"({len(embeddings)}, M)"
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
     if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == UNSIGNED):
-        raise ValueError(f"{name} must be integers that fit into int64, got {ids.dtype}")
+        advice = "; shift them right by 1" if ids.dtype == UNSIGNED else ""
+        raise ValueError(f"{expected}, got {ids.dtype}{advice}")
     return ids.to(embeddings.device, torch.int64)
+
+
+def _filled_up(rows: Any) -> Any:
+    """Return lists of ids with one length, the shorter ones filled up with ``NO_ID``."""
+    if not all(isinstance(row, (list, tuple)) for row in rows):
+        return rows
+    longest = max(map(len, rows), default=0)
+    return [[*row, *[NO_ID] * (longest - len(row))] for row in rows]
 
 
 def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> tuple[Any, Any, Any]:
@@ -425,10 +437,10 @@ def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, ne
     if negatives is not None:
         sides["negatives"] = negatives
     check_tensors(**sides)
-    for name, side in sides.items():
-        check_widths(distance, embeddings, side, name)
     if negatives is not None:
         _check_negatives(negatives, embeddings if ref_emb is None else ref_emb)
+    for name, side in sides.items():
+        check_widths(distance, embeddings, side, name)
     checked = dict(zip(sides, full_precision(*sides.values()), strict=True))
     x = checked["embeddings"]
     return x, checked.get("ref_emb", x), checked.get("negatives")
@@ -438,7 +450,8 @@ def _check_negatives(negatives: Tensor, candidates: Tensor) -> None:
     """Raise ``ValueError`` for negatives that do not stand below the other candidates, such as vectors below sets."""
     expected = "(N, K, D), as the candidates" if candidates.ndim == 3 else f"(N, {candidates.shape[-1]})"
     if negatives.ndim != candidates.ndim or negatives.shape[-1] != candidates.shape[-1]:
-        raise ValueError(f"negatives must be {expected}, got {tuple(negatives.shape)}")
+        advice = "; those of each row become those of all by negatives.flatten(0, 1)" if negatives.ndim == 3 else ""
+        raise ValueError(f"negatives must be {expected}, got {tuple(negatives.shape)}{advice}")
 
 
 def _captions_of_each(x: Tensor, y: Tensor) -> int:
@@ -466,9 +479,14 @@ def _labels_of_two_sides(
 def number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
     """Return numbers (C,) of the captions, in the type of their embeddings or a larger one."""
     if not isinstance(values, Tensor):
-        values = torch.as_tensor(values).to(columns)
+        try:
+            values = torch.as_tensor(values).to(columns)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name} must be numbers: {error}") from error
     if values.shape != columns.shape[:1]:
         expected = "one number" if name == "confidence" else "a number, or one"
         shape = tuple(values.shape)
-        raise ValueError(f"{name} must be {expected} of each caption, ({len(columns)},); got the shape {shape}")
+        raise ValueError(f"{name} must be {expected} for each caption, ({len(columns)},); got the shape {shape}")
+    if name == "confidence" and values.device.type == "cpu" and (values < 0).any():  # elsewhere the host would wait
+        raise ValueError(f"confidence must be >= 0, got {values.min().item():g}")
     return values.to(columns.device, torch.promote_types(columns.dtype, values.dtype))

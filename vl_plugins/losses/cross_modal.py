@@ -8,11 +8,12 @@ import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances import captions_come_first
+from vl_plugins.distances import captions_come_first, check_widths
+from vl_plugins.distributed import gathers
 from vl_plugins.engine import label_pairs
 from vl_plugins.losses.batch import Batch, ContentIds
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import as_labels
+from vl_plugins.numerics import as_labels, check_tensors
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
@@ -37,6 +38,12 @@ class CrossModalLoss(nn.Module):
 
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
+        if not isinstance(loss, nn.Module):
+            raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
+        if miner is not None and gathers(loss):
+            raise ValueError(
+                "a miner needs DistributedLoss(CrossModalLoss(loss, miner)), with a loss without gather_across_devices"
+            )
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
         has_sets = isinstance(loss, Warmup) and any(hasattr(part, "regularization") for part in (loss.first, loss.then))
@@ -61,11 +68,11 @@ class CrossModalLoss(nn.Module):
 
     def forward(
         self,
-        images: Tensor,
-        labels: Any,
-        indices_tuple: None,
-        texts: Tensor,
-        text_labels: Any = None,
+        embeddings: Tensor,
+        labels: Any = None,
+        indices_tuple: None = None,
+        ref_emb: Any = None,
+        ref_labels: Any = None,
         *,
         slots: Tensor | None = None,
         ref_slots: Tensor | None = None,
@@ -76,8 +83,9 @@ class CrossModalLoss(nn.Module):
         """Return the loss.
 
         Args:
-            images, texts: (B, D) and (C, D), or sets (B, K, D) and (C, K, D) where the loss's distance compares those.
-            labels, text_labels: (B,) and (C,); a text belongs to the images of its label. A loss of this package
+            embeddings, ref_emb: images (B, D) and texts (C, D), or sets (B, K, D) and (C, K, D) where the loss's
+                distance compares those.
+            labels, ref_labels: (B,) and (C,); a text belongs to the images of its label. A loss of this package
                 without a miner may do without them, see :class:`~vl_plugins.losses.PairLoss`.
             indices_tuple: None, because the miner chooses the pairs.
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
@@ -88,32 +96,48 @@ class CrossModalLoss(nn.Module):
         Raises:
             ValueError: no labels where they are needed.
         """
+        if indices_tuple is not None:
+            raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
+        check_tensors(embeddings=embeddings, ref_emb=ref_emb)
+        check_widths(self.distance, embeddings, ref_emb)
         if ref_ids is None and matching_ids is not None:
             raise ValueError("matching_ids need ref_ids, the ids of the texts")
         if self.one_set and ref_ids is not None:
             raise ValueError("ref_ids cannot be given with one_set=True")
-        needs_labels = self.one_set or self.miner is not None or not hasattr(self.pair_loss, "symmetric")
-        if needs_labels and (labels is None or text_labels is None):
-            raise ValueError("labels of both sides must be given for a miner, for one_set, and for this loss")
-        if needs_labels:
-            labels, text_labels = as_labels("labels", labels, images), as_labels("text_labels", text_labels, texts)
-        with torch.autocast(images.device.type, enabled=False):
+        labels, ref_labels = self._checked_labels(embeddings, labels, ref_emb, ref_labels)
+        with torch.autocast(embeddings.device.type, enabled=False):
             if self.one_set:
-                return self._loss_of_one_set(torch.cat([images, texts]), torch.cat([labels, text_labels]), options)
+                return self._loss_of_one_set(torch.cat([embeddings, ref_emb]), torch.cat([labels, ref_labels]), options)
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
                 if ref_ids is not None:
                     options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
                 if isinstance(self.pair_loss, Warmup) and hasattr(self.pair_loss.loss, "regularization"):
                     options |= {"slots": slots, "ref_slots": ref_slots}
-                value = self.pair_loss(images, labels, None, texts, text_labels, **options)
+                value = self.pair_loss(embeddings, labels, None, ref_emb, ref_labels, **options)
             else:
                 is_known = None
                 if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
-                    is_known = known_positives(labels, text_labels, ref_ids, matching_ids)
-                value = self._loss_by_direction((images, labels), (texts, text_labels), is_known, options)
+                    is_known = known_positives(labels, ref_labels, ref_ids, matching_ids)
+                value = self._loss_by_direction((embeddings, labels), (ref_emb, ref_labels), is_known, options)
             if self.pair_loss is not self.loss:
-                value = value + sum(self.loss.regularization(images, texts, slots, ref_slots).values())
+                value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
             return value
+
+    def _checked_labels(self, images: Tensor, labels: Any, texts: Tensor, text_labels: Any) -> tuple[Any, Any]:
+        """Return the labels of both sides as tensors, where the call needs them."""
+        needs = ""
+        if self.miner is not None:
+            needs = "a miner"
+        elif self.one_set:
+            needs = "one_set=True"
+        elif not hasattr(self.pair_loss, "symmetric"):
+            needs = type(self.pair_loss).__name__
+        if not needs:
+            return labels, text_labels
+        if labels is None or text_labels is None:
+            raise ValueError(f"{needs} needs labels and ref_labels")
+        # A copy: for pytorch-metric-learning, one object with both names means one set.
+        return as_labels("labels", labels, images), as_labels("ref_labels", text_labels, texts).clone()
 
     def _loss_of_one_set(self, embeddings: Tensor, labels: Tensor, options: dict[str, Any]) -> Any:
         pairs = None
@@ -158,10 +182,13 @@ class CrossModalLoss(nn.Module):
 
 
 def _check_directions(options: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a number of each text, which are the anchors of the second direction."""
+    """Raise ``ValueError`` for what belongs to the texts, which are the anchors of the second direction."""
     for name, value in options.items():
         if math.prod(np.shape(value)) > 1:
-            raise ValueError(f"{name} of each text cannot be given with a miner in both directions, see symmetric")
+            raise ValueError(
+                f"{name} cannot be given with a miner or a loss of pytorch-metric-learning, which is called for each "
+                "direction"
+            )
 
 
 def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:

@@ -52,13 +52,14 @@ class GOALLoss(PairLoss):
     batch. Known losses among the combinations (T, P) are the triplet loss (con, con), NT-Xent loss (nca, con), Circle
     loss (cir, lin) with offset 1, binomial deviance loss (con, sig) and multi-similarity loss (con, sig_ms) (Table 1).
 
-    When to use it: to reproduce the paper, or in long training runs, of tens of thousands of steps, with Adam,
-    ``SumReducer``, clipping at norm 2 and the learning rate of Triplet-HN. Its gain of 1 to 3 points of R@1 on COCO
-    came after 130,000 steps. In small experiments on frozen features, no combination was shown to be better than
-    Triplet-HN; (con, sig_ms) was the best of four. With pair weights other than con, repulsion begins at a
-    twentieth of the attraction, so all embeddings first move together. Fine-tuning a small CLIP for some hundred steps,
-    (nca, con) and (con, sig_ms) were below the contrastive loss, most of all from a model of another domain, where a
-    warm-up helped and was not enough; there use :class:`~vl_plugins.losses.UnifiedLoss`.
+    When to use it: to reproduce the paper, in training runs of tens of thousands of steps, with Adam, ``SumReducer``,
+    clipping at norm 2 and the learning rate of Triplet-HN. Otherwise use :class:`~vl_plugins.losses.UnifiedLoss`. The
+    paper's gain of 1 to 3 points of R@1 on COCO came after 130,000 steps. In small experiments on frozen features, no
+    combination was shown to be better than Triplet-HN; (con, sig_ms) was the best of four. With pair weights other than
+    con, repulsion begins at a twentieth of the attraction, so all embeddings first move together. Fine-tuning a small
+    CLIP for some hundred steps, (nca, con) and (con, sig_ms) were below the contrastive loss, most of all from a model
+    of another domain, where a warm-up helped and was not enough.
+
     Use tau from 1 to 10 with (nca, con). With cir, and with any pair weight but con, use ``tau=1, offset=0.5``: with
     ``tau=10, offset=0`` the gradient is some hundred times smaller.
 

@@ -3,6 +3,7 @@
 All give the same numbers; :func:`losses_of_direction` chooses.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -153,10 +154,17 @@ def losses_of_hooks(
 ) -> Tensor:
     """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without a wait for the device."""
     scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
+    _check_numbers_of_negatives(loss, numbers.keys() - scalars.keys())
     negative = _of_negatives(loss, similarities, negative_mask, scalars)
     positive = similarities[positives.rows, positives.columns]
     losses: Tensor = loss.losses_of_pairs(positive, negative[positives.rows], numbers)
     return losses
+
+
+def _check_numbers_of_negatives(loss: Any, names: set[str]) -> None:
+    """Raise ``ValueError`` for a number of each caption that a formula of the anchors' negatives takes by name."""
+    for name in names & inspect.signature(type(loss).of_negatives).parameters.keys():
+        raise ValueError(f"{name} must be one number in a call of {type(loss).__name__}, whose of_negatives takes it")
 
 
 def _of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
@@ -170,6 +178,12 @@ def _of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, number
         return of_negatives
     has_negatives = negative_mask.any(dim=1)
     of_negatives = loss.of_negatives(similarities, negative_mask | ~has_negatives[:, None], **numbers)
+    if not isinstance(of_negatives, Tensor) or of_negatives.shape != has_negatives.shape:
+        shape = tuple(of_negatives.shape) if isinstance(of_negatives, Tensor) else type(of_negatives).__name__
+        raise ValueError(
+            f"of_negatives of {type(loss).__name__} must return one number for each anchor, ({len(has_negatives)},), "
+            f"got {shape}"
+        )
     return of_negatives.masked_fill(~has_negatives, -torch.inf)
 
 

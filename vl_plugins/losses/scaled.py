@@ -18,7 +18,7 @@ class ScaledLoss(PairLoss):
 
     Args:
         scale: > 0.
-        learn_scale: make its logarithm a parameter, which begins there. Give the loss's parameters to the optimizer.
+        learn_scale: learn its logarithm, starting from ``scale``. Give ``loss.parameters()`` to the optimizer.
         max_scale: the largest scale that is learned.
         kwargs: see :class:`PairLoss`.
     """
@@ -27,10 +27,10 @@ class ScaledLoss(PairLoss):
     numbers: tuple[str, ...] = ("scale",)
     _has_checked_scale = False  # a tensor on a device, in an earlier call
 
-    def __init__(self, scale: float = 50.0, learn_scale: bool = False, max_scale: float = 100.0, **kwargs: Any):
+    def __init__(self, *, scale: float = 50.0, learn_scale: bool = False, max_scale: float = 100.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.max_scale = number("max_scale", max_scale, above=0)
-        self.own_scale = number("scale", scale, above=0)
+        self.own_scale = self._checked_scale(scale)
         if learn_scale and self.own_scale > self.max_scale:
             raise ValueError(f"scale must be at most max_scale, {max_scale}, to be learned, got {scale}")
         self.log_scale = nn.Parameter(torch.tensor(math.log(self.own_scale))) if learn_scale else None
@@ -44,8 +44,24 @@ class ScaledLoss(PairLoss):
     @scale.setter
     def scale(self, value: float) -> None:
         if self.log_scale is not None:
-            raise ValueError("scale is learned (learn_scale=True): change log_scale")
-        self.own_scale = self.check_number("scale", value)
+            raise ValueError(
+                "scale is learned (learn_scale=True); its logarithm is a parameter: "
+                "loss.log_scale.data.fill_(math.log(scale))"
+            )
+        self.own_scale = self._checked_scale(value)
+
+    @staticmethod
+    def _checked_scale(value: Any) -> float:
+        if isinstance(value, (Tensor, str)):
+            raise ValueError(
+                "scale must be a number; learn_scale=True learns it, and a call takes a tensor: loss(..., scale=tensor)"
+            )
+        return number("scale", value, above=0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "scale" and isinstance(value, nn.Parameter):  # which torch would take for a new parameter
+            self._checked_scale(value)
+        super().__setattr__(name, value)
 
     def check_number(self, name: str, value: Any) -> Any:
         if name != "scale":
@@ -64,15 +80,8 @@ class ScaledLoss(PairLoss):
             return value
         return torch.where(value > 0, value, torch.nan)
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        self._limit_scale()
-        return super().forward(*arguments, **options)
-
-    def from_similarities(self, *arguments: Any, **options: Any) -> Any:
-        self._limit_scale()
-        return super().from_similarities(*arguments, **options)
-
-    def _limit_scale(self) -> None:
+    def _numbers_of_call(self, *arguments: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if self.log_scale is not None:
             with torch.no_grad():  # in place and before the call, so that the gradient does not die at the limit
                 self.log_scale.clamp_(max=math.log(self.max_scale))
+        return super()._numbers_of_call(*arguments)

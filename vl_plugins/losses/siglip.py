@@ -29,7 +29,7 @@ class SigLIPLoss(ScaledLoss):
     Args:
         scale: gamma, > 0, that of the paper's first step.
         bias: b. A call may give another one, such as ``model.logit_bias``.
-        learn_bias: make the bias a parameter, which begins there.
+        learn_bias: learn the bias, starting from ``bias``.
         symmetric: add the same with texts as anchors.
         kwargs: ``learn_scale`` and others, see :class:`~vl_plugins.losses.ScaledLoss`. The paper learns both.
 

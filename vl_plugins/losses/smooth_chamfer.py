@@ -32,9 +32,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
     ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    When to use it: with a head that predicts sets, where captions fit several images. In small experiments, whether
-    four vectors are better than one from the same head was not resolved, and a single vector with ``unified`` was as
-    good.
+    When to use it: with a head that predicts sets, where captions fit several images. In small experiments, four
+    vectors showed no clear gain over one from the same head, and a single vector with ``unified`` was as good.
 
     Called as any loss of this package, see :class:`~vl_plugins.losses.PairLoss`, and takes ``slots`` and
     ``ref_slots`` too: the elements before a set prediction head adds the global feature. Diversity is then computed

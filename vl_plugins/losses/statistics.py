@@ -7,6 +7,8 @@ All are 0-D tensors on the device, of the anchors' direction, and are computed w
 - ``active_pairs``: the share of pairs whose negative, plus the margin if the loss has one, exceeds the positive.
 - ``scale_in_use``: the inverse temperature, 1 for a loss without one.
 - ``known_positives_left_out``: the share of all pairs that are no negatives because of their ids.
+
+They are NaN in a call with a miner's choice, which records none. In several processes each one records its own.
 """
 
 from typing import Any
@@ -18,9 +20,17 @@ from vl_plugins import engine
 from vl_plugins.losses.batch import Direction
 from vl_plugins.losses.paths import hardest, similarities_of, soft_maximum
 
-__all__ = ["STATISTICS", "record_statistics"]
+__all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
 
 STATISTICS = ("mean_positive", "mean_negative", "active_pairs", "scale_in_use", "known_positives_left_out")
+
+
+def forget_statistics(loss: Any) -> None:
+    """Set the statistics of a loss to NaN, where a call computes none."""
+    if getattr(loss, "collect_stats", False):
+        for name in STATISTICS:
+            if hasattr(loss, name):
+                setattr(loss, name, torch.tensor(torch.nan))
 
 
 @torch.no_grad()

@@ -37,12 +37,12 @@ class UnifiedLoss(ScaledLoss):
       SSP has ``weights=([...], [...])``, for the positives and for the negatives.
     - Of relative similarities (Eq. 25): :math:`G(S_{in} - S_{ip}) + m`. The relative-similarity polynomial loss RSP has
       ``relative=[...]``. Memory is then one row of candidates per positive pair, M x C.
-    - With adaptive margins (Eq. 26): :math:`m_p` of each caption for m, for example
+    - With adaptive margins (Eq. 26): a margin :math:`m_p` for each caption, for example
       ``loss(..., margin=soft_margin(confidence))`` of Noisy Correspondence Rectifier, see :func:`soft_margin` (Eq. 27).
 
     Args:
         margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a parameter of one
-            element. A call may give another one, or one of each caption, (C,).
+            element. A call may give another one, or one for each caption, (C,).
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
             belongs to the call, ``loss(..., scale=model.logit_scale.exp())``, or to the loss, ``learn_scale=True``.
         weights: w, two elementwise functions of similarities, for those of positives and of negatives. Here and in
@@ -73,7 +73,11 @@ class UnifiedLoss(ScaledLoss):
     ):
         super().__init__(scale=scale, **kwargs)
         self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
-        self.positive_weight, self.negative_weight = map(_function, (None, None) if weights is None else weights)
+        if weights is None:
+            weights = (None, None)
+        elif len(weights) != 2:
+            raise ValueError(f"weights must be two functions, of positives and of negatives, got {len(weights)}")
+        self.positive_weight, self.negative_weight = map(_function, weights)
         self.relative = _function(relative)
         self.add_to_recordable_attributes(name="margin")
 
@@ -82,9 +86,13 @@ class UnifiedLoss(ScaledLoss):
         return self.positive_weight is not None or self.relative is not None
 
     def check_number(self, name: str, value: Any) -> Any:
-        if name == "margin" and not isinstance(value, Tensor):
+        if name != "margin":
+            return super().check_number(name, value)
+        if not isinstance(value, Tensor):
             return number("margin", value, least=0)
-        return super().check_number(name, value)
+        if value.device.type == "cpu" and (value < 0).any():  # elsewhere the host would wait
+            raise ValueError(f"margin must be >= 0, got {value.min().item():g}")
+        return value
 
     def of_pairs(self, positive: Tensor, negative: Tensor, scale: Any, margin: Any) -> Tensor:
         exponent = scale * (margin + negative - positive)
@@ -148,15 +156,15 @@ class Polynomial(nn.Module):
         return result
 
 
-def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> Tensor:
+def soft_margin(confidence: Any, margin: float = 0.2, base: float = 10.0) -> Tensor:
     r"""Soft margin of Noisy Correspondence Rectifier: the less a pair is trusted to match, the smaller its margin.
 
     .. math:: \hat{m} = \frac{b^y - 1}{b - 1} m
 
     Args:
-        confidence: y, that a pair matches, [0, 1], which is not checked; any shape.
+        confidence: y, that a pair matches, [0, 1], which is not checked; a tensor of any shape, an array or a list.
         margin: m, that of a pair which matches for certain.
-        base: b > 1; the larger, the more confidence a pair needs.
+        base: b > 1; with a larger base, the margin grows only at higher confidence.
 
     Returns:
         Of the shape of ``confidence``, float32 or float64.
@@ -168,7 +176,7 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
     tensor([0.0000, 0.0481, 0.2000])
     """
     number("base", base, above=1)
-    (confidence,) = full_precision(confidence)
+    (confidence,) = full_precision(torch.as_tensor(confidence))
     return margin * torch.expm1(confidence * math.log(base)) / (base - 1)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vl_plugins.distributed import gathering
 from vl_plugins.errors import number
+from vl_plugins.losses.statistics import forget_statistics
 from vl_plugins.numerics import eager
 
 __all__ = ["Warmup"]
@@ -41,10 +42,13 @@ class Warmup(BaseMetricLossFunction):
     """
 
     def __init__(self, first: BaseMetricLossFunction, then: BaseMetricLossFunction, steps: int):
+        for loss in (first, then):
+            if not isinstance(loss, BaseMetricLossFunction):
+                raise TypeError(f"Warmup takes two losses, got {loss!r}; create_loss makes one by its name")
         # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
         ModuleWithRecords.__init__(self, then.collect_stats)
         self.first, self.then = first, then
-        self.steps = number("warmup_steps", steps, least=0, kind=int)
+        self.steps = number("steps", steps, least=0, kind=int)
         self.step = 0
         self.add_to_recordable_attributes(name="steps")
 
@@ -54,6 +58,11 @@ class Warmup(BaseMetricLossFunction):
         if name in OF_CALL:
             return getattr(self.loss, name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OF_THEN | OF_CALL | {"margin"}:
+            raise AttributeError(f"{name} belongs to the losses of a warm-up: set that of loss.first and loss.then")
+        super().__setattr__(name, value)
 
     @property
     def loss(self) -> Any:
@@ -76,8 +85,19 @@ class Warmup(BaseMetricLossFunction):
         return tuple(dict.fromkeys(names))
 
     @eager
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self._counted(self.loss(*arguments, **self._options_of_call(options)))
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Any = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Any = None,
+        **options: Any,
+    ) -> Any:
+        if ref_labels is labels and isinstance(labels, Tensor) and ref_emb is not None and ref_emb is not embeddings:
+            ref_labels = labels.clone()  # for pytorch-metric-learning, one object with both names means one set
+        sides = embeddings, labels, indices_tuple, ref_emb, ref_labels
+        return self._counted(self.loss(*sides, **self._options_of_call(options)))
 
     @eager
     def from_similarities(self, *arguments: Any, **options: Any) -> Any:
@@ -90,6 +110,7 @@ class Warmup(BaseMetricLossFunction):
         DistributedDataParallel waits for the gradients of all.
         """
         idle = self.then if self.is_warming_up else self.first
+        forget_statistics(idle)
         self.step += self._counts()
         if not isinstance(value, Tensor):
             return value  # of a DoNothingReducer
