@@ -34,6 +34,7 @@ __all__ = [
     "gathers",
     "joined_call",
     "learned_numbers",
+    "settings_of",
     "stop_processes",
     "world_size",
 ]
@@ -241,7 +242,7 @@ def _are_places(labels: Tensor) -> bool:
     if len(labels) == 0:
         return True
     number = int(labels.max()) + 1
-    is_one_class = number == 1 < len(labels)
+    is_one_class = number == 1  # also of a single row, which says nothing
     if number < 1 or len(labels) % number != 0 or is_one_class:
         return False
     places, views = torch.arange(number, dtype=labels.dtype, device=labels.device), len(labels) // number
@@ -349,8 +350,12 @@ class DistributedLoss(nn.Module):
                 another type or length, or 0 to B - 1 in each of several processes, which would make unrelated rows
                 positives.
         """
-        if isinstance(indices_tuple, Tensor):  # the order of arguments until 0.3
-            indices_tuple, ref_emb, ref_labels = None, indices_tuple, ref_emb
+        if isinstance(indices_tuple, Tensor):  # the order until 0.3: ref_emb, ref_labels, miner
+            if isinstance(ref_labels, nn.Module) and miner is None:
+                ref_labels, miner = None, ref_labels
+            if ref_emb is not None and ref_labels is not None:
+                raise ValueError("ref_emb or ref_labels is given twice; give them by name")
+            indices_tuple, ref_emb, ref_labels = None, indices_tuple, ref_emb if ref_labels is None else ref_labels
         if indices_tuple is not None:
             raise ValueError("indices_tuple would be of this process only: give the miner as miner=")
         check_tensors(embeddings=embeddings)
@@ -358,7 +363,8 @@ class DistributedLoss(nn.Module):
             check_tensors(ref_emb=ref_emb)
             check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
         sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        call = joined_call(self.processes, sides | options, learned_numbers(self.loss))
+        settings = settings_of(self.loss, options.get("symmetric"))
+        call = joined_call(self.processes, sides | options, learned_numbers(self.loss), settings)
         embeddings, labels, ref_emb, ref_labels = (call.pop(name) for name in sides)
         refs = () if ref_emb is None else (ref_emb, ref_labels)
         indices = None if miner is None else miner(embeddings, labels, *refs)
@@ -384,7 +390,18 @@ def learned_numbers(loss: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in loss.named_parameters() if value.numel() == 1}
 
 
-def joined_call(processes: Processes, call: dict[str, Any], learned: dict[str, Tensor]) -> dict[str, Any]:
+def settings_of(loss: nn.Module, symmetric: Any = None) -> tuple[str, ...]:
+    """Return the settings of a call, in words, which have to be equal in all processes."""
+    settings = [f"symmetric={symmetric}"]
+    for module in loss.modules():
+        if hasattr(module, "is_warming_up"):
+            settings.append("in a warm-up" if module.is_warming_up else "after a warm-up")
+    return tuple(settings)
+
+
+def joined_call(
+    processes: Processes, call: dict[str, Any], learned: dict[str, Tensor], settings: tuple[str, ...]
+) -> dict[str, Any]:
     """Return the arguments of a call with the rows of all processes.
 
     Args:
@@ -393,6 +410,7 @@ def joined_call(processes: Processes, call: dict[str, Any], learned: dict[str, T
             least, and labels that are not given follow from the order of the rows. ``ref_emb`` becomes None where it
             is the embeddings, because gathered rows are copies.
         learned: numbers that must be equal in all processes.
+        settings: words that must be equal too.
     """
     if processes.size > 1 and call.get("copies") is not None:
         raise ValueError("copies are places of one process: create the loss without gather_across_devices")
@@ -407,7 +425,7 @@ def joined_call(processes: Processes, call: dict[str, Any], learned: dict[str, T
         call["embeddings"], call["ref_emb"] = full_precision(embeddings, ref_emb)
     if processes.size == 1:
         return call
-    return call | processes.gather_rows(options_with_rows(call), learned, uses_all=True).tensors
+    return call | processes.gather_rows(options_with_rows(call), learned, settings, uses_all=True).tensors
 
 
 def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
@@ -418,7 +436,7 @@ def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
     """
     rows = {}
     for name, value in options.items():
-        if isinstance(value, (list, np.ndarray)):
+        if isinstance(value, (list, tuple, np.ndarray)):
             value = torch.as_tensor(value)
         is_tensor = isinstance(value, Tensor) and value.ndim > 0 and name not in ("scale", "bias")
         if value is None or is_tensor:

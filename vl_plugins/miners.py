@@ -73,7 +73,7 @@ class HardestNegativeMiner(BaseMiner):
         if ref_emb is embeddings:
             anchors, positives = anchors[anchors != positives], positives[anchors != positives]
         values, hardest = hardness.topk(min(self.k, hardness.shape[1]), dim=1)
-        pairs, ranks = (values[anchors] > -torch.inf).nonzero().T
+        pairs, ranks = (values[anchors] != -torch.inf).nonzero().T  # NaN stays
         return anchors[pairs], positives[pairs], hardest[anchors[pairs], ranks]
 
     def get_default_distance(self) -> BaseDistance:

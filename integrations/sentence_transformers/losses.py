@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from pytorch_metric_learning.losses import BaseMetricLossFunction
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.losses import CachedLossMixin, RandContext
 from sentence_transformers.base.losses.gradcache import _create_minibatch
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
 from vl_plugins.errors import number
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
+from vl_plugins.losses import CrossModalLoss, PairLoss, Warmup
 from vl_plugins.losses.cross_modal import known_positives
 from vl_plugins.numerics import full_precision
 from vl_plugins.registry import create_loss
@@ -74,10 +76,11 @@ class RetrievalLoss(nn.Module):
         if self.compares_sets and isinstance(loss, str) and loss != "smooth_chamfer":
             options = {"distance": "smooth_chamfer"} | options
         self.loss = create_loss(loss, gather_across_devices=gather_across_devices, **options)
-        # Those of this package; a set loss has its base's call.
-        self.takes_ids = hasattr(getattr(self.loss, "base", self.loss), "gather_across_devices")
+        if not isinstance(self.loss, (BaseMetricLossFunction, CrossModalLoss)) and not gather_across_devices:
+            raise ValueError(f"loss must be one of vl_plugins or of pytorch-metric-learning, got {self.loss}")
+        self.takes_ids = _takes_ids(self.loss)
         if gather_across_devices and not self.takes_ids and not isinstance(self.loss, DistributedLoss):
-            raise ValueError(f"gather_across_devices needs a base of this package, got {self.loss.base}")
+            raise ValueError(f"gather_across_devices needs losses of this package alone, got {self.loss}")
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, given the preprocessed columns, anchors first, and integer image ids (B,) or None."""
@@ -145,6 +148,8 @@ class RetrievalLoss(nn.Module):
         if self.gather_across_devices:
             loss, sides = loss.loss, full_precision(anchors, candidates)
             anchors, candidates, images, labels, ids = all_gather_rows(*sides, images, labels, ids)
+        if isinstance(loss, CrossModalLoss):
+            return loss(anchors, images, ref_emb=candidates, ref_labels=labels, ref_ids=ids)
         if ids is None:
             return loss(anchors, images, None, candidates, labels)
         known = known_positives(images, labels, ids)
@@ -208,6 +213,13 @@ class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
 
     def get_config_dict(self) -> dict[str, Any]:
         return super().get_config_dict() | {"mini_batch_size": self.mini_batch_size}
+
+
+def _takes_ids(loss: Any) -> bool:
+    """Return whether a loss is of this package, and so are the parts of one that has parts."""
+    if isinstance(loss, Warmup):
+        return _takes_ids(loss.first) and _takes_ids(loss.then)
+    return isinstance(getattr(loss, "base", loss), PairLoss)
 
 
 def _input_keys(features: dict[str, Any]) -> Tensor:

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import ContrastiveLoss, NTXentLoss
+from pytorch_metric_learning.losses import ContrastiveLoss, NTXentLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.reducers import DoNothingReducer
 from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
+from vl_plugins.distances import SmoothChamferSimilarity
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.losses import Warmup
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.miners import HardestNegativeMiner
@@ -187,3 +190,63 @@ def test_directions_are_those_of_the_loss_of_the_call(sides, make_losses, miner)
     warm = Warmup(*make_losses(), 1)
     for loss in losses:
         torch.testing.assert_close(compare(warm, images, texts, miner), compare(loss, images, texts, miner))
+
+
+@pytest.mark.parametrize("name", ["triplet_hn", "unified"])
+def test_the_direction_of_a_call_with_a_miner(sides, name):
+    images, texts = sides
+    miner = HardestNegativeMiner()
+    for symmetric in (True, False):
+        for of_loss in (True, False):
+            expected = compare(create_loss(name, symmetric=symmetric), images, texts, miner)
+            loss = create_loss(name, symmetric=of_loss)
+            check(compare(loss, images, texts, miner, symmetric=symmetric), expected, sides)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [TripletMarginLoss(distance=SmoothChamferSimilarity()), create_loss("triplet_hn", distance="smooth_chamfer")],
+)
+def test_packed_sets_of_unequal_sizes(loss):
+    """Each side is the query once, whose size a packed set cannot say."""
+    images, texts = torch.randn(3, 2, 4), torch.randn(6, 4, 4)
+    miner = BatchHardMiner(distance=SmoothChamferSimilarity())
+    sets = compare(loss, images, texts, miner)
+    loss.distance.set_size = miner.distance.set_size = 2
+    assert compare(loss, images.flatten(1), texts.flatten(1), miner) == pytest.approx(sets.item(), rel=1e-6)
+    loss.distance.set_size = 1
+
+
+def test_a_loss_of_the_host_is_computed_in_full_precision(sides):
+    images, texts = (side.bfloat16() for side in sides)
+    assert compare(NTXentLoss(), images, texts) == compare(NTXentLoss(), images.float(), texts.float())
+
+
+def test_known_positives_of_a_miner_that_leaves_out_positives():
+    """An image's captions are true of it, whether the miner chose them or not."""
+    images, texts = torch.eye(3), torch.eye(6)[:, :3] + 0.1
+    ids = torch.tensor([1, 2, 2, 3, 4, 5])  # the second caption of the first image is the first one of the second
+    triplet = torch.tensor([0]), torch.tensor([0]), torch.tensor([2])
+    loss = create_loss("triplet_hn", symmetric=False, margin=2.0)
+    assert loss(images, LABELS, triplet, texts, TEXT_LABELS) > 0
+    assert loss(images, LABELS, triplet, texts, TEXT_LABELS, ref_ids=ids) == 0
+    assert loss(images, None, triplet, texts, ref_ids=ids) > 0  # nothing says that the caption is the image's
+
+
+def test_losses_that_gather_and_reducers_that_do_not_reduce(sides):
+    message = r"would gather by itself: give CrossModalLoss a loss without gather_across_devices, and wrap both"
+    for loss in (DistributedLoss(NTXentLoss()), create_loss("smooth_chamfer", gather_across_devices=True)):
+        with pytest.raises(ValueError, match=message):
+            CrossModalLoss(loss)
+    with pytest.raises(ValueError, match="DoNothingReducer gives no number that could be added up: symmetric=False"):
+        compare(NTXentLoss(reducer=DoNothingReducer()), *sides)
+
+
+def test_slots_of_one_set():
+    images, texts, *slots = (torch.randn(rows, 2, 5) for rows in (3, 6, 3, 6))
+    loss = create_loss("smooth_chamfer")
+    value = CrossModalLoss(loss, one_set=True)(
+        images, LABELS, None, texts, TEXT_LABELS, slots=slots[0], ref_slots=slots[1]
+    )
+    both = torch.cat([images, texts]), torch.cat([LABELS, TEXT_LABELS])
+    torch.testing.assert_close(value, loss(*both, slots=torch.cat(slots)))

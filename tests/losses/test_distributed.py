@@ -136,7 +136,13 @@ def in_one_process(rank):
     learned = {"learn_scale": True, "scale": 20.0 + rank}
     sets = create_loss("smooth_chamfer", base="unified", gather_across_devices=True)
     indices = tuple(torch.tensor([place]) for place in (0, 0, 1))
+    step_differs = [create_loss("triplet_hn", warmup_steps=5), create_loss("smooth_chamfer", warmup_steps=5)]
+    step_differs[0].step = step_differs[1].base.step = 10 * rank
+    gathering(step_differs[1])
     for compare, options in (
+        (DistributedLoss(step_differs[0]), {}),
+        (step_differs[1], {}),
+        (DistributedLoss(create_loss("unified")), {"symmetric": rank == 0}),
         (DistributedLoss(create_loss("unified", **learned)), {}),
         (create_loss("smooth_chamfer", base="unified", gather_across_devices=True, **learned), {}),
         (Warmup(create_loss("vlc"), create_loss("unified"), steps=rank), {"gathers": True}),
@@ -155,9 +161,29 @@ def in_one_process(rank):
     found["one class"] = create_loss("unified", gather_across_devices=True)(x, [0] * len(x))
     found["backward without rows"] = run_backward_without_rows(rank)
     found["gradient of the scale"] = train_warm_up(rank)
+    found["nan"] = find_nan(rank)
+    found["one row"] = create_loss("unified", gather_across_devices=True)(x[:1], [0], ref_emb=x[1:2], ref_labels=[0])
+    found["ids"] = ids_of_each_kind(x, labels)
     found["empty"] = create_loss("unified", gather_across_devices=True)(x[:rank], list(range(rank)), ref_emb=x[:rank])
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
+
+
+def find_nan(rank):
+    """Return whether the losses of one direction are NaN, although the other process has what is NaN."""
+    x = torch.eye(3)
+    if rank == 1:
+        x[0, 0] = torch.nan
+    losses = [
+        create_loss(name, symmetric=False, gather_across_devices=True) for name in ("siglip", "vlc", "triplet_hn")
+    ]
+    return [loss(x, ref_emb=torch.eye(3)).isnan().item() for loss in losses]
+
+
+def ids_of_each_kind(x, labels):
+    """Return the loss with ids as a list and as a tuple."""
+    loss = DistributedLoss(create_loss("unified"))
+    return [loss(x, labels, ref_emb=x + 1, ref_ids=kind(labels.tolist())).item() for kind in (list, tuple)]
 
 
 def run_backward_without_rows(rank):
@@ -233,7 +259,9 @@ def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(res
             assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
         assert types.startswith("labels must have the same type in all processes; this one gives torch.")
         assert found["empty"] == 0
-        *scales, warm, indices, sets, any_loss, own = others
+        for error in others[:3]:
+            assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        *scales, warm, indices, sets, any_loss, own = others[3:]
         assert [error.split(", and has")[0] for error in scales] == [
             "log_scale is learned",
             "base.log_scale is learned",
@@ -243,6 +271,9 @@ def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(res
         for error in (sets, any_loss, own):
             assert error == "copies are places of one process: create the loss without gather_across_devices"
         assert found["one class"] == 0
+        assert found["nan"] == [True] * 3
+        assert found["one row"] == 0
+        assert found["ids"][0] == found["ids"][1]
         assert found["backward without rows"]
         *warming_up, after = found["gradient of the scale"]
         assert warming_up == [0, 0]

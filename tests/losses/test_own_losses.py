@@ -5,6 +5,8 @@ import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 
 from vl_plugins import create_loss, engine
+from vl_plugins.distances import MatchProbability
+from vl_plugins.errors import InputWarning
 from vl_plugins.losses import PairLoss, ScaledLoss, TripletSHLoss, UnifiedLoss, hardest, soft_maximum
 
 IMAGES = torch.eye(4)
@@ -241,3 +243,49 @@ def test_a_mean_of_triplets():
 def test_a_class_is_a_loss_to_create():
     assert create_loss(UnifiedLoss, margin=0.3).margin == 0.3
     assert isinstance(create_loss(UnifiedLoss), BaseMetricLossFunction)
+
+
+def test_statistics_of_an_anchor_without_negatives():
+    class Own(PairLoss):
+        def of_negatives(self, similarities, negative_mask):
+            return (similarities * negative_mask).sum(dim=1) / negative_mask.sum(dim=1).clamp(min=1)
+
+        def of_pairs(self, positive, negative):
+            return (negative - positive + 0.2).relu()
+
+    loss = Own(collect_stats=True)
+    with pytest.warns(InputWarning, match="every pair"):
+        assert loss(-IMAGES, [0] * 4, ref_emb=TEXTS, ref_labels=[0] * 4) == 0
+    assert loss.active_pairs == 0
+
+
+@pytest.mark.parametrize(
+    "make_options", [lambda: {"distance": MatchProbability()}, lambda: {"relative": torch.nn.PReLU()}]
+)
+def test_parameters_have_gradients_without_pairs(make_options):
+    """DistributedDataParallel waits for those of all parameters."""
+    loss = UnifiedLoss(**make_options())
+    with pytest.warns(InputWarning, match="no pair"):
+        loss(IMAGES, [0, 1, 2, 3], ref_emb=TEXTS, ref_labels=[4, 5, 6, 7]).backward()
+    assert all((parameter.grad == 0).all() for parameter in loss.parameters())
+    assert len(list(loss.parameters())) > 0
+
+
+def test_a_margin_that_goal_does_not_use_is_no_part_of_its_statistics():
+    for weight, active in (("con", 1), ("nca", 0)):
+        loss = create_loss("goal", triplet_weight=weight, margin=3.0, collect_stats=True)
+        loss(IMAGES, ref_emb=IMAGES.clone())
+        assert loss.active_pairs == active
+
+
+def test_statistics_are_those_of_the_last_call():
+    loss = create_loss("triplet_hn", warmup_steps=1, collect_stats=True)
+    loss(IMAGES, ref_emb=TEXTS)
+    assert loss.first.mean_positive == 0
+    assert loss.then.mean_positive.isnan()
+    loss(IMAGES, ref_emb=TEXTS)
+    assert loss.first.mean_positive.isnan()
+    assert loss.then.mean_positive == 0
+    pairs = tuple(torch.arange(4).roll(shift) for shift in (0, 0, 1))
+    loss(IMAGES, None, pairs, TEXTS)
+    assert loss.then.mean_positive.isnan()

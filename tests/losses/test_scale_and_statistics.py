@@ -88,7 +88,7 @@ def test_statistics(name, options):
         others = [similarities[row, column].item() for r, column in negatives if r == row]
         soft = scale and math.log(sum(math.exp(scale * other) for other in others)) / scale
         negative.append(soft if scale else max(others))
-    margin = 0.0 if name == "siglip" else 0.3
+    margin = 0.0 if name in ("siglip", "goal nca con") else 0.3
     active = sum(margin + n > p for p, n in zip(positive, negative, strict=True)) / len(positive)
     left_out = 1 - (len(positives) + len(negatives)) / similarities.numel()
     found = {name: getattr(loss, name).item() for name in STATISTICS}
@@ -183,3 +183,16 @@ def test_a_number_of_numpy():
     call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3)}
     loss = create_loss("siglip")
     assert loss(**call, bias=np.array(-3.0), scale=np.float32(4.0)) == loss(**call, bias=-3.0, scale=4.0)
+
+
+def test_numbers_of_a_warm_up_are_those_of_its_losses():
+    """Lists, arrays, None, and warm-ups of warm-ups."""
+    call = {"embeddings": torch.eye(3), "ref_emb": torch.eye(3).roll(1, dims=0)}
+    nested = Warmup(TripletSHLoss(), Warmup(UnifiedLoss(), UnifiedLoss(), steps=1), steps=1)
+    for margin in ([0.1] * 3, np.array(0.4), None):
+        expected = UnifiedLoss()(**call, margin=margin, scale=np.array(3.0))
+        assert Warmup(UnifiedLoss(), UnifiedLoss(), steps=5)(**call, margin=margin, scale=np.array(3.0)) == expected
+    assert nested(**call, scale=3.0) == TripletSHLoss()(**call)
+    assert nested(**call, scale=3.0) == UnifiedLoss()(**call, scale=3.0)
+    with pytest.raises(ValueError, match="scale must be a finite number > 0"):
+        Warmup(TripletSHLoss(), Warmup(TripletSHLoss(), UnifiedLoss(), steps=1), steps=1)(**call, scale=-3.0)

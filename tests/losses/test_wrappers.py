@@ -213,3 +213,55 @@ def test_self_supervised(name, symmetric_loss):
     for loss in (one_set, two_sets):
         with pytest.raises(ValueError, match="embeddings and ref_emb must have the same shape, got"):
             loss(images, texts[:5])
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn", "triplet_sh"])
+def test_two_batches_of_a_memory_before_their_gradients(name):
+    """The second one changes the queue, to which the first one was compared."""
+    together, apart = (CrossBatchMemory(make_loss(name), embedding_size=5, memory_size=8) for _ in range(2))
+    batches = [(rows[:4].detach(), labels[:4]) for rows, labels in map(batch, range(2))]
+    found, expected = [], []
+    for rows, labels in batches:
+        for leaves, memory in ((found, together), (expected, apart)):
+            leaves.append(rows.clone().requires_grad_())
+            value = memory(leaves[-1], labels)
+            if memory is apart:
+                value.backward()
+            elif len(leaves) == 1:
+                first = value
+            else:
+                (first + value).backward()
+    for side, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(side.grad, own.grad)
+
+
+def test_ids_of_anchors_that_are_not_queued():
+    """A queued embedding with the id of an anchor is no negative of it, whatever its label."""
+    anchors, queued = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    call = torch.cat([anchors, queued]), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    is_queued, ids = torch.arange(8) >= 4, torch.tensor([50, 51, 52, 53, 51, 52, 53, 50])
+    loss = make_loss("unified", symmetric=False)
+    expected = loss(
+        anchors, call[1][:4], ref_emb=queued, ref_labels=call[1][4:], ref_ids=ids[4:], matching_ids=ids[:4, None]
+    )
+    memory = CrossBatchMemory(loss, embedding_size=5, memory_size=8)
+    torch.testing.assert_close(memory(*call, enqueue_mask=is_queued, ref_ids=ids), expected)
+    assert memory(*call, enqueue_mask=is_queued) > expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matching_ids": [[1]] * 4}, "matching_ids need ref_ids, the ids of the embeddings"),
+        ({"negative_ids": [1]}, "negative_ids cannot be given with a queue"),
+        ({"margin": [0.1] * 4}, "margin cannot be given with a queue"),
+        ({"ref_emb": torch.ones(4, 5)}, "ref_emb cannot be given with a queue"),
+        ({"scale": -1.0}, "scale must be a finite number > 0"),
+        ({"bias": 3.0}, "UnifiedLoss: unknown argument 'bias'"),
+    ],
+)
+def test_a_wrong_call_leaves_a_memory_as_it_is(options, message):
+    loss = CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    with pytest.raises(ValueError, match=message):
+        loss(torch.ones(4, 5), torch.arange(4), **options)
+    assert loss.queue_idx == 0

@@ -273,6 +273,34 @@ WRONG = {
         lambda: setattr(create_loss("unified"), "margin", torch.ones(3)),
         "margin of UnifiedLoss must be one number; one for each caption belongs to the call: ",
     ),
+    "an attribute of the base of sets": (
+        lambda: setattr(SmoothChamferLoss("unified"), "symmetric", False),
+        "symmetric belongs to the base of SmoothChamferLoss: set that of loss.base",
+    ),
+    "pairs of unequal lengths": (
+        lambda: create_loss("unified")(**call_of(indices_tuple=(LABELS, LABELS[:1], LABELS, LABELS.roll(1)))),
+        r"indices_tuple must have equally many anchors and others, got \[3, 1, 3, 3\]",
+    ),
+    "an index below 0": (
+        lambda: create_loss("unified")(**call_of(indices_tuple=(LABELS, LABELS, LABELS - 1))),
+        "indices_tuple must be indices of rows, got -1",
+    ),
+    "a scale in the body of a class": (
+        lambda: type("Own", (UnifiedLoss,), {"scale": 20.0}),
+        r"Own: give the scale to the constructor, super\(\)\.__init__\(scale=20\.0\)",
+    ),
+    "slots of one side": (
+        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, slots=torch.ones(3, 2, 5)),
+        r"slots and ref_slots must have the same width, got \[4, 5\]: give both, or neither",
+    ),
+    "slots of other sets": (
+        lambda: create_loss("smooth_chamfer")(SETS["embeddings"], LABELS, slots=torch.ones(2, 2, 4)),
+        r"slots must be \(3, K, D\), got \(2, 2, 4\)",
+    ),
+    "labels twice": (
+        lambda: DistributedLoss(UnifiedLoss())(torch.ones(3, 4), LABELS, torch.ones(3, 4), LABELS, ref_labels=LABELS),
+        "ref_emb or ref_labels is given twice",
+    ),
     "a margin of a warm-up": (
         lambda: setattr(create_loss("triplet_hn", warmup_steps=1), "margin", 0.5),
         "margin belongs to the losses of a warm-up: set that of loss.first and loss.then",
@@ -330,7 +358,7 @@ WRONG = {
     ),
     "a miner for a loss that gathers": (
         lambda: CrossModalLoss(UnifiedLoss(gather_across_devices=True), HardestNegativeMiner()),
-        r"a miner needs DistributedLoss\(CrossModalLoss\(loss, miner\)\)",
+        r"UnifiedLoss would gather by itself: give CrossModalLoss a loss without gather_across_devices, and wrap both",
     ),
     "vectors below sets": (
         lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, negatives=torch.ones(2, 4)),
@@ -406,12 +434,25 @@ def test_labels_without_anything_to_learn_warn_once(labels, number_of_pairs):
         CrossBatchMemory(UnifiedLoss(), 3)(x, LABELS)  # the first batch of a queue
 
 
-@pytest.mark.parametrize("wrap", [CrossModalLoss, lambda loss: Warmup(loss, loss, 1)], ids=["both ways", "a warm-up"])
+@pytest.mark.parametrize(
+    "wrap",
+    [CrossModalLoss, lambda loss: Warmup(loss, loss, 1), SmoothChamferLoss],
+    ids=["both ways", "a warm-up", "a base"],
+)
 def test_one_tensor_of_labels_for_both_sides(wrap):
     """To a loss of pytorch-metric-learning, it says that there is one set."""
     loss, call = wrap(NTXentLoss()), call_of()
     value = loss(call["embeddings"], LABELS, None, call["ref_emb"], LABELS)
     assert value == loss(call["embeddings"], LABELS, None, call["ref_emb"], LABELS.clone()) > 0
+
+
+def test_the_order_of_arguments_until_version_0_3():
+    call, miner = call_of(ref_labels=LABELS.roll(1)), HardestNegativeMiner()
+    first, loss = (call["embeddings"], LABELS, call["ref_emb"]), DistributedLoss(create_loss("triplet_hn"))
+    expected = loss(**call)
+    assert loss(*first, call["ref_labels"]) == loss(*first, ref_labels=call["ref_labels"]) == expected
+    mined = loss(**call, miner=miner)
+    assert loss(*first, call["ref_labels"], miner) == mined != expected
 
 
 def test_lists_of_labels_for_two_modalities():

@@ -3,19 +3,18 @@
 import inspect
 import warnings
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import MeanReducer
+from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
 from torch import Tensor, nn
 
 from vl_plugins.distributed import Processes, learned_numbers
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import InputWarning, number, unknown_name
-from vl_plugins.losses.batch import Batch, ContentIds, Direction, by_pair, is_one_of_each, number_of_each
+from vl_plugins.losses.batch import Batch, ContentIds, Direction, as_number, by_pair, is_one_of_each, number_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
     check_losses,
@@ -183,7 +182,7 @@ class PairLoss(BaseMetricLossFunction):
     A class that overrides :meth:`matrix_losses` has True, unless it says otherwise."""
 
     by_row: Any = True
-    """True if the loss of a pair depends on the similarities of its row only.
+    """True if the loss of a pair depends on the similarities of its row only, so that rows may come in blocks.
 
     A class that overrides :meth:`matrix_losses` has False, unless it says otherwise."""
 
@@ -191,6 +190,11 @@ class PairLoss(BaseMetricLossFunction):
     def needs_matrix(self) -> bool:
         """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
         return self.has_matrix_losses or type(self).of_negatives not in (hardest, soft_maximum)
+
+    @property
+    def margin_in_use(self) -> Any:
+        """By how much a positive should be closer than a negative, for statistics."""
+        return getattr(self, "margin", 0.0)
 
     @property
     def takes_triplets(self) -> bool:
@@ -257,6 +261,8 @@ class PairLoss(BaseMetricLossFunction):
         """
         check_tensors(embeddings=embeddings)
         is_mined = _is_mined(indices_tuple)
+        if labels is None and isinstance(self.reducer, ClassWeightedReducer):
+            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
         if symmetric is None:
             symmetric = self.symmetric and not is_mined
         scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS, confidence)
@@ -357,7 +363,8 @@ class PairLoss(BaseMetricLossFunction):
             return
         possible = rows * columns - rows * batch.one_set
         positive = len(direction.positives.rows)
-        if positive in (0, possible):
+        has_no_negatives = positive == possible and not self.has_matrix_losses  # which may be losses of positives alone
+        if positive == 0 or has_no_negatives:
             self._has_warned = True
             number_of_pairs = "no pair" if positive == 0 else "every pair"
             warnings.warn(
@@ -413,13 +420,17 @@ class PairLoss(BaseMetricLossFunction):
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
         for name in self.numbers:
-            value = _as_tensor(given.get(name))
+            value = as_number(given.get(name))
             value = _own_number(self, name) if value is None else self.check_number(name, value)
             if isinstance(value, Tensor) and value.ndim > 0:
                 caption_numbers[name] = value
             else:
                 scalars[name] = value
         return scalars, caption_numbers
+
+    def check_numbers(self, numbers: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for numbers that a call would refuse."""
+        self._numbers_of_call(numbers, ARGUMENTS)
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
@@ -459,23 +470,13 @@ def _is_mined(indices_tuple: Any) -> bool:
     return True
 
 
-def _as_tensor(value: Any) -> Any:
-    """Return a list or an array of numbers as a tensor, an array of one number as it, and anything else as it is."""
-    is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
-    if is_array and value.ndim == 0:
-        return value.item()
-    if is_array or isinstance(value, (list, tuple)):
-        return torch.as_tensor(value, dtype=torch.float32)
-    return value
-
-
 def _own_number(loss: PairLoss, name: str) -> Any:
     value = getattr(loss, name)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     if is_one_of_each(value):
         raise ValueError(
-            f"{name} of one batch belongs to the call: loss(..., {name}=values), one of each caption, (C,)"
+            f"{name} of one batch belongs to the call: loss(..., {name}=values), one for each caption, (C,)"
         )
     return value
 

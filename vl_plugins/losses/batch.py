@@ -1,6 +1,7 @@
 """What one call of a loss compares: the checked arguments, with the rows of all processes, cut into directions."""
 
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,18 @@ from vl_plugins.distributed import Processes, check_multiple, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
 from vl_plugins.numerics import as_labels, check_tensors, full_precision, labels_of_one_set
 
-__all__ = ["Batch", "ContentIds", "Direction", "Side", "as_ids", "by_pair", "is_one_of_each", "number_of_each"]
+__all__ = [
+    "Batch",
+    "ContentIds",
+    "Direction",
+    "Side",
+    "as_ids",
+    "as_number",
+    "by_pair",
+    "is_one_of_each",
+    "joined_sets",
+    "number_of_each",
+]
 
 NO_ID = -1
 UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
@@ -189,7 +201,7 @@ class Batch:
             return self
         own_rows = own_rows and not self.one_set
         batch = self
-        if not own_rows and self.rows.labels is None:
+        if not own_rows and self.rows.labels is None and not self.is_mined:
             batch = self._labelled_by_place(processes.rank)
         gathered = processes.gather_rows(batch._tensors(numbers), learned, settings)
         batch = batch._of_tensors(gathered.tensors)
@@ -249,7 +261,9 @@ class Batch:
     def compares_all_by_place(self) -> bool:
         """True if places say what belongs together, and each embedding is compared with all of the other side."""
         is_by_place = self.rows.labels is None and not self.is_mined
-        return is_by_place and self.negatives is None and self.columns.ids is None and len(self.all_rows) > 1
+        is_complete = self.both or self.is_whole  # or the rows of other processes are compared there only
+        has_others = self.negatives is not None or self.columns.ids is not None
+        return is_by_place and is_complete and not has_others and len(self.all_rows) > 1
 
     def inputs(self) -> list[Tensor]:
         """Return all embeddings that are compared."""
@@ -349,8 +363,17 @@ class Batch:
             excluded.append(Excluded.by_ids(self._ids_of_rows(rows, positives), ids, rows_have_one=False))
         return excluded
 
-    def known_positives(self, positives: Pairs) -> Tensor:
-        """Return which pairs of rows and columns share an id, given the positive ones, as a mask (A, C)."""
+    def known_positives(self, mined: Pairs | None = None) -> Tensor:
+        """Return which pairs of rows and columns share an id, as a mask (A, C).
+
+        The positives, whose ids those of a row are, are those of the labels if both sides have them; otherwise those
+        that a miner chose, because it may have left out some.
+        """
+        if self.rows.labels is not None and self.columns.labels is not None:
+            positives = _pairs_by_label(self.rows, self.columns)
+        else:
+            assert mined is not None
+            positives = mined
         rows, order = positives.rows.sort(stable=True)
         pairs = Pairs(rows, positives.columns[order])
         assert self.columns.ids is not None
@@ -396,6 +419,16 @@ def joined_sets(sides: list[Tensor]) -> Tensor:
 def is_one_of_each(number: Any) -> bool:
     """Return whether a number of a call is one of each caption or pair."""
     return isinstance(number, Tensor) and number.ndim > 0
+
+
+def as_number(value: Any) -> Any:
+    """Return a list or an array of numbers as a tensor, an array of one number as it, and anything else as it is."""
+    is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
+    if is_array and value.ndim == 0:
+        return value.item()
+    if is_array or isinstance(value, (list, tuple)):
+        return torch.as_tensor(value, dtype=torch.float32)
+    return value
 
 
 def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor | None:

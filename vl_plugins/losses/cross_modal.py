@@ -8,12 +8,11 @@ import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances import captions_come_first, check_widths
-from vl_plugins.distributed import gathers
-from vl_plugins.engine import label_pairs
-from vl_plugins.losses.batch import Batch, ContentIds
+from vl_plugins.distances import SetDistance, captions_come_first, check_widths
+from vl_plugins.distributed import DistributedLoss, gathers
+from vl_plugins.losses.batch import Batch, ContentIds, joined_sets
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import as_labels, check_tensors
+from vl_plugins.numerics import as_labels, check_tensors, full_precision
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
@@ -40,9 +39,11 @@ class CrossModalLoss(nn.Module):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
-        if miner is not None and gathers(loss):
+        by_direction = miner is not None or hasattr(loss, "regularization")
+        if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
             raise ValueError(
-                "a miner needs DistributedLoss(CrossModalLoss(loss, miner)), with a loss without gather_across_devices"
+                f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
+                "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"
             )
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
@@ -100,6 +101,7 @@ class CrossModalLoss(nn.Module):
             raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
         check_tensors(embeddings=embeddings, ref_emb=ref_emb)
         check_widths(self.distance, embeddings, ref_emb)
+        embeddings, ref_emb = full_precision(embeddings, ref_emb)
         if ref_ids is None and matching_ids is not None:
             raise ValueError("matching_ids need ref_ids, the ids of the texts")
         if self.one_set and ref_ids is not None:
@@ -107,7 +109,11 @@ class CrossModalLoss(nn.Module):
         labels, ref_labels = self._checked_labels(embeddings, labels, ref_emb, ref_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             if self.one_set:
-                return self._loss_of_one_set(torch.cat([embeddings, ref_emb]), torch.cat([labels, ref_labels]), options)
+                if slots is not None and ref_slots is not None and hasattr(self.loss, "regularization"):
+                    options["slots"] = joined_sets([slots, ref_slots])
+                return self._loss_of_one_set(
+                    joined_sets([embeddings, ref_emb]), torch.cat([labels, ref_labels]), options
+                )
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
                 if ref_ids is not None:
                     options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
@@ -156,10 +162,17 @@ class CrossModalLoss(nn.Module):
             options: of the loss's call.
         """
         steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
-        is_symmetric = self.symmetric  # a warm-up may end with the first direction
+        is_symmetric = options.pop("symmetric", None)
+        if is_symmetric is None:
+            is_symmetric = self.symmetric  # of this call: a warm-up may end with the first direction
         if is_symmetric:
             _check_directions(options)
+        if isinstance(self.distance, SetDistance):  # packed sets of unequal sizes, each of which is a query once
+            unpacked = self.distance.unpack(images[0], texts[0])
+            images, texts = (unpacked[0], images[1]), (unpacked[1], texts[1])
         value = self._loss_of_anchors(images, texts, is_known, options)
+        if is_symmetric and not isinstance(value, Tensor):
+            raise ValueError("DoNothingReducer gives no number that could be added up: symmetric=False")
         if is_symmetric:
             for module, step in steps.items():
                 module.step = step  # both directions are one step
@@ -204,7 +217,7 @@ def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_
         is_mined=False,
         ids=ContentIds(ref_ids, matching_ids),
     )
-    return batch.known_positives(label_pairs(labels, text_labels))
+    return batch.known_positives()
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

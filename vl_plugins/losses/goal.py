@@ -139,6 +139,10 @@ class GOALLoss(PairLoss):
         """Return this loss with these options after some steps with all negatives."""
         return Warmup(cls(all_negatives=True, **options), cls(**options), steps)
 
+    @property
+    def margin_in_use(self) -> float:
+        return self.margin if self.triplet_weight == "con" else 0.0
+
     def of_pairs(self, positive: Tensor, negative: Tensor, relative: Relative = (0.0, 0.0)) -> Tensor:
         """Return V of each triplet, with the objective as its gradient; ``relative`` are m+ and m-."""
         with torch.no_grad():

@@ -23,6 +23,7 @@ __all__ = [
     "losses_of_hooks",
     "losses_of_indices",
     "losses_of_masks",
+    "numbers_of_negatives",
     "soft_maximum",
 ]
 
@@ -155,7 +156,7 @@ def losses_of_hooks(
     """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without a wait for the device."""
     scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
     _check_numbers_of_negatives(loss, numbers.keys() - scalars.keys())
-    negative = _of_negatives(loss, similarities, negative_mask, scalars)
+    negative = numbers_of_negatives(loss, similarities, negative_mask, scalars)
     positive = similarities[positives.rows, positives.columns]
     losses: Tensor = loss.losses_of_pairs(positive, negative[positives.rows], numbers)
     return losses
@@ -167,11 +168,11 @@ def _check_numbers_of_negatives(loss: Any, names: set[str]) -> None:
         raise ValueError(f"{name} must be one number in a call of {type(loss).__name__}, whose of_negatives takes it")
 
 
-def _of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
+def numbers_of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
     """Return one number of each anchor's negatives, (A,); -inf for an anchor without any.
 
-    A formula of one's own is given such an anchor with all candidates instead, because of nothing it may be infinite,
-    with a gradient of NaN.
+    A formula of one's own is given such an anchor with all candidates instead: of no numbers it may be infinite, with a
+    gradient of NaN.
     """
     if type(loss).of_negatives in (hardest, soft_maximum):
         of_negatives: Tensor = loss.of_negatives(similarities, negative_mask, **numbers)
@@ -258,6 +259,7 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
         raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
     if batch.negatives is not None:
         raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
+    indices_tuple = _checked_indices(indices_tuple, batch)
     are_triplets = len(indices_tuple) == 3
     if are_triplets:
         anchors, positives, negatives = indices_tuple
@@ -292,6 +294,20 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
     masks = positive_mask, negative_mask
     values = losses_of_masks(loss, similarities, *masks, pairs, numbers, pair_numbers, shape[1] if batch.both else 0)
     return PairLosses(values, (pairs.rows, pairs.columns))
+
+
+def _checked_indices(indices_tuple: tuple[Any, ...], batch: Batch) -> tuple[Tensor, ...]:
+    """Return a miner's indices as tensors; raise ``ValueError`` for pairs or triplets whose parts do not fit."""
+    device = batch.rows.embeddings.device
+    indices = tuple(torch.as_tensor(places, device=device) for places in indices_tuple)
+    lengths = [len(places) for places in indices]
+    if len(set(lengths[:2])) > 1 or len(set(lengths[-2:])) > 1:
+        raise ValueError(f"indices_tuple must have equally many anchors and others, got {lengths}")
+    if device.type == "cpu":  # elsewhere the host would wait
+        for places in indices:
+            if len(places) > 0 and places.min() < 0:
+                raise ValueError(f"indices_tuple must be indices of rows, got {places.min().item()}")
+    return indices
 
 
 def similarities_of(loss: Any, direction: Direction) -> Tensor:

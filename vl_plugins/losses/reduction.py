@@ -1,15 +1,15 @@
 """What pytorch-metric-learning's reducers make of the losses of pairs.
 
-Three things are ours at this border. Nothing to compare is a loss of 0, which gives embeddings gradients of 0 and not
-none, because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN, although a reducer
-may drop the pairs that have it, or no pair has it. And the mean over the pairs of one process becomes its share of the
-mean over the pairs of all.
+Three things are ours at this border. Nothing to compare is a loss of 0, which gives embeddings and parameters gradients
+of 0 and not none, because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN,
+although a reducer may drop the pairs that have it, or no pair has it. And the mean over the pairs of one process
+becomes its share of the mean over the pairs of all.
 """
 
 from typing import Any
 
 import torch
-from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
+from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
 
 from vl_plugins.losses.batch import Batch
@@ -38,19 +38,20 @@ def reduced(
     labels = None
     if batch is not None:
         labels = batch.rows.labels
-        if labels is None and isinstance(loss.reducer, ClassWeightedReducer):
-            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
         if loss.embedding_regularizer is not None:
             loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
     result = loss.reducer(loss_dict, inputs[0], labels)
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
     if type(loss.reducer) is MeanReducer and has_pairs:
-        # NaN of any cosine, also of infinity, is in the mean already where each embedding is compared.
+        # Where every embedding is compared by cosine, NaN or infinity in one is NaN in the mean already.
         if batch is not None and batch.compares_all_by_place and getattr(loss.distance, "normalize_embeddings", False):
             return result
         return _in_graph_of(result, [values.detach() for values in inputs])
-    return _in_graph_of(result, [*inputs, pairs.values, *numbers.values()])
+    sources = [*inputs, pairs.values, *numbers.values()]
+    if not has_pairs:  # or parameters, as of a distance, have no gradients
+        sources += [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    return _in_graph_of(result, sources)
 
 
 def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:

@@ -27,6 +27,11 @@ class ScaledLoss(PairLoss):
     numbers: tuple[str, ...] = ("scale",)
     _has_checked_scale = False  # a tensor on a device, in an earlier call
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if not isinstance(cls.scale, property):
+            raise TypeError(f"{cls.__name__}: give the scale to the constructor, super().__init__(scale={cls.scale})")
+
     def __init__(self, *, scale: float = 50.0, learn_scale: bool = False, max_scale: float = 100.0, **kwargs: Any):
         super().__init__(**kwargs)
         self.max_scale = number("max_scale", max_scale, above=0)

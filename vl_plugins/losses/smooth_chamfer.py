@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers
+from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers, settings_of
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
@@ -101,6 +101,11 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             return getattr(self.base, name)
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OF_BASE:
+            raise AttributeError(f"{name} belongs to the base of SmoothChamferLoss: set that of loss.base")
+        super().__setattr__(name, value)
+
     def gather_across_devices(self, group: Any) -> None:
         """Compute the loss of all rows of the processes of a group from now on."""
         self.processes = Processes(group)
@@ -139,7 +144,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if labels is not None:
             labels = as_labels("labels", labels, embeddings)
         if ref_emb is not None and ref_labels is not None:
-            ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
+            # A copy: for pytorch-metric-learning, one object with both names means one set.
+            ref_labels = as_labels("ref_labels", ref_labels, ref_emb).clone()
         if self.processes.size > 1:
             if indices_tuple is not None:
                 raise ValueError(
@@ -148,7 +154,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 )
             sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
             call = sides | {"slots": slots, "ref_slots": ref_slots} | options
-            options = joined_call(self.processes, call, learned_numbers(self))
+            settings = settings_of(self, options.get("symmetric"))
+            options = joined_call(self.processes, call, learned_numbers(self), settings)
             embeddings, labels, ref_emb, ref_labels = (options.pop(name) for name in sides)
             slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
         # Here, so that gradients in half precision are rounded once, not for each term.
@@ -183,9 +190,24 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
         if self.diversity_weight > 0:
             if slots is not None or ref_slots is not None:
-                for side, slots_of_side in enumerate((slots, ref_slots)[: len(sets)]):
-                    if slots_of_side is not None:
-                        sets[side] = slots_of_side
-                joined = JoinedSets(*sets)
+                joined = JoinedSets(*_slots_of_sets(sets, slots, ref_slots))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
+
+
+def _slots_of_sets(sets: list[Tensor], slots: Tensor | None, ref_slots: Tensor | None) -> list[Tensor]:
+    """Return the slots of each side, from which its sets were made; the sets themselves where there are none."""
+    if len(sets) == 1 and ref_slots is not None:
+        raise ValueError("ref_slots need ref_emb")
+    of_sides = []
+    for name, of_side, sets_of_side in zip(("slots", "ref_slots"), (slots, ref_slots), sets, strict=False):
+        if of_side is None:
+            of_sides.append(sets_of_side)
+            continue
+        if of_side.ndim != 3 or len(of_side) != len(sets_of_side):
+            raise ValueError(f"{name} must be ({len(sets_of_side)}, K, D), got {tuple(of_side.shape)}")
+        of_sides.append(of_side)
+    widths = {of_side.shape[2] for of_side in of_sides}
+    if len(widths) > 1:
+        raise ValueError(f"slots and ref_slots must have the same width, got {sorted(widths)}: give both, or neither")
+    return of_sides

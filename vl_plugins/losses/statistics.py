@@ -5,7 +5,7 @@ All are 0-D tensors on the device, of the anchors' direction, and are computed w
 - ``mean_positive``: the mean similarity of the positive pairs.
 - ``mean_negative``: the mean of what they are compared with, the hardest negative or the soft maximum.
 - ``active_pairs``: the share of pairs whose negative, plus the margin if the loss has one, exceeds the positive.
-- ``scale_in_use``: the inverse temperature, 1 for a loss without one.
+- ``scale_in_use``: the inverse temperature, 1 for a loss without one; the mean of those of the pairs.
 - ``known_positives_left_out``: the share of all pairs that are no negatives because of their ids.
 
 They are NaN in a call with a miner's choice, which records none. In several processes each one records its own.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vl_plugins import engine
 from vl_plugins.losses.batch import Direction
-from vl_plugins.losses.paths import hardest, similarities_of, soft_maximum
+from vl_plugins.losses.paths import hardest, numbers_of_negatives, similarities_of, soft_maximum
 
 __all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
 
@@ -38,14 +38,15 @@ def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) 
     """Set the statistics of a call as attributes of the loss."""
     positive, negative = _compared(loss, direction, numbers)
     has_negative = negative > -torch.inf
-    margin = (numbers | direction.pair_numbers).get("margin", getattr(loss, "margin", 0.0))
+    given = numbers | direction.pair_numbers
+    margin = given.get("margin", getattr(loss, "margin_in_use", 0.0))
     is_active = (margin + negative > positive) & has_negative
     count = has_negative.sum().clamp(min=1)
     loss.mean_positive = positive.sum() / max(1, len(positive))
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
     loss.active_pairs = is_active.sum() / max(1, len(positive))
-    scale = numbers.get("scale", 1.0)
-    loss.scale_in_use = scale.detach() if isinstance(scale, Tensor) else positive.new_full((), scale)
+    scale = given.get("scale", 1.0)
+    loss.scale_in_use = scale.detach().mean() if isinstance(scale, Tensor) else positive.new_full((), scale)
     loss.known_positives_left_out = _left_out(direction)
 
 
@@ -62,7 +63,7 @@ def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple
         maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
     else:
         similarities = similarities_of(loss, direction)
-        of_rows = loss.of_negatives(similarities, direction.masks()[1], **numbers)
+        of_rows = numbers_of_negatives(loss, similarities, direction.masks()[1], numbers)
         return similarities[positives.rows, positives.columns], of_rows[positives.rows]
     return maxima.positive, maxima.of_rows[positives.rows]
 

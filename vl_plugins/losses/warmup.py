@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vl_plugins.distributed import gathering
 from vl_plugins.errors import number
+from vl_plugins.losses.batch import as_number
 from vl_plugins.losses.statistics import forget_statistics
 from vl_plugins.numerics import eager
 
@@ -130,9 +131,16 @@ class Warmup(BaseMetricLossFunction):
         for name, value in options.items():
             if name in own or name not in self.numbers:
                 taken[name] = value
-            if self.is_warming_up and name in getattr(self.then, "numbers", ()):
-                self.then.check_number(name, value)  # now, not in the call after the warm-up
+            if self.is_warming_up and value is not None and name in getattr(self.then, "numbers", ()):
+                self.then.check_number(name, as_number(value))  # now, not in the call after the warm-up
         return taken
+
+    def check_number(self, name: str, value: Any) -> Any:
+        """Return a number of the call as both losses take it; raise ``ValueError`` if it is out of its range."""
+        for loss in (self.first, self.then):
+            if name in getattr(loss, "numbers", ()):
+                value = loss.check_number(name, value)
+        return value
 
     def _counts(self) -> bool:
         return self.training and torch.is_grad_enabled()

@@ -1,7 +1,9 @@
 """Wrappers of pytorch-metric-learning that also take the losses of this package, and your own."""
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
@@ -13,6 +15,10 @@ from vl_plugins.losses.batch import NO_ID, as_ids
 from vl_plugins.numerics import as_labels, check_tensors, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
+
+
+# What a call of a loss takes, and one of a queue does not.
+REFUSED = ("negatives", "negative_ids", "confidence", "symmetric", "copies", "ref_emb", "ref_labels")
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
@@ -86,8 +92,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         check_tensors(embeddings=embeddings)
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
-        for name in ("negatives", "confidence", "symmetric", "copies"):
-            if name in numbers:
+        for name, value in numbers.items():
+            is_of_candidates = name != "matching_ids" and math.prod(np.shape(value)) > 1
+            if name in REFUSED or is_of_candidates:
                 raise ValueError(f"{name} cannot be given with a queue, whose embeddings are the candidates")
         labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None:
@@ -115,17 +122,38 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     ) -> Any:
         """Compare the batch with the queue by labels, without a list of all their pairs."""
         self.reset_stats()
-        self.embedding_memory = self.embedding_memory.to(embeddings)
-        self.label_memory = self.label_memory.to(labels.device, labels.dtype)
         ids = as_ids("ref_ids", ref_ids, embeddings)
+        matching_ids = as_ids("matching_ids", numbers.pop("matching_ids", None), embeddings, dimensions=2)
+        if matching_ids is not None and ids is None and not self.has_ids:
+            raise ValueError("matching_ids need ref_ids, the ids of the embeddings")
+        self.loss.check_numbers(numbers)
         anchors, anchor_labels = embeddings, labels
         if enqueue_mask is not None:
             anchors, anchor_labels = embeddings[~enqueue_mask], labels[~enqueue_mask]
-            embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
-            if ids is not None:
+            if matching_ids is not None:
+                matching_ids = matching_ids[~enqueue_mask]
+            if ids is not None:  # those of the anchors are in no queue
+                own_ids = ids[~enqueue_mask, None]
+                matching_ids = own_ids if matching_ids is None else torch.cat([matching_ids, own_ids], dim=1)
                 ids = ids[enqueue_mask]
-            if numbers.get("matching_ids") is not None:
-                numbers["matching_ids"] = torch.as_tensor(numbers["matching_ids"])[~enqueue_mask.cpu()]
+            embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
+        queue, queue_labels, queue_ids = self._queue_with(embeddings, labels, ids)
+        return self.loss(
+            anchors,
+            anchor_labels,
+            ref_emb=queue,
+            ref_labels=queue_labels,
+            ref_ids=queue_ids,
+            matching_ids=matching_ids,
+            symmetric=False,
+            copies=self.curr_batch_idx if enqueue_mask is None else None,
+            **numbers,
+        )
+
+    def _queue_with(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        """Put embeddings into the queue, and return copies of it, which the next call will not change."""
+        self.embedding_memory = self.embedding_memory.to(embeddings)
+        self.label_memory = self.label_memory.to(labels.device, labels.dtype)
         self.add_to_memory(embeddings, labels, len(labels))
         length = self.queue_idx
         if self.has_been_filled:
@@ -133,17 +161,8 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         if ids is not None:
             self.id_memory[self.curr_batch_idx] = ids
             self.has_ids = True
-        if self.has_ids:
-            numbers["ref_ids"] = self.id_memory[:length]
-        return self.loss(
-            anchors,
-            anchor_labels,
-            ref_emb=self.embedding_memory[:length],
-            ref_labels=self.label_memory[:length],
-            symmetric=False,
-            copies=self.curr_batch_idx if enqueue_mask is None else None,
-            **numbers,
-        )
+        queue_ids = self.id_memory[:length].clone() if self.has_ids else None
+        return self.embedding_memory[:length].clone(), self.label_memory[:length].clone(), queue_ids
 
     def reset_queue(self) -> None:
         super().reset_queue()

@@ -7,6 +7,8 @@ from torch import nn
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
+from vl_plugins.distributed import DistributedLoss
+from vl_plugins.losses import CrossModalLoss, Warmup
 
 reason = "needs pip install 'vl_plugins[sentence-transformers]'"
 pytest.importorskip("sentence_transformers", minversion="6.0", reason=reason)
@@ -123,6 +125,29 @@ def test_losses_of_pytorch_metric_learning():
     right = MultiSimilarityLoss()(images, labels, ref_emb=captions, ref_labels=ids)
     for loss in ("MultiSimilarityLoss", {"name": "MultiSimilarityLoss"}, MultiSimilarityLoss()):
         torch.testing.assert_close(RetrievalLoss(model, loss)(columns, labels), right, rtol=1e-12, atol=0)
+
+
+def test_losses_that_have_parts():
+    """A warm-up of the host's loss and ours, and the host's in both directions."""
+    columns, _ = make_batch(1, 0, images=[1, 2, 3, 4, 5, 6])
+    model = Lookup()
+    images, captions, labels = (
+        model.table[[1, 2, 3, 4, 5, 6]],
+        model.table[[row[0] for row in POSITIVES]],
+        torch.arange(6),
+    )
+    one_direction = MultiSimilarityLoss()(images, labels, ref_emb=captions, ref_labels=labels.clone())
+    both = one_direction + MultiSimilarityLoss()(captions, labels, ref_emb=images, ref_labels=labels.clone())
+    warm = Warmup(MultiSimilarityLoss(), create_loss("triplet_hn", symmetric=False), steps=1)
+    after = create_loss("triplet_hn", symmetric=False)(images, ref_emb=captions)
+    loss = RetrievalLoss(model, warm)
+    torch.testing.assert_close(loss(columns), one_direction)
+    torch.testing.assert_close(loss(columns), after)
+    torch.testing.assert_close(RetrievalLoss(model, CrossModalLoss(MultiSimilarityLoss()))(columns), both)
+    with pytest.raises(
+        ValueError, match="loss must be one of vl_plugins or of pytorch-metric-learning, got Distributed"
+    ):
+        RetrievalLoss(model, DistributedLoss(create_loss("unified")))
 
 
 class ByPixels(Lookup):
