@@ -111,7 +111,7 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
     Args:
         labels, ref_labels: (A,) and (C,), on one device.
     """
-    if len(labels) * len(ref_labels) <= FEW:
+    if labels.shape[0] * ref_labels.shape[0] <= FEW:
         return Pairs.of_mask(labels[:, None] == ref_labels)
     join = _Join.of(labels, ref_labels)
     rows = torch.repeat_interleave(join.counts)
@@ -289,6 +289,17 @@ class Maxima(NamedTuple):
     of_rows: Tensor
     of_columns: Tensor | None
 
+    @classmethod
+    def of(cls, values: Tensor, sizes: list[int]) -> "Maxima":
+        """Take the three from one tensor, given how long each part is."""
+        positive, of_rows, of_columns = values.split_with_sizes(sizes)
+        return cls(positive, of_rows, of_columns if sizes[2] > 0 else None)
+
+
+def _sizes(x: Tensor, positives: Pairs, anchor_columns: int) -> list[int]:
+    """Return the lengths of the parts of :class:`Maxima`."""
+    return [positives.rows.shape[0], x.shape[0], anchor_columns]
+
 
 def maxima(
     x: Tensor, y: Tensor, positives: Pairs, excluded: list[Excluded], *, normalize: bool, anchor_columns: int
@@ -325,7 +336,7 @@ def maxima(
             of_columns.append(numbers[:anchor_columns])
             values.append(columns.values)
     similarities = _PairSimilarities.apply(x, y, vectors, torch.cat(rows), torch.cat(of_columns), torch.cat(values))
-    return _split(similarities, len(positives.rows), len(x), anchor_columns)
+    return Maxima.of(similarities, _sizes(x, positives, anchor_columns))
 
 
 def soft_maxima(
@@ -347,14 +358,7 @@ def soft_maxima(
         tiled: compute each block again for the gradients, instead of keeping the matrix (A, C).
     """
     values = _SoftMaxima.apply(x, y, scale, positives, excluded, normalize, tiled, anchor_columns)
-    return _split(values, len(positives.rows), len(x), anchor_columns)
-
-
-def _split(values: Tensor, pairs: int, rows: int, columns: int) -> Maxima:
-    if columns == 0:
-        positive, of_rows = values.split([pairs, rows])
-        return Maxima(positive, of_rows, None)
-    return Maxima(*values.split([pairs, rows, columns]))
+    return Maxima.of(values, _sizes(x, positives, anchor_columns))
 
 
 class _Vectors(NamedTuple):
@@ -454,10 +458,10 @@ class _SoftMaxima(torch.autograd.Function):
         vectors = _Vectors.of(x, y, normalize)
         matrix: Any = None
         if not tiled:
-            matrix = _exponents(vectors, slice(0, len(x)), scale)
+            matrix = _exponents(vectors, slice(0, x.shape[0]), scale)
         of_positives, row_sums = [], []
         column_sums: Any = None
-        for block in _blocks(positives, excluded, len(x), len(y)):
+        for block in _blocks(positives, excluded, x.shape[0], y.shape[0]):
             exponents = None  # frees that of the last block
             exponents = _exponents(vectors, block.rows, scale) if matrix is None else matrix[block.rows]
             of_positives.append(block.take_out(exponents))
@@ -482,11 +486,12 @@ class _SoftMaxima(torch.autograd.Function):
         matrix, ctx.matrix = ctx.matrix, None  # overwritten here; a second backward pass computes it again
         gradient = _SoftGradient(vectors, ctx.needs_input_grad, ctx.scale)
         positives, excluded = ctx.pairs
-        of_pairs = _split(grad, len(positives.rows), len(x), ctx.anchor_columns)
+        sizes = _sizes(x, positives, ctx.anchor_columns)
+        of_pairs = Maxima.of(grad, sizes)
         finite = values.clamp(min=torch.finfo(x.dtype).min)  # not -inf, which minus itself is NaN
-        sums = _split(finite, len(positives.rows), len(x), ctx.anchor_columns)
+        sums = Maxima.of(finite, sizes)
         done = 0
-        for block in _blocks(positives, excluded, len(x), len(y)):
+        for block in _blocks(positives, excluded, x.shape[0], y.shape[0]):
             exponents = weights = None  # frees those of the last block
             if matrix is None:
                 exponents = _exponents(vectors, block.rows, ctx.scale)
@@ -494,7 +499,7 @@ class _SoftMaxima(torch.autograd.Function):
             else:
                 exponents = matrix[block.rows]
             weights = _soft_weights(exponents, block.rows, sums, of_pairs)
-            number = len(block.positives.rows)
+            number = block.positives.rows.shape[0]
             weights[block.positives.rows, block.positives.columns] = of_pairs.positive[done : done + number]
             done += number
             gradient.add(block.rows, weights)
@@ -511,7 +516,7 @@ def _soft_weights(exponents: Tensor, rows: slice, sums: Maxima, grads: Maxima) -
     """Return the gradient of a block of similarities that is not yet that of the positives; changes ``exponents``."""
     weights = (exponents - sums.of_rows[rows, None]).exp_().mul_(grads.of_rows[rows, None])
     if sums.of_columns is not None and grads.of_columns is not None:
-        anchors = slice(0, len(sums.of_columns))
+        anchors = slice(0, sums.of_columns.shape[0])
         by_column = exponents[:, anchors].sub_(sums.of_columns).exp_()
         weights[:, anchors].addcmul_(by_column, grads.of_columns)
     return weights

@@ -334,7 +334,9 @@ class PairLoss(BaseMetricLossFunction):
 
     def _gathered(self, batch: Batch, copies: Tensor | None, is_mined: bool) -> Batch:
         """Return the batch with the candidates of all processes."""
-        if copies is not None and self.processes.size > 1:
+        if self.processes.size == 1:
+            return batch
+        if copies is not None:
             raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         numbers = (*self.numbers, CONFIDENCE)
         # In words, so that an error can list them: a warm-up may have ended in one process only.

@@ -86,7 +86,7 @@ class Direction(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.anchors), len(self.candidates)
+        return self.anchors.shape[0], self.candidates.shape[0]
 
     def masks(self) -> tuple[Tensor, Tensor]:
         """Return which pairs are positive and which are negative, (A, C) each."""
@@ -488,7 +488,8 @@ def _check_negatives(negatives: Tensor, candidates: Tensor) -> None:
 
 
 def _captions_of_each(x: Tensor, y: Tensor) -> int:
-    return len(y) // len(x) if len(x) > 0 else 1
+    rows, columns = x.shape[0], y.shape[0]
+    return columns // rows if rows > 0 else 1
 
 
 def _labels_of_two_sides(

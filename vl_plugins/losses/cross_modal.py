@@ -167,7 +167,8 @@ class CrossModalLoss(nn.Module):
             is_symmetric = self.symmetric  # of this call: a warm-up may end with the first direction
         if is_symmetric:
             _check_directions(options)
-        if isinstance(self.distance, SetDistance):  # packed sets of unequal sizes, each of which is a query once
+        if isinstance(self.distance, SetDistance) and images[0].shape[1] != texts[0].shape[1]:
+            # Packed sets of unequal sizes, of which set_size is that of the images.
             unpacked = self.distance.unpack(images[0], texts[0])
             images, texts = (unpacked[0], images[1]), (unpacked[1], texts[1])
         value = self._loss_of_anchors(images, texts, is_known, options)

@@ -99,8 +99,9 @@ def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled:
     positive = torch.cat([positive, positive])
     negative = torch.cat([negative, maxima.of_columns[positives.columns]])
     pair_numbers = {name: torch.cat([values, values]) for name, values in pair_numbers.items()}
-    losses: Tensor = loss.losses_of_pairs(positive, negative, numbers | pair_numbers)
-    return losses.view(2, -1).sum(dim=0)
+    from_rows, from_columns = loss.losses_of_pairs(positive, negative, numbers | pair_numbers).chunk(2)
+    losses: Tensor = from_rows + from_columns
+    return losses
 
 
 def losses_of_masks(
