@@ -260,9 +260,7 @@ class PairLoss(BaseMetricLossFunction):
                 that the loss does not take, or out of its range; or ``tiled=True`` where all similarities are needed.
         """
         check_tensors(embeddings=embeddings)
-        is_mined = _is_mined(indices_tuple)
-        if labels is None and isinstance(self.reducer, ClassWeightedReducer):
-            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
+        is_mined = self._is_mined(indices_tuple, labels)
         if symmetric is None:
             symmetric = self.symmetric and not is_mined
         scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS, confidence)
@@ -331,6 +329,21 @@ class PairLoss(BaseMetricLossFunction):
             values = losses_of_masks(self, similarities, *masks, positives, scalars, pair_numbers, columns)
             losses = [PairLosses(values, (positives.rows, positives.columns))]
             return reduced(self, losses, None, [similarities], scalars)
+
+    def _is_mined(self, indices_tuple: Any, labels: Any) -> bool:
+        """Return whether a miner says what the pairs are; raise ``ValueError`` for what cannot say it."""
+        if labels is None and isinstance(self.reducer, ClassWeightedReducer):
+            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
+        if indices_tuple is None:
+            return False
+        if isinstance(indices_tuple, Tensor):
+            raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
+        if len(indices_tuple) not in (3, 4):
+            raise ValueError(
+                "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), "
+                f"got {len(indices_tuple)} tensors"
+            )
+        return True
 
     def _gathered(self, batch: Batch, copies: Tensor | None, is_mined: bool) -> Batch:
         """Return the batch with the candidates of all processes."""
@@ -459,19 +472,6 @@ ARGUMENTS = _arguments(PairLoss.forward)
 ARGUMENTS_OF_MATRIX = _arguments(PairLoss.from_similarities)
 
 
-def _is_mined(indices_tuple: Any) -> bool:
-    if indices_tuple is None:
-        return False
-    if isinstance(indices_tuple, Tensor):
-        raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
-    if len(indices_tuple) not in (3, 4):
-        raise ValueError(
-            "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), got "
-            f"{len(indices_tuple)} tensors"
-        )
-    return True
-
-
 def _own_number(loss: PairLoss, name: str) -> Any:
     value = getattr(loss, name)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -560,16 +560,16 @@ def _check_numbers_of_hook(kind: Any, hook: str) -> None:
     function = getattr(kind, hook)
     if not inspect.isfunction(function) or function in (hardest, soft_maximum):
         return
-    named, takes_others = set(), False
+    names, takes_others = set(), False
     for parameter in list(inspect.signature(function).parameters.values())[HOOKS[hook] + 1 :]:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_others = True
         elif parameter.kind is not parameter.VAR_POSITIONAL:
-            named.add(parameter.name)
+            names.add(parameter.name)
             if parameter.default is parameter.empty and parameter.name not in kind.numbers:
                 raise TypeError(
                     f"{kind.__name__}: {hook} takes {parameter.name}, which is not in numbers, {kind.numbers}: add it"
                 )
-    missing = [name for name in kind.numbers if name not in named]
+    missing = [name for name in kind.numbers if name not in names]
     if missing and not takes_others:
         raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, by the names in numbers")

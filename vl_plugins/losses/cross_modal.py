@@ -47,7 +47,7 @@ class CrossModalLoss(nn.Module):
             )
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
-        has_sets = isinstance(loss, Warmup) and any(hasattr(part, "regularization") for part in (loss.first, loss.then))
+        has_sets = isinstance(loss, Warmup) and any(hasattr(step, "regularization") for step in (loss.first, loss.then))
         if has_sets and miner is not None:  # which would add the regularization in each direction
             raise ValueError(
                 "with a miner, the warm-up belongs to the base of SmoothChamferLoss: "
@@ -97,37 +97,38 @@ class CrossModalLoss(nn.Module):
         Raises:
             ValueError: no labels where they are needed.
         """
-        if indices_tuple is not None:
-            raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
+        self._check_call(indices_tuple, ref_ids, matching_ids)
         check_tensors(embeddings=embeddings, ref_emb=ref_emb)
         check_widths(self.distance, embeddings, ref_emb)
         embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        if ref_ids is None and matching_ids is not None:
-            raise ValueError("matching_ids need ref_ids, the ids of the texts")
-        if self.one_set and ref_ids is not None:
-            raise ValueError("ref_ids cannot be given with one_set=True")
         labels, ref_labels = self._checked_labels(embeddings, labels, ref_emb, ref_labels)
+        images, texts = (embeddings, labels), (ref_emb, ref_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             if self.one_set:
                 if slots is not None and ref_slots is not None and hasattr(self.loss, "regularization"):
                     options["slots"] = joined_sets([slots, ref_slots])
-                return self._loss_of_one_set(
-                    joined_sets([embeddings, ref_emb]), torch.cat([labels, ref_labels]), options
-                )
+                return self._loss_of_one_set(images, texts, options)
             if self.miner is None and hasattr(self.pair_loss, "symmetric"):
-                if ref_ids is not None:
-                    options |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
+                ids = {"ref_ids": ref_ids, "matching_ids": matching_ids} if ref_ids is not None else {}
                 if isinstance(self.pair_loss, Warmup) and hasattr(self.pair_loss.loss, "regularization"):
                     options |= {"slots": slots, "ref_slots": ref_slots}
-                value = self.pair_loss(embeddings, labels, None, ref_emb, ref_labels, **options)
+                value = self.pair_loss(*images, None, *texts, **ids, **options)
             else:
                 is_known = None
                 if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
                     is_known = known_positives(labels, ref_labels, ref_ids, matching_ids)
-                value = self._loss_by_direction((embeddings, labels), (ref_emb, ref_labels), is_known, options)
+                value = self._loss_by_direction(images, texts, is_known, options)
             if self.pair_loss is not self.loss:
                 value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
             return value
+
+    def _check_call(self, indices_tuple: Any, ref_ids: Any, matching_ids: Any) -> None:
+        if indices_tuple is not None:
+            raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
+        if ref_ids is None and matching_ids is not None:
+            raise ValueError("matching_ids need ref_ids, the ids of the texts")
+        if self.one_set and ref_ids is not None:
+            raise ValueError("ref_ids cannot be given with one_set=True")
 
     def _checked_labels(self, images: Tensor, labels: Any, texts: Tensor, text_labels: Any) -> tuple[Any, Any]:
         """Return the labels of both sides as tensors, where the call needs them."""
@@ -145,7 +146,8 @@ class CrossModalLoss(nn.Module):
         # A copy: for pytorch-metric-learning, one object with both names means one set.
         return as_labels("labels", labels, images), as_labels("ref_labels", text_labels, texts).clone()
 
-    def _loss_of_one_set(self, embeddings: Tensor, labels: Tensor, options: dict[str, Any]) -> Any:
+    def _loss_of_one_set(self, images: tuple[Any, Any], texts: tuple[Any, Any], options: dict[str, Any]) -> Any:
+        embeddings, labels = joined_sets([images[0], texts[0]]), torch.cat([images[1], texts[1]])
         pairs = None
         if self.miner is not None:
             pairs = self.miner(embeddings, labels)

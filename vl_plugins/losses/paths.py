@@ -261,40 +261,49 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Tensor, ...]
     if batch.negatives is not None:
         raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
     indices_tuple = _checked_indices(indices_tuple, batch)
-    are_triplets = len(indices_tuple) == 3
-    if are_triplets:
-        anchors, positives, negatives = indices_tuple
-        negative_anchors = anchors
-    else:
-        anchors, positives, negative_anchors, negatives = indices_tuple
-    shape = len(batch.rows), len(batch.columns)
-    excluded = None
+    positives = Pairs(indices_tuple[0], indices_tuple[1])
+    is_known = None
     if batch.columns.ids is not None:
-        excluded = batch.known_positives(Pairs(anchors, positives))
-    direction = Direction(batch.rows.embeddings, batch.columns.embeddings, Pairs(anchors, positives), [], 0, {})
+        is_known = batch.known_positives(positives)
+    direction = Direction(batch.rows.embeddings, batch.columns.embeddings, positives, [], 0, {})
     similarities = similarities_of(loss, direction)
-    of_columns = batch.columns.numbers
-    if are_triplets and loss.takes_triplets:
-        if batch.both:
-            raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
-        if excluded is not None:
-            is_negative = ~excluded[anchors, negatives]
-            anchors, positives, negatives = anchors[is_negative], positives[is_negative], negatives[is_negative]
-        triplets = anchors, positives, negatives
-        if len(anchors) == 0:
-            return PairLosses(similarities.new_zeros(0), triplets)
-        losses = loss.triplet_losses(similarities, *triplets, **numbers, **by_pair(of_columns, positives))
-        check_losses(loss, "triplet_losses", losses, len(anchors))
-        return PairLosses(losses, triplets)
-    positive_mask = Pairs(anchors, positives).mask(shape)
-    negative_mask = Pairs(negative_anchors, negatives).mask(shape)
-    if excluded is not None:
-        negative_mask &= ~excluded
+    if len(indices_tuple) == 3 and loss.takes_triplets:
+        return _losses_of_triplets(loss, batch, similarities, indices_tuple, is_known, numbers)
+    positive_mask = positives.mask(direction.shape)
+    anchors, *_, negatives = indices_tuple
+    negative_anchors = anchors if len(indices_tuple) == 3 else indices_tuple[2]
+    negative_mask = Pairs(negative_anchors, negatives).mask(direction.shape)
+    if is_known is not None:
+        negative_mask &= ~is_known
     pairs = Pairs.of_mask(positive_mask)
-    pair_numbers = by_pair(of_columns, pairs.columns)
+    pair_numbers = by_pair(batch.columns.numbers, pairs.columns)
     masks = positive_mask, negative_mask
-    values = losses_of_masks(loss, similarities, *masks, pairs, numbers, pair_numbers, shape[1] if batch.both else 0)
+    anchor_columns = len(batch.columns) if batch.both else 0
+    values = losses_of_masks(loss, similarities, *masks, pairs, numbers, pair_numbers, anchor_columns)
     return PairLosses(values, (pairs.rows, pairs.columns))
+
+
+def _losses_of_triplets(
+    loss: Any,
+    batch: Batch,
+    similarities: Tensor,
+    triplets: tuple[Tensor, ...],
+    is_known: Tensor | None,
+    numbers: Numbers,
+) -> PairLosses:
+    """Return the losses of a miner's triplets, each with its own negative."""
+    if batch.both:
+        raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
+    if is_known is not None:
+        anchors, _, negatives = triplets
+        is_negative = ~is_known[anchors, negatives]
+        triplets = tuple(places[is_negative] for places in triplets)
+    anchors, positives, _ = triplets
+    if len(anchors) == 0:
+        return PairLosses(similarities.new_zeros(0), triplets)
+    losses = loss.triplet_losses(similarities, *triplets, **numbers, **by_pair(batch.columns.numbers, positives))
+    check_losses(loss, "triplet_losses", losses, len(anchors))
+    return PairLosses(losses, triplets)
 
 
 def _checked_indices(indices_tuple: tuple[Any, ...], batch: Batch) -> tuple[Tensor, ...]:

@@ -146,18 +146,10 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if ref_emb is not None and ref_labels is not None:
             # A copy: for pytorch-metric-learning, one object with both names means one set.
             ref_labels = as_labels("ref_labels", ref_labels, ref_emb).clone()
+        sides = embeddings, labels, ref_emb, ref_labels
         if self.processes.size > 1:
-            if indices_tuple is not None:
-                raise ValueError(
-                    "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
-                    "give DistributedLoss(loss) the miner"
-                )
-            sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-            call = sides | {"slots": slots, "ref_slots": ref_slots} | options
-            settings = settings_of(self, options.get("symmetric"))
-            options = joined_call(self.processes, call, learned_numbers(self), settings)
-            embeddings, labels, ref_emb, ref_labels = (options.pop(name) for name in sides)
-            slots, ref_slots = options.pop("slots"), options.pop("ref_slots")
+            sides, slots, ref_slots, options = self._of_all_rows(sides, slots, ref_slots, indices_tuple, options)
+        embeddings, labels, ref_emb, ref_labels = sides
         # Here, so that gradients in half precision are rounded once, not for each term.
         if ref_emb is None:
             (embeddings,) = full_precision(embeddings)
@@ -171,6 +163,22 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 loss[name] = self.zero_loss() | {"losses": term}
             return loss
         return sum(terms.values(), start=loss)
+
+    def _of_all_rows(
+        self, sides: tuple[Any, ...], slots: Any, ref_slots: Any, indices_tuple: Any, options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a call with the rows of all processes: both sides, their slots, and the options."""
+        if indices_tuple is not None:
+            raise ValueError(
+                "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
+                "give DistributedLoss(loss) the miner"
+            )
+        names = "embeddings", "labels", "ref_emb", "ref_labels"
+        call = dict(zip(names, sides, strict=True)) | {"slots": slots, "ref_slots": ref_slots} | options
+        settings = settings_of(self, options.get("symmetric"))
+        options = joined_call(self.processes, call, learned_numbers(self), settings)
+        all_sides = tuple(options.pop(name) for name in names)
+        return all_sides, options.pop("slots"), options.pop("ref_slots"), options
 
     def regularization(
         self,

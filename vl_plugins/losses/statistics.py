@@ -38,14 +38,14 @@ def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) 
     """Set the statistics of a call as attributes of the loss."""
     positive, negative = _compared(loss, direction, numbers)
     has_negative = negative > -torch.inf
-    given = numbers | direction.pair_numbers
-    margin = given.get("margin", getattr(loss, "margin_in_use", 0.0))
+    numbers_of_pairs = numbers | direction.pair_numbers
+    margin = numbers_of_pairs.get("margin", getattr(loss, "margin_in_use", 0.0))
     is_active = (margin + negative > positive) & has_negative
     count = has_negative.sum().clamp(min=1)
     loss.mean_positive = positive.sum() / max(1, len(positive))
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
     loss.active_pairs = is_active.sum() / max(1, len(positive))
-    scale = given.get("scale", 1.0)
+    scale = numbers_of_pairs.get("scale", 1.0)
     loss.scale_in_use = scale.detach().mean() if isinstance(scale, Tensor) else positive.new_full((), scale)
     loss.known_positives_left_out = _left_out(direction)
 

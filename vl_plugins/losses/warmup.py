@@ -127,13 +127,13 @@ class Warmup(BaseMetricLossFunction):
     def _options_of_call(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return what the loss of this call takes: one of the two may have no scale, and the other one."""
         own = getattr(self.loss, "numbers", ())
-        taken = {}
+        options_of_loss = {}
         for name, value in options.items():
             if name in own or name not in self.numbers:
-                taken[name] = value
+                options_of_loss[name] = value
             if self.is_warming_up and value is not None and name in getattr(self.then, "numbers", ()):
                 self.then.check_number(name, as_number(value))  # now, not in the call after the warm-up
-        return taken
+        return options_of_loss
 
     def check_number(self, name: str, value: Any) -> Any:
         """Return a number of the call as both losses take it; raise ``ValueError`` if it is out of its range."""
