@@ -503,6 +503,7 @@ class _SoftMaxima(torch.autograd.Function):
             weights[block.positives.rows, block.positives.columns] = of_pairs.positive[done : done + number]
             done += number
             gradient.add(block.rows, weights)
+        matrix = exponents = weights = None  # before more is allocated
         return gradient.x, gradient.of_y(), gradient.of_scale(values, grad), *[None] * 5
 
 
