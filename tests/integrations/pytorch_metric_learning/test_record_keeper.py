@@ -131,3 +131,13 @@ def test_one_modality(recorded):
     (name,) = [name for name in tables if name.endswith("UnifiedLoss")]
     assert settings_of(tables[name]).items() >= {"margin": 0.2, "scale": 30}.items()
     assert settings_of(tables["tuple_miner_HardestNegativeMiner"])["k"] == 3
+
+
+def test_statistics_of_each_step(recorded):
+    """Those of a loss that compares; 0 in PML, or NaN, would say that nothing was computed."""
+    tables = train_pairs(recorded, create_loss("unified", collect_stats=True))
+    (table,) = [table for table in tables.values() if "mean_positive" in table]
+    for name in ("mean_positive", "mean_negative", "active_pairs", "scale_in_use"):
+        assert len(table[name]) == STEPS
+        assert all(value != 0 for value in table[name])
+    assert set(table["scale_in_use"]) == {50}
