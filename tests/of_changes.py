@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LOSSES = ("tests/losses/test_formulas.py", "tests/losses/test_operations.py", "tests/losses/test_wrong_calls.py")
 TESTS = {
     "vl_plugins/losses/*.py": LOSSES,
-    "vl_plugins/negatives.py": LOSSES,
+    "vl_plugins/engine.py": LOSSES,
     "vl_plugins/numerics.py": LOSSES,
     "vl_plugins/untraced.py": LOSSES,
     "vl_plugins/miners.py": ("tests/losses/test_miner.py",),

@@ -194,7 +194,9 @@ def test_wrong_numbers(value, options, expected):
 def test_numbers():
     for value in (0.5, 1, np.float32(0.5)):
         assert (number("margin", value), type(number("margin", value))) == (value, float)
-    assert (number("margin", 0, least=0), number("k", 1, least=1, kind=int)) == (0, 1)
+    assert number("margin", 0, least=0) == 0
+    for value in (2, np.int64(2)):
+        assert (number("k", value, least=1, kind=int), type(number("k", value, kind=int))) == (2, int)
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from vl_plugins.registry import (
 from vl_plugins.regularizers import SetRegularizer
 
 TEMPERATURE = "unknown option temperature; scale = 1 / temperature"
-OURS = {"goal", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc"}
+OURS = ("goal", "siglip", "smooth_chamfer", "triplet_hn", "triplet_sh", "unified", "vlc")
 
 
 # Losses of other distributions
@@ -141,9 +141,14 @@ def test_specifications():
         ("loss", "unified", {"temperature": "x"}, f"loss 'unified': {TEMPERATURE}"),
         ("loss", "triplet_hn", {"temperature": 0.07}, "loss 'triplet_hn': unknown option 'temperature'"),
         ("loss", "smooth_chamfer", {"base": "vlc", "temperature": 0.1}, f"loss 'vlc': {TEMPERATURE} = 10"),
-        ("loss", "goal", {"scale": 5}, "loss 'goal': it has no scale; losses that have one: unified, vlc"),
+        ("loss", "goal", {"scale": 5}, "loss 'goal': it has no scale; losses that have one: siglip, unified, vlc"),
         ("loss", "triplet_sh", {"scale": "learned"}, "loss 'triplet_sh': it has no scale; losses that have one: "),
-        ("loss", "NTXentLoss", {"scale": 5}, "loss 'NTXentLoss': it has no scale; losses that have one: unified, vlc"),
+        (
+            "loss",
+            "NTXentLoss",
+            {"scale": 5},
+            "loss 'NTXentLoss': it has no scale; losses that have one: siglip, unified, vlc",
+        ),
         ("loss", "unified", {"reducer": "MeanRedcer"}, "unknown reducer 'MeanRedcer' (did you mean 'MeanReducer'?)"),
         ("loss", "unified", {"reducer": 3}, "reducer must be a name or a mapping with name: NAME, got 3"),
         ("loss", {"margin": 3}, {}, "loss must be a name or a mapping with name: NAME, got {'margin': 3}"),
@@ -162,5 +167,7 @@ def test_wrong_names_and_options(kind, name, options, message):
 def test_classes_answer_a_temperature_and_a_scale_too():
     with pytest.raises(TypeError, match=f"^UnifiedLoss: {TEMPERATURE} = 20$"):
         UnifiedLoss(temperature=0.05)
-    with pytest.raises(TypeError, match=r"^TripletHNLoss: it has no scale; losses that have one: unified, vlc$"):
+    with pytest.raises(
+        TypeError, match=r"^TripletHNLoss: it has no scale; losses that have one: siglip, unified, vlc$"
+    ):
         TripletHNLoss(scale=10)

@@ -1,7 +1,9 @@
-"""Similarities of sets of embeddings, as pytorch-metric-learning distances."""
+"""Similarities of sets of embeddings, and that of order embeddings, as pytorch-metric-learning distances."""
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.distances import (
@@ -15,36 +17,119 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows, unit_vectors
 from vl_plugins.errors import number
-from vl_plugins.negatives import LEAST_NORM, MATRIX_BYTES, block_rows
 from vl_plugins.numerics import full_precision
 
 __all__ = [
     "ChamferSimilarity",
     "MILSimilarity",
     "MatchProbability",
+    "OrderSimilarity",
     "SetDistance",
     "SmoothChamferSimilarity",
+    "captions_come_first",
     "check_widths",
 ]
 
-VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance)
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
 
 
-def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> None:
+class OrderSimilarity(BaseDistance):
+    r"""Similarity of order embeddings: 0 for a caption that says nothing beyond its image, otherwise negative.
+
+    .. math:: s(i, c) = - \lVert \max(0, |c| - |i|) \rVert^2
+
+    with unit vectors i and c. A caption may leave out what an image shows, so the two sides are not alike: the first
+    argument of a call is the images, and :class:`~vl_plugins.losses.CrossModalLoss` takes care of it where captions are
+    the anchors. A miner needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``, and a queue of
+    images, whose anchors are captions, ``captions_first=True``. The margin belongs to this scale: the papers use 0.05.
+
+    Args:
+        absolute: compare the absolute values of the elements, because order embeddings are not negative.
+        captions_first: the first argument of a call is the captions.
+        normalize_embeddings: L2-normalize each vector first.
+
+    Raises:
+        ValueError: one set of embeddings, which has no images and captions.
+
+    Reference:
+        Vendrov et al. 2016, Order-Embeddings of Images and Language; Faghri et al. 2018, VSE++, Table 4 (Order++ with
+        ``triplet_hn``, Order0 with ``triplet_sh``).
+
+    >>> images, captions = torch.tensor([[0.6, 0.8]]), torch.tensor([[0.6, 0.8], [1.0, 0.0]])
+    >>> OrderSimilarity()(images, captions)
+    tensor([[-0.0000, -0.1600]])
+    """
+
+    def __init__(self, absolute: bool = True, captions_first: bool = False, normalize_embeddings: bool = True):
+        super().__init__(normalize_embeddings, is_inverted=True)
+        self.absolute, self.captions_first = absolute, captions_first
+
+    def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
+        """Return the similarities, (A, C)."""
+        if ref_emb is None or ref_emb is query_emb:
+            raise ValueError("OrderSimilarity compares images with captions, not one set of embeddings")
+        similarities: Tensor = super().forward(*full_precision(query_emb, ref_emb))
+        return similarities
+
+    def normalize(self, embeddings: Tensor, *_: Any, **__: Any) -> Tensor:
+        return unit_vectors(embeddings)  # where zero vectors have finite gradients
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        if self.absolute:
+            query_emb, ref_emb = query_emb.abs(), ref_emb.abs()
+        images, captions = (ref_emb, query_emb) if self.captions_first else (query_emb, ref_emb)
+        size = captions.numel()
+        is_large = len(images) * size * images.element_size() > MATRIX_BYTES
+        blocks = []
+        for block in images.split(block_rows(size, images.device, least=1)):
+            if is_large:  # computed again for the gradients
+                violations = checkpoint(_violations, block, captions, use_reentrant=False, preserve_rng_state=False)
+            else:
+                violations = _violations(block, captions)
+            blocks.append(-violations)
+        similarities = torch.cat(blocks)
+        return similarities.T if self.captions_first else similarities
+
+
+def _violations(images: Tensor, captions: Tensor) -> Tensor:
+    """Return by how much captions exceed images, squared, (i, C)."""
+    return (captions - images[:, None]).relu().square().sum(dim=2)
+
+
+@contextlib.contextmanager
+def captions_come_first(module: nn.Module) -> Iterator[None]:
+    """Let each :class:`OrderSimilarity` in a module take captions as the first argument of its calls, for a while."""
+    similarities = [submodule for submodule in module.modules() if isinstance(submodule, OrderSimilarity)]
+    for similarity in similarities:
+        similarity.captions_first = not similarity.captions_first
+    try:
+        yield
+    finally:
+        for similarity in similarities:
+            similarity.captions_first = not similarity.captions_first
+
+
+VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, OrderSimilarity, SNRDistance)
+
+
+def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str = "ref_emb") -> None:
     """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors that are of unequal widths.
 
     A :class:`SetDistance` checks its sets itself, and nothing is known of any other distance.
+
+    Args:
+        name: of the second argument, for the message.
     """
     if not isinstance(distance, VECTOR_DISTANCES):
         return
-    for name, side in (("embeddings", embeddings), ("ref_emb", ref_emb)):
+    for side_name, side in (("embeddings", embeddings), (name, ref_emb)):
         if side.ndim != 2:
-            raise ValueError(f"{name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
+            raise ValueError(f"{side_name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
     widths = embeddings.shape[1], ref_emb.shape[1]
     if widths[0] != widths[1]:
-        raise ValueError(f"embeddings and ref_emb must have the same width, got {widths[0]} and {widths[1]}")
+        raise ValueError(f"embeddings and {name} must have the same width, got {widths[0]} and {widths[1]}")
 
 
 class SetDistance(BaseDistance):
@@ -92,36 +177,45 @@ class SetDistance(BaseDistance):
 
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         """Return the similarities, (A, C)."""
-        return self.compute_mat(query_emb, query_emb if ref_emb is None else ref_emb)
+        if ref_emb is None:
+            ref_emb = query_emb
+        return self.compute_mat(query_emb, ref_emb)
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        sides = full_precision(*self.unpack(query_emb, ref_emb))
-        (x, *x_parts), (y, *y_parts) = (self._elements(side) for side in sides)
-        y_bias, y_weights, y_exists = (tensor.T for tensor in y_parts)  # (K2, C), and (1, C)
-        (k2, c), y = y_bias.shape, y.transpose(0, 1).flatten(0, 1)
+        queries, refs = full_precision(*self.unpack(query_emb, ref_emb))
+        x, y = self._elements(queries), self._elements(refs)
+        columns = y.vectors.transpose(0, 1).flatten(0, 1)  # (K2 * C, D)
+        size = x.vectors.shape[1] * len(columns)  # cosines of a query
+        tiled = self.tiled
+        if tiled is None:
+            tiled = len(queries) * size * queries.element_size() > MATRIX_BYTES
+        similarities = []
+        for block in x.blocks(block_rows(size, queries.device, least=1)):
+            if tiled:
+                compare = partial(checkpoint, self._compare, use_reentrant=False, preserve_rng_state=False)
+            else:
+                compare = self._compare
+            similarities.append(compare(block, y, columns))
+        return torch.cat(similarities)
 
-        def block(x: Tensor, bias: Tensor, weights: Tensor, exists: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, enabled=False):
-                cosines = (x.flatten(0, 1) @ y.T).view(*x.shape[:2], k2, c)
-            cosines = cosines.add_(bias[:, :, None, None]).add_(y_bias)
-            # Not masked: 0 times NaN is NaN.
-            return self.formula(cosines, weights[..., None], y_weights) * exists * y_exists
+    def _compare(self, x: "Elements", y: "Elements", columns: Tensor) -> Tensor:
+        """Return the similarities of some queries to all candidates, whose vectors ``columns`` has too, (K2 * C, D)."""
+        y_bias = y.bias.T
+        with torch.autocast(columns.device.type, enabled=False):
+            cosines = (x.vectors.flatten(0, 1) @ columns.T).view(*x.vectors.shape[:2], *y_bias.shape)
+        cosines = cosines.add_(x.bias[:, :, None, None]).add_(y_bias)
+        # Not masked: 0 times NaN is NaN.
+        return self.formula(cosines, x.weights[..., None], y.weights.T) * x.exists * y.exists.T
 
-        size = x.shape[1] * k2 * c
-        tiled = len(x) * size * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
-        run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if tiled else block
-        rows = block_rows(size, x.device, least=1)
-        return torch.cat([run(*parts) for parts in zip(*(tensor.split(rows) for tensor in (x, *x_parts)), strict=True)])
-
-    def _elements(self, sets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the elements (B, K, D), their bias and weights, (B, K), and 1 for sets that are not empty, (B, 1)."""
+    def _elements(self, sets: Tensor) -> "Elements":
         if sets.shape[1] == 0:
             sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
         units, norms = UnitElements.apply(sets)
         absent = (norms < LEAST_NORM).to(sets.dtype).squeeze(2)
         sizes = sets.shape[1] - absent.sum(1, keepdim=True)
-        elements = units if self.normalize_embeddings else sets
-        return elements, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1)
+        if self.normalize_embeddings:
+            sets = units
+        return Elements(sets, absent * ABSENT, (1 - absent) / sizes.clamp(min=1), sizes.clamp(max=1))
 
     def unpack(self, query_emb: Tensor, *others: Tensor) -> list[Tensor]:
         """Return the sides as (A, K1, D) and (C, K2, D)."""
@@ -138,6 +232,27 @@ class SetDistance(BaseDistance):
                 f"{' and '.join(shapes)}"
             )
         return [side.reshape(len(side), side.shape[1:].numel() // width, width) for side in sides]
+
+
+class Elements(NamedTuple):
+    """The elements of sets.
+
+    Attributes:
+        vectors: (B, K, D).
+        bias: (B, K), added to their cosines: about -1e24 for padding, and 0 for others.
+        weights: (B, K), 1 / size of the set, and 0 for padding.
+        exists: (B, 1), 0 for an empty set, and 1 for others.
+    """
+
+    vectors: Tensor
+    bias: Tensor
+    weights: Tensor
+    exists: Tensor
+
+    def blocks(self, rows: int) -> Iterator["Elements"]:
+        """Yield the elements of ``rows`` sets at a time."""
+        for tensors in zip(*(tensor.split(rows) for tensor in self), strict=True):
+            yield Elements(*tensors)
 
 
 class UnitElements(torch.autograd.Function):

@@ -13,7 +13,7 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
@@ -218,7 +218,7 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name, with the nearest match and the known names."""
-    known = sorted(known)
+    known = sorted(known, key=lambda name: (str(name)[:1].isupper(), name))  # classes of hosts come last
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
@@ -226,7 +226,7 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
     """Return a finite number in a range as ``kind``, float or int; otherwise raise ``ValueError``."""
-    expected = Real if kind is float else int
+    expected = Real if kind is float else Integral  # numpy has both
     is_number = isinstance(value, expected) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or value <= above:
         bound = f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""

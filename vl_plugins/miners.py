@@ -8,23 +8,25 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
 from vl_plugins.distances import check_widths
+from vl_plugins.engine import label_pairs
 from vl_plugins.errors import number
-from vl_plugins.negatives import label_pairs
-from vl_plugins.numerics import as_labels, full_precision
+from vl_plugins.numerics import as_labels, fill_at, full_precision
 
 __all__ = ["HardestNegativeMiner"]
 
 
 class HardestNegativeMiner(BaseMiner):
-    """Triplets of every positive pair and the k hardest negatives of its anchor, the mining of VSE++.
+    """Pairs every positive pair with the k hardest negatives of its anchor, the mining of VSE++.
 
     ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
     ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
     ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all.
+    Ties are broken arbitrarily.
 
     Args:
         k: number of negatives for each positive pair, >= 1.
-        kwargs: ``distance``, by default ``CosineSimilarity()``, and ``collect_stats`` of pytorch-metric-learning.
+        kwargs: ``distance``, by default ``CosineSimilarity()``, which should be that of the loss, and ``collect_stats``
+            of pytorch-metric-learning.
 
     Reference:
         Faghri et al. 2018, VSE++: Improving Visual-Semantic Embeddings with Hard Negatives.
@@ -62,15 +64,16 @@ class HardestNegativeMiner(BaseMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        anchors, positives = label_pairs(labels, ref_labels)
+        anchors, positives, _ = label_pairs(labels, ref_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             distances = self.distance(*full_precision(embeddings, ref_emb))
         hardness = distances if self.distance.is_inverted else -distances
-        hardness = hardness.index_put((anchors, positives), hardness.new_tensor(-torch.inf))
+        hardness = hardness.clone()
+        fill_at(hardness, (anchors, positives), -torch.inf)
         if ref_emb is embeddings:
             anchors, positives = anchors[anchors != positives], positives[anchors != positives]
-        values, hardest = hardness.sort(dim=1, descending=True, stable=True)
-        pairs, ranks = (values[anchors, : self.k] > -torch.inf).nonzero().T
+        values, hardest = hardness.topk(min(self.k, hardness.shape[1]), dim=1)
+        pairs, ranks = (values[anchors] != -torch.inf).nonzero().T  # NaN stays
         return anchors[pairs], positives[pairs], hardest[anchors[pairs], ranks]
 
     def get_default_distance(self) -> BaseDistance:

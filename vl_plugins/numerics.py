@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_labels", "check_tensors", "eager", "fill_at", "full_precision"]
+__all__ = ["as_labels", "check_tensors", "eager", "fill_at", "full_precision", "labels_of_one_set"]
 
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
@@ -35,7 +35,7 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
 def fill_at(matrix: Tensor, places: tuple[Tensor, ...], value: float) -> None:
     """Set entries of a matrix to a number, without a wait for the device.
 
-    ``matrix[places] = value`` copies the number from the host to the device, for which the host waits.
+    ``matrix[places] = value`` copies the number from the host to the device, which makes the host wait.
     """
     matrix.index_put_(places, matrix.new_full((), value))
 
@@ -57,12 +57,29 @@ def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:
     rows = len(embeddings)
     if labels.shape != (rows,):
         shape = len(labels) if labels.ndim == 1 else tuple(labels.shape)
-        raise ValueError(f"{name} must have the length {rows}, got {shape}")
+        advice = "; embeddings go to ref_emb=" if labels.ndim > 1 and labels.is_floating_point() else ""
+        raise ValueError(f"{name} must have the length {rows}, got {shape}{advice}")
     if labels.is_floating_point() and labels.isnan().any():
         raise ValueError(f"{name} must be numbers, got NaN")
     if labels.dtype not in LABEL_TYPES:
         labels = labels.double() if labels.is_floating_point() else labels.long()
     return labels.to(embeddings.device)
+
+
+def labels_of_one_set(labels: Any, ref_labels: Any, embeddings: Tensor) -> Tensor | None:
+    """Return the labels of embeddings that are both sides of a comparison, or None for none.
+
+    Raises:
+        ValueError: see :func:`as_labels`; or ``ref_labels`` are given and are not the labels.
+    """
+    if labels is not None:
+        labels = as_labels("labels", labels, embeddings)
+    if ref_labels is None:
+        return labels
+    ref_labels = as_labels("ref_labels", ref_labels, embeddings)
+    if labels is None or not (labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))):
+        raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+    return labels
 
 
 def _label_tensor(name: str, labels: Any) -> Tensor:
@@ -71,7 +88,8 @@ def _label_tensor(name: str, labels: Any) -> Tensor:
     if not is_array and not isinstance(labels, (list, tuple)):
         raise ValueError(f"{expected}, got {None if labels is None else type(labels).__name__}")
     try:
-        return torch.tensor(np.asarray(labels) if is_array else labels)
+        tensor = torch.tensor(np.asarray(labels) if is_array else labels)
+        return tensor if tensor.numel() > 0 else tensor.long()  # no numbers are floating-point ones
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{expected}: {error}") from error
 

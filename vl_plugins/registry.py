@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from typing import Any
 
-from vl_plugins.errors import UserError, one_of, unknown_name, user_errors
+from vl_plugins.errors import UserError, number, one_of, unknown_name, user_errors
 
 __all__ = [
     "check_registered",
@@ -48,6 +48,9 @@ SHORT_NAMES = {
     "mil": "MILSimilarity",
     "smooth_chamfer": "SmoothChamferSimilarity",
 }
+# What some call a loss of this package.
+OTHER_NAMES = dict.fromkeys(["clip", "cliploss", "clip_loss", "contrastive", "info_nce", "infonce"], "vlc")
+OTHER_NAMES |= {"sigliploss": "siglip", "vse++": "triplet_hn", "vse0": "triplet_sh", "dive": "smooth_chamfer"}
 KIND_OF_OPTION = {kind: kind for kind in PACKAGES}
 KIND_OF_OPTION |= {"embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
 
@@ -57,13 +60,13 @@ def list_losses() -> tuple[str, ...]:
     return tuple(sorted(entry_points(group=GROUP).names))
 
 
-def create_loss(name: Any, /, gather_across_devices: bool = False, **options: Any) -> Any:
+def create_loss(name: Any, /, gather_across_devices: Any = False, **options: Any) -> Any:
     """Return a new loss, a pytorch-metric-learning ``BaseMetricLossFunction``.
 
     Args:
         name, options: see :func:`create`; or ``name`` is ``package.module:Class``, which is imported.
-        gather_across_devices: return a :class:`~vl_plugins.distributed.DistributedLoss`, of the batches of all
-            processes.
+        gather_across_devices: True, or a ``ProcessGroup``: the loss is that of the batches of all processes. A loss of
+            pytorch-metric-learning becomes a :class:`~vl_plugins.distributed.DistributedLoss`.
 
     >>> create_loss("unified", margin=0.1, reducer="AvgNonZeroReducer").reducer
     AvgNonZeroReducer()
@@ -71,9 +74,9 @@ def create_loss(name: Any, /, gather_across_devices: bool = False, **options: An
     loss = _create("loss", name, options, imports=True)
     if not gather_across_devices:
         return loss
-    from vl_plugins.distributed import DistributedLoss  # imports torch, which takes seconds
+    from vl_plugins.distributed import gathering  # imports torch, which takes seconds
 
-    return DistributedLoss(loss)
+    return gathering(loss, gather_across_devices)
 
 
 def create(kind: str, specification: Any, /, **options: Any) -> Any:
@@ -81,8 +84,8 @@ def create(kind: str, specification: Any, /, **options: Any) -> Any:
 
     Args:
         kind: ``"distance"``, ``"loss"``, ``"miner"``, ``"reducer"`` or ``"regularizer"``.
-        specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a component,
-            which is returned as it is.
+        specification: one of :func:`names`; or a mapping of ``name`` and options, as in a YAML file; or a class; or a
+            component, which is returned as it is.
         options: more of them. Options that are components are specifications too.
 
     Raises:
@@ -100,11 +103,14 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
     if isinstance(specification, Mapping):
         name = specification.get("name")
         options = dict(**{option: value for option, value in specification.items() if option != "name"}, **options)
-    elif callable(specification) and not options:
+    elif callable(specification) and not inspect.isclass(specification) and not options:
         return specification
-    if not isinstance(name, str):
+    if inspect.isclass(specification):
+        name, factory = specification.__name__, specification
+    elif isinstance(name, str):
+        factory = find(kind, name, imports)
+    else:
         raise UserError(f"{kind} must be a name or a mapping with name: NAME, got {specification!r}")
-    factory = find(kind, name, imports)
     known = options_of(factory)
     if kind == "loss" and "scale" in known and options.get("scale") == "learned":
         raise UserError(
@@ -116,10 +122,19 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
             for option, value in options.items()
             if option in KIND_OF_OPTION and value is not None
         }
-        return factory(**options | components)
+        return _constructed(factory, options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
         reason = _reason(kind, options, known) or str(error) or type(error).__name__
         raise UserError(f"{kind} {name!r}: {reason}") from error
+
+
+def _constructed(factory: Any, options: dict[str, Any]) -> Any:
+    """Return a component; a loss that has one and ``warmup_steps`` begins with a warm-up."""
+    if not hasattr(factory, "warmed_up"):
+        return factory(**options)
+    own = {name: value for name, value in options.items() if name != "warmup_steps"}
+    steps = number("warmup_steps", options.get("warmup_steps", 0), least=0, kind=int)
+    return factory.warmed_up(steps, **own) if steps else factory(**own)
 
 
 def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
@@ -127,6 +142,8 @@ def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> 
     for option, value in options.items():
         if option not in known:
             advice = scale_advice(option, value, known) if kind == "loss" else None
+            if kind == "loss" and option == "warmup_steps":
+                advice = "it has no warmup_steps, as triplet_hn and goal have; Warmup(first, then, steps) takes any two"
             return advice or str(unknown_name("option", option, known))
     return ""
 
@@ -182,7 +199,12 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
     for provider in providers:
         with user_errors(f"loss {name!r}", ImportError, AttributeError):
             return provider.load()
-    return _classes(kind)[one_of(kind, name, names(kind))]
+    known = names(kind)
+    if kind == "loss" and name not in known and name in vars(importlib.import_module("vl_plugins.losses")):
+        raise UserError(f"loss {name!r} is not made by name: import it from vl_plugins.losses")
+    if kind == "loss" and name not in known and name.casefold() in OTHER_NAMES:
+        raise UserError(f"unknown loss {name!r}; here it is called {OTHER_NAMES[name.casefold()]!r}")
+    return _classes(kind)[one_of(kind, name, known)]
 
 
 def check_registered(loss: Any) -> None:
@@ -214,6 +236,8 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Any]:
             options.setdefault(parameter.name, parameter.default)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
+    if hasattr(factory, "warmed_up"):
+        options["warmup_steps"] = 0
     return options
 
 
@@ -226,9 +250,13 @@ def format_options(options: Mapping[str, Any]) -> str:
 def _classes(kind: str) -> dict[str, type]:
     host, *ours = map(importlib.import_module, PACKAGES[kind])
     bases = tuple(value for name, value in vars(host).items() if name.startswith("Base"))
-    found = {
-        name: value for package in (host, *ours) for name, value in vars(package).items() if inspect.isclass(value)
-    }
-    found |= {short: found[name] for short, name in SHORT_NAMES.items() if name in found}
-    helpers = ("Base", "GenericPairLoss", "PairLoss", "Set")
-    return {n: value for n, value in found.items() if issubclass(value, bases) and not n.startswith(helpers)}
+    helpers = ("Base", "GenericPairLoss", "PairLoss", "ScaledLoss", "Set", "Warmup")
+    classes = {}
+    for package in (host, *ours):
+        for name, value in vars(package).items():
+            if inspect.isclass(value) and issubclass(value, bases) and not name.startswith(helpers):
+                classes[name] = value
+    for short, name in SHORT_NAMES.items():
+        if name in classes:
+            classes[short] = classes[name]
+    return classes

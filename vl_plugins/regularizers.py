@@ -10,14 +10,16 @@ import torch
 from pytorch_metric_learning.regularizers import BaseRegularizer
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.distances import SetDistance, UnitElements
+from vl_plugins.engine import LEAST_NORM, block_rows
 from vl_plugins.errors import number
-from vl_plugins.negatives import LEAST_NORM
 from vl_plugins.numerics import full_precision
 
 __all__ = ["DiversityRegularizer", "JoinedSets", "MMDRegularizer", "UniformityRegularizer", "circular_variance"]
 
+MMD_ROWS = 512  # elements whose distances to all others are kept at a time, at least
 ROUNDING = 32  # times eps and the squared norms: the error of a squared distance from dot products
 
 
@@ -48,15 +50,17 @@ class JoinedSets:
             # Otherwise close vectors far from zero round to the same. Distances do not depend on it: no gradient.
             center = weights.abs() @ vectors.detach() / 2
             vectors = vectors - center
-            products = vectors @ vectors.T
-            squared_norms = products.diagonal()
-            sums = squared_norms[:, None] + squared_norms
-            distances = sums.sub(products, alpha=2)
-            coincide = distances <= ROUNDING * torch.finfo(vectors.dtype).eps * sums
-            # The derivatives of a root are infinite at 0.
-            distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
-            # k - 1: the ones cancel, and would drown what is left.
-            return (weights @ (-gamma * distances).expm1() @ weights).clamp(min=0)
+            squared_norms = vectors.square().sum(dim=1)
+            whole = vectors, weights, squared_norms
+            sums = []
+            rows = block_rows(len(vectors), vectors.device, least=MMD_ROWS)
+            for block in zip(*(tensor.split(rows) for tensor in whole), strict=True):
+                arguments = (*block, *whole, gamma)
+                if len(vectors) <= rows:
+                    sums.append(_kernel_sum(*arguments))
+                else:  # computed again for the gradients, instead of keeping the matrix
+                    sums.append(checkpoint(_kernel_sum, *arguments, use_reentrant=False, preserve_rng_state=False))
+            return torch.stack(sums).sum().clamp(min=0)
 
     def diversity(self, scale: float) -> Tensor:
         """Return the mean over the sets of two elements or more, added up over the sides."""
@@ -69,8 +73,23 @@ class JoinedSets:
 
     def _shares(self, mask: Tensor) -> Tensor:
         """Return 1 / number of True entries of a side, and 0 for others."""
-        parts = mask.to(self.units.dtype).split(self.sizes)
-        return torch.cat([part / part.sum().clamp(min=1) for part in parts])
+        sides = mask.to(self.units.dtype).split(self.sizes)
+        return torch.cat([side / side.sum().clamp(min=1) for side in sides])
+
+
+def _kernel_sum(
+    x: Tensor, x_weights: Tensor, x_squared: Tensor, y: Tensor, y_weights: Tensor, y_squared: Tensor, gamma: float
+) -> Tensor:
+    """Return the weighted sum of k - 1 over all pairs of two groups of vectors, given their squared norms.
+
+    The ones cancel in the discrepancy, and would drown what is left.
+    """
+    sums = x_squared[:, None] + y_squared
+    distances = sums.sub(x @ y.T, alpha=2)
+    coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * sums
+    # The derivatives of a root are infinite at 0.
+    distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
+    return x_weights @ (-gamma * distances).expm1() @ y_weights
 
 
 def circular_variance(sets: Tensor) -> Tensor:
@@ -142,7 +161,8 @@ class MMDRegularizer(SetRegularizer):
         \qquad k(x, y) = e^{-\gamma \lVert x - y \rVert}
 
     Coinciding elements do not move each other; in float32, those count as coinciding whose distance is below 0.003 of
-    their distance from the mean of both clouds. Memory is several numbers per pair.
+    their distance from the mean of both clouds. Memory is several numbers for each pair of a block, 512 elements at
+    least, and all others.
 
     As ``embedding_regularizer`` it works in the losses of this package: those of pytorch-metric-learning do not pass
     ``ref_emb``.

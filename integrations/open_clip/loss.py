@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner
+from vl_plugins.integrations.components import create_loss_and_miner
 from vl_plugins.integrations.open_clip.data import Steps
-from vl_plugins.losses import PairLoss
-from vl_plugins.losses.triplet import HardestNegativeLoss
+from vl_plugins.losses.cross_modal import CrossModalLoss
+from vl_plugins.losses.siglip import SigLIPLoss
+from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
 
@@ -26,9 +27,9 @@ LEARNED = "learned"  # of --loss-kwargs scale: the model's own
 class TwoTowerLoss(nn.Module):
     """Calls a pytorch-metric-learning loss on the two towers' features, the way open_clip's train step calls ClipLoss.
 
-    Image to text and text to image are added, see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`. With
-    several processes, each computes the loss of the joined batch. The gradients, which data parallelism averages, are
-    those of one process with the joined batch.
+    Image to text and text to image are added, see :class:`~vl_plugins.losses.CrossModalLoss`. With several processes,
+    each computes the loss of the joined batch, or with ``local_loss`` that of its own rows. The gradients, which data
+    parallelism averages, are those of one process with the joined batch.
 
     Args:
         name: the loss is logged as ``<name>_loss``.
@@ -48,7 +49,7 @@ class TwoTowerLoss(nn.Module):
     def __init__(
         self,
         name: str,
-        loss: nn.Module,
+        loss: Any,
         miner: nn.Module | None = None,
         learned_scale: bool = False,
         local_loss: bool = False,
@@ -57,8 +58,12 @@ class TwoTowerLoss(nn.Module):
         super().__init__()
         self.name, self.learned_scale, self.steps = name, learned_scale, steps or Steps()
         self.loss: Any = loss
-        compared = CrossModalLoss(loss, miner, own_rows=local_loss)
-        self.compare, self.compares_own_rows = DistributedLoss(compared), compared.has_independent_pairs
+        self.compares_own_rows = local_loss and miner is None and getattr(loss, "compares_own_rows", False)
+        self.compare: nn.Module = CrossModalLoss(loss, miner)
+        if self.compares_own_rows:
+            self.loss.gather_across_devices(True)
+        else:
+            self.compare = DistributedLoss(self.compare)
 
     def forward(
         self,
@@ -102,10 +107,11 @@ class TwoTowerLoss(nn.Module):
     @eager
     def _compare(self, images: Tensor, texts: Tensor, options: dict[str, Any]) -> Tensor:
         for module in self.loss.modules():
-            if isinstance(module, HardestNegativeLoss):
+            if isinstance(module, Warmup):
                 module.step = self.steps.number
         ids = self.steps.image_ids
-        loss = self.compare(images, None if ids is None else ids.to(images.device), texts, **options)
+        labels = None if ids is None else ids.to(images.device)
+        loss = self.compare(images, labels, None, texts, **options)
         if not loss.isfinite():  # waits for the GPU
             raise UserError(f"step {self.steps.number}: the loss is {loss.item():g}")
         return loss
@@ -148,7 +154,11 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     has_scale = hasattr(compared, "scale")
     if scale == LEARNED and not has_scale:
         raise UserError(f"loss {args.loss!r} has no scale; losses that have one: {', '.join(losses_with_scale())}")
-    learned_scale = scale == LEARNED or (scale is None and has_scale and isinstance(compared, PairLoss))
+    if any(isinstance(module, SigLIPLoss) for module in loss.modules()):
+        raise UserError(
+            "loss 'siglip' learns a scale and a bias, which --loss does not train: use open_clip's --siglip"
+        )
+    learned_scale = scale == LEARNED or (scale is None and "scale" in getattr(compared, "numbers", ()))
     # With a set head the parameters of the distance belong to the model.
     if set(loss.parameters()) - set(loss.distance.parameters() if makes_sets else ()):
         raise UserError(f"loss {args.loss!r} has trainable parameters, which open_clip's optimizer does not update")

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.data.randomness import seed_everything
+from vl_plugins.distances import OrderSimilarity
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of
-from vl_plugins.integrations.cross_modal import CrossModalLoss, create_loss_and_miner, create_miner
+from vl_plugins.integrations.components import create_loss_and_miner, create_miner
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
+from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.registry import create
 
 __all__ = ["Objective", "build_objective"]
@@ -25,7 +27,7 @@ class Objective(nn.Module):
 
     Args:
         towers: the model.
-        loss, miner, one_set: see :class:`~vl_plugins.integrations.cross_modal.CrossModalLoss`.
+        loss, miner, one_set: see :class:`~vl_plugins.losses.CrossModalLoss`.
         chunk_size: images that are encoded at a time, with their texts; None for all.
     """
 
@@ -123,5 +125,7 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     with config_errors("miner"):
         miner = create_miner(config.miner, loss, sets)
     towers = build_towers(config, vocabulary, pretrained=pretrained)
-    towers.similarity = loss.distance if sets else None
+    # Vectors are compared by cosine in retrieval, whatever the loss compares, but for order embeddings.
+    distance = getattr(loss, "distance", None)
+    towers.similarity = distance if sets or isinstance(distance, OrderSimilarity) else None
     return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)

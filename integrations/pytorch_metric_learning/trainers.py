@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vl_plugins.data import CaptionSampler
 from vl_plugins.distributed import DistributedLoss
-from vl_plugins.integrations.cross_modal import CrossModalLoss
+from vl_plugins.losses.cross_modal import CrossModalLoss
 
 __all__ = ["CrossModalTrainer"]
 

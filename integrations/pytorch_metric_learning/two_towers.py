@@ -57,7 +57,7 @@ class TwoTowers(nn.Module):
         vocabulary: tokenizer of texts; None for that of the text trunk.
         inputs: ``"images"`` or ``"features"``, the inputs of the image tower.
         head: ``"set"`` where embeddings are sets.
-        similarity: of sets, perhaps with parameters; None for vectors, compared by cosine.
+        similarity: of sets, perhaps with parameters, or of order embeddings; None for vectors, compared by cosine.
     """
 
     def __init__(self, image: Tower, text: Tower, vocabulary: Vocabulary | None, inputs: str):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from pytorch_metric_learning.losses import BaseMetricLossFunction
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.losses import CachedLossMixin, RandContext
 from sentence_transformers.base.losses.gradcache import _create_minibatch
@@ -12,9 +13,11 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
-from vl_plugins.distributed import all_gather_rows, world_size
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
 from vl_plugins.errors import number
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
+from vl_plugins.losses import CrossModalLoss, PairLoss, Warmup
+from vl_plugins.losses.cross_modal import known_positives
 from vl_plugins.numerics import full_precision
 from vl_plugins.registry import create_loss
 
@@ -29,11 +32,9 @@ class RetrievalLoss(nn.Module):
     """A loss of vl_plugins or of pytorch-metric-learning for the trainers of sentence-transformers.
 
     The first column of the data set is the anchor, such as an image, and the next ``num_positives`` columns are its
-    positives, such as captions. Further columns are negatives of all rows. Rows belong together
-
-    - by the column ``label``, integer image ids of the whole job: rows of one id are positives of each other;
-    - without it by their inputs: rows of equal anchors are one image, and equal captions describe the images of all of
-      them, so that no true caption is a negative. This takes memory for all pairs of the batch.
+    positives, such as captions. Further columns are negatives of all rows. Rows of one image are positives of each
+    other: those with equal integers in the column ``label``, image ids of the whole job, or without it those of equal
+    anchors. A caption that equals one of an image's captions is no negative of that image, wherever it stands.
 
     Args:
         model: a ``SentenceTransformer``, or a ``MultiVectorEncoder``, whose sets are compared by smooth-Chamfer
@@ -75,6 +76,11 @@ class RetrievalLoss(nn.Module):
         if self.compares_sets and isinstance(loss, str) and loss != "smooth_chamfer":
             options = {"distance": "smooth_chamfer"} | options
         self.loss = create_loss(loss, gather_across_devices=gather_across_devices, **options)
+        if not isinstance(self.loss, (BaseMetricLossFunction, CrossModalLoss)) and not gather_across_devices:
+            raise ValueError(f"loss must be one of vl_plugins or of pytorch-metric-learning, got {self.loss}")
+        self.takes_ids = _takes_ids(self.loss)
+        if gather_across_devices and not self.takes_ids and not isinstance(self.loss, DistributedLoss):
+            raise ValueError(f"gather_across_devices needs losses of this package alone, got {self.loss}")
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, given the preprocessed columns, anchors first, and integer image ids (B,) or None."""
@@ -84,16 +90,22 @@ class RetrievalLoss(nn.Module):
             return self._loss_of(embed_columns(self.model, columns), rows)
         return self._loss_of([self._embed(column) for column in columns], rows)
 
-    def _rows(self, columns: Sequence[dict[str, Any]], labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the images (B,), the image of each candidate (C,), and without labels the candidates' keys (C,)."""
+    def _rows(self, columns: Sequence[dict[str, Any]], labels: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
+        """Return the images (B,), and the ids of the inputs of all further columns, (B,) each.
+
+        There are none if inputs cannot be compared and labels say which image is which.
+        """
         if (world_size() > 1 or self.uses_gradient_cache) and any(p.requires_grad for p in self.loss.parameters()):
             raise ValueError(f"{self.loss} has parameters, whose gradients would be neither averaged nor scaled")
-        if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):
+        if labels is None:
+            return _input_keys(columns[0]), [_ids(column) for column in columns[1:]]
+        if labels.ndim != 1 or labels.is_floating_point():
             raise ValueError(f"labels must be integer image ids (B,), got {labels.dtype} {tuple(labels.shape)}")
-        images = _input_keys(columns[0]) if labels is None else labels.long()
-        negatives = [torch.full_like(images, NO_IMAGE)] * (len(columns) - 1 - self.num_positives)
-        captions = torch.cat(list(map(_input_keys, columns[1:]))) if labels is None else None
-        return images, torch.cat([images] * self.num_positives + negatives), captions
+        try:
+            ids = [_ids(column) for column in columns[1:]]
+        except ValueError:
+            ids = None
+        return labels.long(), ids
 
     def _embed(self, column: dict[str, Any]) -> Tensor:
         if not self.compares_sets:
@@ -101,20 +113,49 @@ class RetrievalLoss(nn.Module):
         outputs = self.model(column, task=column["task"])
         return join_sets(outputs["token_embeddings"], outputs["attention_mask"])
 
-    def _loss_of(self, embeddings: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-        anchors, candidates = embeddings[0], self._join(embeddings[1:])
-        images, image_of_candidate, captions = rows
-        if captions is None:
-            return self.loss(self._join([anchors]), images, ref_emb=candidates, ref_labels=image_of_candidate)
+    def _loss_of(self, embeddings: Sequence[Tensor], rows: tuple[Tensor, list[Tensor] | None]) -> Tensor:
+        images, ids = rows
+        k = self.num_positives
+        anchors, captions = self._join(embeddings[:1]), self._join(embeddings[1 : 1 + k])
+        call: dict[str, Any] = {"ref_emb": captions, "ref_labels": torch.cat([images] * k)}
+        if ids is not None:
+            call["ref_ids"] = torch.cat(ids[:k])
+        if len(embeddings) > 1 + k:
+            call["negatives"] = self._join(embeddings[1 + k :])
+            if ids is not None:
+                call["negative_ids"] = torch.cat(ids[k:])
+        if not self.takes_ids:
+            return self._loss_of_host(anchors, images, **call)
+        return self.loss(anchors, images, **call)
+
+    def _loss_of_host(
+        self,
+        anchors: Tensor,
+        images: Tensor,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+        ref_ids: Tensor | None = None,
+        negatives: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of pytorch-metric-learning, which takes pairs and no ids."""
         loss: Any = self.loss
+        candidates, labels, ids = ref_emb, ref_labels, ref_ids
+        if negatives is not None:
+            candidates = torch.cat([ref_emb, negatives])
+            labels = torch.cat([ref_labels, images.new_full((len(negatives),), NO_IMAGE)])
+            ids = None if ids is None or negative_ids is None else torch.cat([ids, negative_ids])
         if self.gather_across_devices:
-            loss, sides = loss.loss, full_precision(self._join([anchors]), candidates)
-            anchors, candidates, *rows = all_gather_rows(*sides, *rows)
-        # Labels cannot say that a caption describes two images that have other captions too.
-        mask = _positive_mask(*rows)
-        pairs = (*mask.nonzero().unbind(dim=1), *(~mask).nonzero().unbind(dim=1))
-        options = {"symmetric": loss.symmetric} if hasattr(loss, "symmetric") else {}
-        return loss(anchors, None, pairs, ref_emb=candidates, **options)
+            loss, sides = loss.loss, full_precision(anchors, candidates)
+            anchors, candidates, images, labels, ids = all_gather_rows(*sides, images, labels, ids)
+        if isinstance(loss, CrossModalLoss):
+            return loss(anchors, images, ref_emb=candidates, ref_labels=labels, ref_ids=ids)
+        if ids is None:
+            return loss(anchors, images, None, candidates, labels)
+        known = known_positives(images, labels, ids)
+        positive = images[:, None] == labels
+        pairs = *positive.nonzero(as_tuple=True), *(~positive & ~known).nonzero(as_tuple=True)
+        return loss(anchors, images, pairs, candidates, labels)
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate rows; sets are padded to the size of the largest one in all processes."""
@@ -174,6 +215,13 @@ class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
         return super().get_config_dict() | {"mini_batch_size": self.mini_batch_size}
 
 
+def _takes_ids(loss: Any) -> bool:
+    """Return whether a loss is of this package, and so are the parts of one that has parts."""
+    if isinstance(loss, Warmup):
+        return _takes_ids(loss.first) and _takes_ids(loss.then)
+    return isinstance(getattr(loss, "base", loss), PairLoss)
+
+
 def _input_keys(features: dict[str, Any]) -> Tensor:
     """Hash the input of each row of a column to 64 bits, (B,) int64; padding of tokens does not count."""
     tensors = {name: value for name, value in features.items() if isinstance(value, Tensor) and value.ndim > 0}
@@ -195,17 +243,13 @@ def _input_keys(features: dict[str, Any]) -> Tensor:
     return keys
 
 
+def _ids(column: dict[str, Any]) -> Tensor:
+    """Return ids of the inputs of a column, (B,), equal for equal inputs; 0 or larger."""
+    return _input_keys(column) & torch.iinfo(torch.int64).max
+
+
 def _mix(values: Tensor) -> Tensor:
     """Map int64 to int64 one-to-one so that similar values become dissimilar (finalizer of SplitMix64)."""
     values = (values ^ (values >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     values = (values ^ (values >> 27)) * (0x94D049BB133111EB - 2**64)
     return values ^ (values >> 31)
-
-
-def _positive_mask(images: Tensor, image_of_caption: Tensor, captions: Tensor) -> Tensor:
-    """Return which captions describe which images, (A, C) bool: equal captions describe the images of all of them."""
-    texts, text_of_caption = captions.unique(return_inverse=True)
-    describes = torch.zeros(len(images), len(texts), dtype=torch.bool, device=images.device)
-    rows, columns = (images[:, None] == image_of_caption).nonzero().unbind(dim=1)
-    describes[rows, text_of_caption[columns]] = True
-    return describes[:, text_of_caption]

@@ -78,7 +78,9 @@ REFERENCES = {
         "smooth_chamfer", losses.triplet_hn, losses.triplet, {"margin": 0.3}, NO_REGULARIZATION
     ),
     "own SquaredHinge": Reference("SquaredHinge", losses.squared_hinge, options={"margin": 0.3, "scale": 10.0}),
-    "own SigmoidLoss": Reference("SigmoidLoss", losses.sigmoid, options={"scale": 4.0, "bias": -1.0}),
+    "siglip": Reference(
+        "siglip", losses.siglip, options={"scale": 4.0, "bias": -1.0}, loss_options={"symmetric": True}
+    ),
 }
 
 

@@ -34,13 +34,19 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count(loss, size):
-    """Return the operations that are no views, and the waits, of one call with its gradients."""
+def count(loss, size, by="labels"):
+    """Return the operations that are no views, and the waits, of one call with its gradients.
+
+    Args:
+        by: ``labels``, ``places``, or ``ids``: labels and ids of the texts, all different.
+    """
     sides = [torch.randn(*size, requires_grad=True) for _ in range(2)]
     labels = torch.arange(size[0])
+    options = {"places": {}, "labels": {"labels": labels, "ref_labels": labels.clone()}}
+    options["ids"] = options["labels"] | {"ref_ids": labels.clone()}
 
     def call():
-        loss(sides[0], labels, ref_emb=sides[1], ref_labels=labels.clone()).backward()
+        loss(sides[0], ref_emb=sides[1], **options[by]).backward()
 
     call()
     for side in sides:

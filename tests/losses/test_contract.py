@@ -27,8 +27,8 @@ from tests.helpers.loops import (
 )
 from tests.helpers.seeds import first_that, seed_torch
 from tests.reference import distances as similarity
-from vl_plugins import negatives
-from vl_plugins.losses import PairLoss
+from vl_plugins import engine
+from vl_plugins.losses import PairLoss, soft_maximum
 
 NAMES = [name for name in REFERENCES if name not in ("goal", "smooth_chamfer")]
 ONE_OF_EACH = ["unified", "vlc", "triplet_hn", "triplet_sh", "goal nca con", "goal cir sig_ms", "goal nca lin_ms"]
@@ -43,13 +43,18 @@ class PlainCosine(distances.CosineSimilarity):
 
 
 def needs_matrix(name):
-    return any(word in name for word in ("triplet_sh", "warm", "_ms", "SigmoidLoss", "SSP", "RSP"))
+    return any(word in name for word in ("triplet_sh", "warm", "_ms", "siglip", "SSP", "RSP"))
+
+
+def compares_pairs(name):
+    """Whether the loss of a pair depends on other rows, so that the matrix cannot be cut into blocks."""
+    return "_ms" in name or name in ("goal", "goal warm")  # whose pair weight is sig_ms
 
 
 def each_way(names):
     """Each loss, and the options for each way to compute it."""
     ways = {"chosen": {}, "dense": {"tiled": False}, "tiled": {"tiled": True}, "matrix": {"distance": PlainCosine()}}
-    pairs = [(name, way) for name in names for way in ways if way != "tiled" or not needs_matrix(name)]
+    pairs = [(name, way) for name in names for way in ways if way != "tiled" or not compares_pairs(name)]
     cases = [pytest.param(name, ways[way], id=f"{name}, {way}") for name, way in pairs]
     return pytest.mark.parametrize(("name", "options"), cases)
 
@@ -64,7 +69,7 @@ EACH_KIND = pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *SLOW])
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(negatives, "block_rows", lambda *_: 2)
+    monkeypatch.setattr(engine, "block_rows", lambda *_: 2)
 
 
 def masks_of(call):
@@ -297,8 +302,7 @@ def test_row_chunks_of_a_batch(name):
         values = total, loss(**call)
         gradients = [torch.autograd.grad(value, call["ref_emb"])[0] for value in values]
         adds_up = torch.allclose(*values) and torch.allclose(*gradients)
-        assert adds_up == loss.has_independent_pairs == ("_ms" not in name and not options)
-    assert type("Own", (type(loss),), {})(**REFERENCES[name].options).has_independent_pairs == ("_ms" not in name)
+        assert adds_up == loss.compares_own_rows == (not compares_pairs(name) and not options)
 
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH[:-1], "triplet_hn warm"])
@@ -327,7 +331,7 @@ def test_compiled(name, device):
 def test_memory(name, monkeypatch):
     """Blocks keep two rows of blocks; one matrix becomes its own gradient."""
     monkeypatch.undo()
-    monkeypatch.setattr(negatives, "CPU_BLOCK", 2**16)
+    monkeypatch.setattr(engine, "CPU_BLOCK", 2**16)
     sides = [torch.randn(1024, 32, requires_grad=True) for _ in range(2)]
     labels, extra = torch.arange(1024), {}
     for tiled in (False, True):
@@ -343,7 +347,7 @@ def test_other_labels_for_the_same_set():
         make_loss("unified")(**(call_with(1) | {"ref_labels": LABELS + 1}))
 
 
-@pytest.mark.parametrize("name", [*filter(needs_matrix, ONE_OF_EACH), "unified"])
+@pytest.mark.parametrize("name", [*filter(compares_pairs, ONE_OF_EACH), "unified"])
 def test_tiles_that_cannot_be(name):
     options, call = ({"distance": PlainCosine()} if name == "unified" else {}), call_with(2)
     with pytest.raises(ValueError, match="tiled=True needs"):
@@ -352,11 +356,21 @@ def test_tiles_that_cannot_be(name):
         make_loss("unified", tiled=True)(**call, indices_tuple=(LABELS,) * 4)
 
 
-def test_a_loss_that_is_already_reduced():
-    loss = PairLoss()
-    loss.negatives, loss.matrix_losses = "matrix", lambda similarities, *_: similarities.mean()
-    with pytest.raises(ValueError, match="matrix_losses must return shape"):
-        loss(**call_with(1))
+class MeanOfMatrix(PairLoss):
+    def matrix_losses(self, similarities, positive_mask, negative_mask):
+        return similarities.mean()
+
+
+class MeanOfPairs(PairLoss):
+    def of_pairs(self, positive, negative):
+        return (negative - positive).mean()
+
+
+@pytest.mark.parametrize(("loss", "hook"), [(MeanOfMatrix, "matrix_losses"), (MeanOfPairs, "of_pairs")])
+def test_a_loss_that_is_already_reduced(loss, hook):
+    message = rf"{hook} of {loss.__name__} must return one loss of each positive pair or triplet, \(\d+,\), got \(\)"
+    with pytest.raises(ValueError, match=message):
+        loss()(**call_with(1))
 
 
 def test_one_set_and_two():
@@ -371,12 +385,23 @@ def test_one_set_and_two():
 def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
     for name, masks in (("positive_mask", (mask, right)), ("negative_mask", (right, mask))):
-        with pytest.raises(ValueError, match=f"{name} must be bool"):
+        with pytest.raises(ValueError, match=f"{name} must be torch.bool"):
             make_loss("unified").from_similarities(similarities, *masks)
+
+
+def test_a_pair_in_both_masks():
+    masks = torch.ones(3, 3, dtype=torch.bool), ~torch.eye(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="a pair is in both positive_mask and negative_mask"):
+        make_loss("unified").from_similarities(torch.rand(3, 3), *masks)
+
+
+def test_a_soft_maximum_needs_a_scale():
+    with pytest.raises(TypeError, match="of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss"):
+        type("Own", (PairLoss,), {"of_negatives": soft_maximum})
 
 
 def test_pairs_of_equal_labels_of_a_large_batch():
     generator = torch.Generator().manual_seed(0)
     labels, ref_labels = (torch.randint(-40, 40, (size,), generator=generator) for size in (300, 400))
-    found = torch.stack(negatives.label_pairs(labels, ref_labels.int()))
+    found = torch.stack(engine.label_pairs(labels, ref_labels.int())[:2])
     assert torch.equal(found, (labels[:, None] == ref_labels).nonzero().T)

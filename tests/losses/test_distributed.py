@@ -5,28 +5,34 @@ import torch
 from pytorch_metric_learning import losses as host
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.distributed import DistributedLoss, all_gather_rows, stop_processes
-from vl_plugins.losses import CrossBatchMemory
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, gathering, stop_processes
+from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, Warmup
 
 WORLD_SIZE = 2
 # Images and texts of each process: unequal numbers, and labels that both have.
 LABELS = [torch.tensor([10, 11, 12, 10]), torch.tensor([11, 20, 10])]
 REF_LABELS = [torch.tensor([10, 11, 12, 13, 11]), torch.tensor([20, 10, 11])]
 OURS = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal", "goal nca con", "triplet_hn warm")
-LOSSES = {name: lambda name=name: make_loss(name) for name in (*OURS, "own SquaredHinge", "own SigmoidLoss")}
+LOSSES = {name: lambda name=name: make_loss(name) for name in (*OURS, "siglip", "own SquaredHinge")}
 LOSSES |= {
     "average of those above 0": lambda: create_loss("triplet_hn", reducer="AvgNonZeroReducer"),
     "NTXent": host.NTXentLoss,
     "Contrastive": host.ContrastiveLoss,
 }
 MINED = ("unified", "NTXent")
+# The losses of this package, in which the process group is the loss's.
+GATHERING = (*OURS, "siglip", "own SquaredHinge", "average of those above 0")
 CASES = [f"{name}, {sets} set(s)" for name in LOSSES for sets in (1, 2)]
 CASES += [f"{name}, {sets} set(s), mined" for name in MINED for sets in (1, 2)]
-CASES += ["smooth_chamfer", "captions", "scale", "memory"]
+CASES += [f"{name}, {sets} set(s), gathered" for name in GATHERING for sets in (1, 2)]
+CASES += ["smooth_chamfer", "captions", "captions, gathered", "1 or 2 captions", "scale", "memory"]
+CASES += ["one set by both names", "negatives in one process", "two views of the wrapper"]
+CASES += ["smooth_chamfer, gathered", "host, then ours", "two views", "two views as one set"]
 
 
 def rows(ranks, labels, seed):
@@ -41,25 +47,60 @@ def compute(*ranks):
     texts, _ = rows(ranks, [side.repeat_interleave(2) for side in LABELS], 20)
     found = {}
 
-    def add(case, loss, *sides, **options):
+    def add(case, loss, *sides, gathers=False, **options):
         leaves = [
             side.clone().requires_grad_() if side is not None and side.is_floating_point() else side for side in sides
         ]
-        value = DistributedLoss(loss)(*leaves, **options)
+        x, labels, *refs = leaves
+        if gathers:
+            value = gathering(loss)(x, labels, None, *refs, **options)
+        else:
+            value = DistributedLoss(loss)(x, labels, None, *refs, **options)
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found[case] = value.detach(), torch.autograd.grad(value, inputs)
 
     for name, make in LOSSES.items():
         add(f"{name}, 1 set(s)", make(), x, labels)
         add(f"{name}, 2 set(s)", make(), x, labels, y, ref_labels)
+    for name in GATHERING:
+        add(f"{name}, 1 set(s), gathered", LOSSES[name](), x, labels, gathers=True)
+        add(f"{name}, 2 set(s), gathered", LOSSES[name](), x, labels, y, ref_labels, gathers=True)
     for name in MINED:
         miner = MultiSimilarityMiner(epsilon=0.5)
         add(f"{name}, 1 set(s), mined", LOSSES[name](), x, labels, miner=miner)
         add(f"{name}, 2 set(s), mined", LOSSES[name](), x, labels, y, ref_labels, miner=miner)
     add("smooth_chamfer", create_loss("smooth_chamfer", mmd_weight=0.1), x, labels, y, ref_labels)
+    sets = create_loss("smooth_chamfer", base="unified", mmd_weight=0.1)
+    add("smooth_chamfer, gathered", sets, x, labels, y, ref_labels, gathers=True)
+    add("host, then ours", Warmup(host.ContrastiveLoss(), make_loss("goal"), 3), x, labels, gathers=True)
     # Without labels: row i of the images belongs to rows 2 i and 2 i + 1 of the texts.
     add("captions", create_loss("unified"), x, None, texts)
+    add("captions, gathered", create_loss("unified"), x, None, texts, gathers=True)
+    # One caption of each image in the first process, two in the second, some of them equal.
+    captions = [side.repeat_interleave(rank + 1) for rank, side in enumerate(LABELS)]
+    y, _ = rows(ranks, captions, 30)
+    ref_ids = torch.cat([torch.arange(len(captions[rank])) % 3 for rank in ranks])
+    images = ref_images = None
+    if len(ranks) > 1:
+        images = torch.arange(len(x))
+        ref_images = images.repeat_interleave(torch.cat([torch.full((len(LABELS[rank]),), rank + 1) for rank in ranks]))
+    add("1 or 2 captions", create_loss("unified"), x, images, y, ref_images, gathers=True, ref_ids=ref_ids)
+    y, _ = rows(ranks, REF_LABELS, 10)
     add("scale", create_loss("vlc"), x, labels, y, ref_labels, scale=torch.tensor(7.0).double())
+    for name, symmetric in (("two views", False), ("two views as one set", True)):
+        loss = create_loss("unified", gather_across_devices=len(ranks) == 1)
+        leaves = [side.clone().requires_grad_() for side in (x, x.roll(1, dims=1))]
+        value = SelfSupervisedLoss(loss, symmetric=symmetric)(*leaves)
+        found[name] = value.detach(), torch.autograd.grad(value, leaves)
+    loss = create_loss("SelfSupervisedLoss", loss="unified", gather_across_devices=len(ranks) == 1)
+    leaves = [side.clone().requires_grad_() for side in (x, x.roll(1, dims=1))]
+    value = loss(*leaves)
+    found["two views of the wrapper"] = value.detach(), torch.autograd.grad(value, leaves)
+    leaf = x.clone().requires_grad_()
+    value = DistributedLoss(create_loss("unified"))(leaf, labels, ref_emb=leaf, ref_labels=labels)
+    found["one set by both names"] = value.detach(), torch.autograd.grad(value, [leaf])
+    negatives = torch.cat([embeddings_of(torch.arange(3 * rank), seed=40).detach() for rank in ranks])
+    add("negatives in one process", create_loss("unified"), x, labels, y, ref_labels, gathers=True, negatives=negatives)
     add("memory", CrossBatchMemory(create_loss("goal"), embedding_size=5, memory_size=20), x, labels)
     return found
 
@@ -69,11 +110,111 @@ def in_one_process(rank):
     found["errors"], loss = [], create_loss("unified", gather_across_devices=True)
     for ids in (torch.arange(len(x)), torch.arange(len(x)) + 3 * rank):
         try:
-            loss(x, ids, x + 1, ids)
+            loss(x, ids, ref_emb=x + 1, ref_labels=ids)
         except ValueError as error:
             found["errors"].append(str(error))
+    # What one process has and the other has not: an argument of ours, and one of a wrapped loss.
+    confidence = {} if rank == 0 else {"confidence": torch.ones(len(x))}
+    for compare in (create_loss("unified", gather_across_devices=True), DistributedLoss(create_loss("unified"))):
+        try:
+            compare(x, ref_emb=x + 1, **confidence)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    # What would end in one process and wait in the other.
+    pairs = (torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))
+    labels = torch.arange(len(x)) + 5 * rank
+    types = torch.int64 if rank == 0 else torch.float64
+    for options in ({"indices_tuple": pairs}, {"symmetric": False}, {"labels": labels.to(types)}):
+        if rank == 0 or "labels" in options:
+            call = {"labels": labels, "ref_emb": x + 1} | options
+        else:
+            call = {"labels": labels, "ref_emb": x + 1}
+        try:
+            create_loss("unified", gather_across_devices=True)(x, **call)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    learned = {"learn_scale": True, "scale": 20.0 + rank}
+    sets = create_loss("smooth_chamfer", base="unified", gather_across_devices=True)
+    indices = tuple(torch.tensor([place]) for place in (0, 0, 1))
+    step_differs = [create_loss("triplet_hn", warmup_steps=5), create_loss("smooth_chamfer", warmup_steps=5)]
+    step_differs[0].step = step_differs[1].base.step = 10 * rank
+    gathering(step_differs[1])
+    for compare, options in (
+        (DistributedLoss(step_differs[0]), {}),
+        (step_differs[1], {}),
+        (DistributedLoss(create_loss("unified")), {"symmetric": rank == 0}),
+        (DistributedLoss(create_loss("unified", **learned)), {}),
+        (create_loss("smooth_chamfer", base="unified", gather_across_devices=True, **learned), {}),
+        (Warmup(create_loss("vlc"), create_loss("unified"), steps=rank), {"gathers": True}),
+        (sets, {"indices_tuple": indices}),
+        (sets, {"copies": labels}),
+        (DistributedLoss(create_loss("unified")), {"copies": labels}),
+        (create_loss("unified", gather_across_devices=True), {"copies": labels}),
+    ):
+        if options.pop("gathers", False):
+            compare.gather_across_devices(True)
+        try:
+            compare(x, labels, ref_emb=x + 1, ref_labels=labels, **options)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    # Of one class, which is no number of a row.
+    found["one class"] = create_loss("unified", gather_across_devices=True)(x, [0] * len(x))
+    found["backward without rows"] = run_backward_without_rows(rank)
+    found["gradient of the scale"] = train_warm_up(rank)
+    found["nan"] = find_nan(rank)
+    found["one row"] = create_loss("unified", gather_across_devices=True)(x[:1], [0], ref_emb=x[1:2], ref_labels=[0])
+    found["ids"] = ids_of_each_kind(x, labels)
+    found["empty"] = create_loss("unified", gather_across_devices=True)(x[:rank], list(range(rank)), ref_emb=x[:rank])
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
+
+
+def find_nan(rank):
+    """Return whether the losses of one direction are NaN, although the other process has what is NaN."""
+    x = torch.eye(3)
+    if rank == 1:
+        x[0, 0] = torch.nan
+    losses = [
+        create_loss(name, symmetric=False, gather_across_devices=True) for name in ("siglip", "vlc", "triplet_hn")
+    ]
+    return [loss(x, ref_emb=torch.eye(3)).isnan().item() for loss in losses]
+
+
+def ids_of_each_kind(x, labels):
+    """Return the loss with ids as a list and as a tuple."""
+    loss = DistributedLoss(create_loss("unified"))
+    return [loss(x, labels, ref_emb=x + 1, ref_ids=kind(labels.tolist())).item() for kind in (list, tuple)]
+
+
+def run_backward_without_rows(rank):
+    """Run the backward pass with rows in the first process only, whose gradients both have to gather."""
+    x = torch.eye(3).requires_grad_() if rank == 0 else torch.zeros(0, 3)
+    loss = create_loss("unified", gather_across_devices=True)(x, ref_emb=x.roll(1, dims=0))
+    loss.backward()
+    return loss.requires_grad
+
+
+def train_warm_up(rank):
+    """Train for three steps, of which the last one alone learns a scale; return its gradients."""
+    torch.manual_seed(0)
+    warm = Warmup(create_loss("triplet_sh"), create_loss("unified", learn_scale=True), steps=2)
+    warm.gather_across_devices(True)
+    model, gradients = DistributedDataParallel(TowerAndLoss(warm)), []
+    for step in range(3):
+        images, texts = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2 * step + rank))
+        model.zero_grad()
+        model(images, texts).backward()
+        gradients.append(warm.then.log_scale.grad.item())
+    return gradients
+
+
+class TowerAndLoss(torch.nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.tower, self.loss = torch.nn.Linear(5, 4), loss
+
+    def forward(self, images, texts):
+        return self.loss(self.tower(images), ref_emb=self.tower(texts))
 
 
 def join_and_leave(rank, folder):
@@ -109,13 +250,45 @@ def test_gradients_are_those_of_one_process_with_all_rows(results, expected, cas
         assert gradient.abs().max() > 1e-4
 
 
-def test_labels_that_would_join_strangers_and_unequal_rows(results):
+def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(results):
     for found in results:
-        (error,) = found["errors"]
-        assert error.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
+        labels, ours, wrapped, mined, symmetric, types, *others = found["errors"]
+        assert labels.startswith("labels are 0 to B - 1 in every process, so images of different processes would be")
+        assert ours == "confidence is given in some processes, and not in process 0: give it in all or none"
+        for error in (wrapped, mined, symmetric):
+            assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        assert types.startswith("labels must have the same type in all processes; this one gives torch.")
+        assert found["empty"] == 0
+        for error in others[:3]:
+            assert error.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        *scales, warm, indices, sets, any_loss, own = others[3:]
+        assert [error.split(", and has")[0] for error in scales] == [
+            "log_scale is learned",
+            "base.log_scale is learned",
+        ]
+        assert warm.startswith("the processes give different arguments; this one gives embeddings, labels, ")
+        assert indices.startswith("indices_tuple would be of this process only: create the loss without gather")
+        for error in (sets, any_loss, own):
+            assert error == "copies are places of one process: create the loss without gather_across_devices"
+        assert found["one class"] == 0
+        assert found["nan"] == [True] * 3
+        assert found["one row"] == 0
+        assert found["ids"][0] == found["ids"][1]
+        assert found["backward without rows"]
+        *warming_up, after = found["gradient of the scale"]
+        assert warming_up == [0, 0]
+        assert after != 0
         nothing, counts = found["gathered"]
         assert nothing is None
         assert counts.tolist() == [0, 0, 1]
+
+
+def test_a_loss_that_gathers_is_not_gathered_again():
+    ours = create_loss("unified", gather_across_devices=True)
+    with pytest.raises(ValueError, match="the loss gathers by itself: create it without gather_across_devices"):
+        DistributedLoss(ours)
+    with pytest.raises(ValueError, match="give gather_across_devices to SmoothChamferLoss alone"):
+        SmoothChamferLoss(ours)
 
 
 def test_processes_leave_at_once(tmp_path):
@@ -136,6 +309,7 @@ def test_one_process_calls_the_loss(expected):
     texts, ids = rows([0, 1], [side.repeat_interleave(2) for side in LABELS], 20)[0], torch.arange(len(x))
     mined = MultiSimilarityMiner(epsilon=0.5)(x, labels, y, ref_labels)
     for case, value in (
+        ("one set by both names", create_loss("unified")(x, labels)),
         ("unified, 2 set(s), mined", make_loss("unified")(x, labels, mined, y, ref_labels)),
         ("captions", create_loss("unified")(x, ids, None, texts, ids.repeat_interleave(2))),
     ):
@@ -146,8 +320,8 @@ def test_one_process_calls_the_loss(expected):
     ("options", "message"),
     [
         ({}, "labels must be given with one set"),
-        ({"ref_emb": torch.ones(4, 2)}, "ref_labels must have the length 4, got 3"),
-        ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given .* with ref_labels"),
+        ({"ref_emb": torch.ones(4, 2)}, "4 rows are no multiple of 3"),
+        ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given with ref_labels"),
         ({"labels": torch.arange(2)}, "labels must have the length 3, got 2"),
         ({"labels": torch.arange(3), "ref_emb": torch.ones(6, 2), "ref_labels": torch.arange(3)}, "length 6, got 3"),
     ],

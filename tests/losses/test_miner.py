@@ -78,3 +78,10 @@ def test_of_equal_negatives_the_first_counts(k):
 def test_nothing_to_choose(labels):
     sides = [torch.tensor(side, dtype=torch.long) for side in labels]
     assert triplets(HardestNegativeMiner(3)(*(part for side in sides for part in (embeddings_of(side), side)))) == []
+
+
+def test_nan_is_not_left_out():
+    x = torch.eye(3)
+    x[0, 0] = torch.nan
+    anchors, _, _ = HardestNegativeMiner()(x, torch.arange(3), torch.eye(3), torch.arange(3))
+    assert anchors.tolist() == [0, 1, 2]

@@ -158,6 +158,35 @@ def test_a_copy_of_a_memory_goes_on_where_it_was(steps, tmp_path):
         assert all(torch.equal(twin(*batch(step)), value) for twin in twins)
 
 
+def test_ids_of_a_memory_are_those_of_its_embeddings(tmp_path):
+    """A batch without ids takes the place of one with them; a checkpoint has them, one of version 0.3 has none."""
+    loss = CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    for step, first in enumerate((0, 4, None, 20)):
+        ids = {} if first is None else {"ref_ids": torch.arange(4) + first}
+        embeddings, _ = batch(step)
+        loss(embeddings[:4], torch.arange(4), **ids)
+        if first is None:
+            assert loss.id_memory.tolist() == [-1, -1, -1, -1, 4, 5, 6, 7]
+    assert loss.id_memory.tolist() == [-1, -1, -1, -1, 20, 21, 22, 23]
+    state, restored = loss.state_dict(), CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    restored.load_state_dict(state)
+    assert torch.equal(restored.id_memory, loss.id_memory)
+    assert restored.has_ids
+    del state["id_memory"]
+    restored.load_state_dict(state)
+    assert (restored.id_memory == -1).all()
+
+
+def test_old_copies_of_an_embedding_are_no_negatives_of_it():
+    """They have its id, though another label."""
+    embeddings, labels = batch(0)
+    calls = [CrossBatchMemory(make_loss("triplet_hn"), embedding_size=5, memory_size=8) for _ in range(2)]
+    with_copies, alone = calls
+    with_copies(embeddings, labels + 10, ref_ids=torch.arange(4))
+    value = with_copies(embeddings, labels, ref_ids=torch.arange(4))
+    assert value == alone(embeddings, labels) > 0
+
+
 def test_wrong_input_of_a_memory_leaves_it_as_it_is():
     loss, (embeddings, labels) = memory_of(UnifiedLoss()), batch(1)
     with pytest.raises(ValueError, match="memory_size must be at least"):
@@ -184,3 +213,55 @@ def test_self_supervised(name, symmetric_loss):
     for loss in (one_set, two_sets):
         with pytest.raises(ValueError, match="embeddings and ref_emb must have the same shape, got"):
             loss(images, texts[:5])
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn", "triplet_sh"])
+def test_two_batches_of_a_memory_before_their_gradients(name):
+    """The second one changes the queue, to which the first one was compared."""
+    together, apart = (CrossBatchMemory(make_loss(name), embedding_size=5, memory_size=8) for _ in range(2))
+    batches = [(rows[:4].detach(), labels[:4]) for rows, labels in map(batch, range(2))]
+    found, expected = [], []
+    for rows, labels in batches:
+        for leaves, memory in ((found, together), (expected, apart)):
+            leaves.append(rows.clone().requires_grad_())
+            value = memory(leaves[-1], labels)
+            if memory is apart:
+                value.backward()
+            elif len(leaves) == 1:
+                first = value
+            else:
+                (first + value).backward()
+    for side, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(side.grad, own.grad)
+
+
+def test_ids_of_anchors_that_are_not_queued():
+    """A queued embedding with the id of an anchor is no negative of it, whatever its label."""
+    anchors, queued = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    call = torch.cat([anchors, queued]), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    is_queued, ids = torch.arange(8) >= 4, torch.tensor([50, 51, 52, 53, 51, 52, 53, 50])
+    loss = make_loss("unified", symmetric=False)
+    expected = loss(
+        anchors, call[1][:4], ref_emb=queued, ref_labels=call[1][4:], ref_ids=ids[4:], matching_ids=ids[:4, None]
+    )
+    memory = CrossBatchMemory(loss, embedding_size=5, memory_size=8)
+    torch.testing.assert_close(memory(*call, enqueue_mask=is_queued, ref_ids=ids), expected)
+    assert memory(*call, enqueue_mask=is_queued) > expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matching_ids": [[1]] * 4}, "matching_ids need ref_ids, the ids of the embeddings"),
+        ({"negative_ids": [1]}, "negative_ids cannot be given with a queue"),
+        ({"margin": [0.1] * 4}, "margin cannot be given with a queue"),
+        ({"ref_emb": torch.ones(4, 5)}, "ref_emb cannot be given with a queue"),
+        ({"scale": -1.0}, "scale must be a finite number > 0"),
+        ({"bias": 3.0}, "UnifiedLoss: unknown argument 'bias'"),
+    ],
+)
+def test_a_wrong_call_leaves_a_memory_as_it_is(options, message):
+    loss = CrossBatchMemory(UnifiedLoss(), embedding_size=5, memory_size=8)
+    with pytest.raises(ValueError, match=message):
+        loss(torch.ones(4, 5), torch.arange(4), **options)
+    assert loss.queue_idx == 0

@@ -6,18 +6,27 @@ import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.losses import NTXentLoss
+from pytorch_metric_learning.reducers import ClassWeightedReducer
 
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
 from vl_plugins.distributed import DistributedLoss
-from vl_plugins.integrations.cross_modal import CrossModalLoss
-from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, UnifiedLoss
+from vl_plugins.errors import InputWarning
+from vl_plugins.losses import (
+    CrossBatchMemory,
+    CrossModalLoss,
+    SelfSupervisedLoss,
+    SmoothChamferLoss,
+    UnifiedLoss,
+    VLCLoss,
+    Warmup,
+)
 from vl_plugins.miners import HardestNegativeMiner
 
 LABELS = torch.tensor([0, 1, 2])
 PAIRS = (LABELS, LABELS, LABELS, LABELS.roll(1))
 LOSSES = pytest.mark.parametrize("name", list_losses())
-WITH_SCALE, WITHOUT_SCALE = ("unified", "vlc"), ("goal", "smooth_chamfer", "triplet_hn", "triplet_sh")
+WITH_SCALE, WITHOUT_SCALE = ("siglip", "unified", "vlc"), ("goal", "smooth_chamfer", "triplet_hn", "triplet_sh")
 UNEQUAL_WIDTHS = r"embeddings and ref_emb must .*, got .*4\b.* and .*6\b"
 
 
@@ -131,15 +140,15 @@ def test_wrong_labels(compare, change, message):
 @LOSSES
 def test_missing_labels(name):
     loss, call = create_loss(name), call_of()
-    one_set = {"labels": None, "ref_emb": None}
-    for change in ({"labels": None}, one_set, one_set | {"indices_tuple": PAIRS}):
-        with pytest.raises(ValueError, match="labels must be a tensor, an array or a list of integers, got None"):
-            loss(**call | change)
-    five = torch.ones(15, 4)
-    with pytest.raises(ValueError, match=r"ref_labels must be given .* with 5 rows .*, labels.repeat_interleave\(5\)"):
-        loss(call["embeddings"], LABELS, ref_emb=five)
-    with pytest.raises(ValueError, match=r"ref_labels must be given with ref_emb$"):
-        loss(call["embeddings"], LABELS, ref_emb=five[:4])
+    with pytest.raises(ValueError, match="labels must be given with ref_labels"):
+        loss(**call | {"labels": None})
+    with pytest.raises(ValueError, match="labels must be given with one set of embeddings"):
+        loss(call["embeddings"])
+    with pytest.raises(ValueError, match="ref_labels must be the labels, because ref_emb is the embeddings or missing"):
+        loss(**call | {"labels": None, "ref_emb": None})
+    for labels in (None, LABELS):
+        with pytest.raises(ValueError, match=r"row i of the embeddings: 4 rows are no multiple of 3$"):
+            loss(call["embeddings"], labels, ref_emb=torch.ones(4, 4))
 
 
 WRONG_SCALES = [
@@ -168,7 +177,7 @@ def test_a_scale_that_is_not_above_zero(name, scale, message):
 @pytest.mark.parametrize("name", WITHOUT_SCALE)
 def test_a_scale_for_a_loss_without_one(name):
     for compare in (create_loss(name), create_loss(name, gather_across_devices=True)):
-        with pytest.raises(ValueError, match=r"has no scale; losses that have one: unified, vlc$"):
+        with pytest.raises(ValueError, match=r"has no scale; losses that have one: siglip, unified, vlc$"):
             compare(**call_of(), scale=5.0)
 
 
@@ -192,4 +201,279 @@ def test_a_scale_on_a_gpu(name):
             loss(**call, scale=scale).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
+    own_waits = 1 if name == "siglip" else 0
+    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1 + own_waits
+
+
+def test_ids_that_do_not_fit():
+    if hasattr(torch, "uint64"):
+        ids = np.array([2**63 + 1] * 3, np.uint64)
+        with pytest.raises(ValueError, match=r"ref_ids must .* int64, got torch\.uint64; shift them right by 1"):
+            create_loss("unified")(**call_of(ref_ids=ids))
+    nothing = create_loss("unified")(torch.ones(0, 4), ref_emb=torch.ones(0, 4), ref_ids=[])
+    assert nothing == 0
+
+
+SETS = {"embeddings": torch.ones(3, 2, 4), "ref_emb": torch.ones(3, 2, 4)}
+EYE = torch.eye(3).bool()
+WRONG = {
+    "one confidence for all": (
+        lambda: create_loss("unified")(**call_of(confidence=0.5)),
+        r"confidence must be one number for each caption, \(3,\); got the shape \(\)",
+    ),
+    "words as ids": (
+        lambda: create_loss("unified")(**call_of(ref_ids=["a cat", "a dog", "a cow"])),
+        "ref_ids must be integers that fit into int64, such as vl_plugins",
+    ),
+    "ids beyond int64": (
+        lambda: create_loss("unified")(**call_of(ref_ids=[2**63 + 5] * 3)),
+        "ref_ids must be integers that fit into int64, such as vl_plugins",
+    ),
+    "a confidence below 0": (
+        lambda: create_loss("unified")(**call_of(confidence=[0.5, -1.0, 1.0])),
+        "confidence must be >= 0, got -1",
+    ),
+    "words as confidence": (
+        lambda: create_loss("unified")(**call_of(confidence=["a", "b", "c"])),
+        "confidence must be numbers: ",
+    ),
+    "a margin below 0": (
+        lambda: create_loss("unified")(**call_of(margin=torch.tensor([0.2, -0.5, 0.1]))),
+        "margin must be >= 0, got -0.5",
+    ),
+    "negatives of each image": (
+        lambda: create_loss("unified")(**call_of(negatives=torch.ones(3, 2, 4))),
+        r"negatives must be \(N, 4\), got \(3, 2, 4\); those of each row become those of all by negatives\.flatten",
+    ),
+    "embeddings as labels": (
+        lambda: create_loss("unified")(torch.ones(3, 4), torch.ones(3, 4)),
+        r"labels must have the length 3, got \(3, 4\); embeddings go to ref_emb=",
+    ),
+    "two index tensors": (
+        lambda: create_loss("unified")(**call_of(indices_tuple=(LABELS, LABELS))),
+        "indices_tuple must be .*, got 2 tensors",
+    ),
+    "an unknown argument": (
+        lambda: create_loss("unified")(**call_of(caption_ids=LABELS)),
+        r"UnifiedLoss: unknown argument 'caption_ids' \(did you mean '.*_ids'\?\); known: confidence, ",
+    ),
+    "a temperature in a call": (
+        lambda: create_loss("unified")(**call_of(temperature=0.05)),
+        r"UnifiedLoss: unknown option temperature; scale = 1 / temperature = 20$",
+    ),
+    "ids with a matrix": (
+        lambda: create_loss("unified").from_similarities(torch.eye(3), EYE, ~EYE, ref_ids=LABELS),
+        "ref_ids belongs to a call with embeddings, not to from_similarities",
+    ),
+    "a margin of each caption for the hardest negative": (
+        lambda: setattr(create_loss("triplet_hn"), "margin", torch.ones(3)),
+        "margin of TripletHNLoss must be one number; UnifiedLoss takes one for each caption: ",
+    ),
+    "a margin of each caption that is set": (
+        lambda: setattr(create_loss("unified"), "margin", torch.ones(3)),
+        "margin of UnifiedLoss must be one number; one for each caption belongs to the call: ",
+    ),
+    "an attribute of the base of sets": (
+        lambda: setattr(SmoothChamferLoss("unified"), "symmetric", False),
+        "symmetric belongs to the base of SmoothChamferLoss: set that of loss.base",
+    ),
+    "pairs of unequal lengths": (
+        lambda: create_loss("unified")(**call_of(indices_tuple=(LABELS, LABELS[:1], LABELS, LABELS.roll(1)))),
+        r"indices_tuple must have equally many anchors and others, got \[3, 1, 3, 3\]",
+    ),
+    "an index below 0": (
+        lambda: create_loss("unified")(**call_of(indices_tuple=(LABELS, LABELS, LABELS - 1))),
+        "indices_tuple must be indices of rows, got -1",
+    ),
+    "a scale in the body of a class": (
+        lambda: type("Own", (UnifiedLoss,), {"scale": 20.0}),
+        r"Own: give the scale to the constructor, super\(\)\.__init__\(scale=20\.0\)",
+    ),
+    "slots of one side": (
+        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, slots=torch.ones(3, 2, 5)),
+        r"slots and ref_slots must have the same width, got \[4, 5\]: give both, or neither",
+    ),
+    "slots of other sets": (
+        lambda: create_loss("smooth_chamfer")(SETS["embeddings"], LABELS, slots=torch.ones(2, 2, 4)),
+        r"slots must be \(3, K, D\), got \(2, 2, 4\)",
+    ),
+    "labels twice": (
+        lambda: DistributedLoss(UnifiedLoss())(torch.ones(3, 4), LABELS, torch.ones(3, 4), LABELS, ref_labels=LABELS),
+        "ref_emb or ref_labels is given twice",
+    ),
+    "a margin of a warm-up": (
+        lambda: setattr(create_loss("triplet_hn", warmup_steps=1), "margin", 0.5),
+        "margin belongs to the losses of a warm-up: set that of loss.first and loss.then",
+    ),
+    "a learned scale by name": (
+        lambda: UnifiedLoss(scale="learned"),
+        r"scale must be a number; learn_scale=True learns it, and a call takes a tensor",
+    ),
+    "a parameter as scale": (
+        lambda: setattr(UnifiedLoss(), "scale", torch.nn.Parameter(torch.tensor(5.0))),
+        r"scale must be a number; learn_scale=True learns it",
+    ),
+    "a learned scale that is set": (
+        lambda: setattr(UnifiedLoss(learn_scale=True), "scale", 10),
+        r"loss\.log_scale\.data\.fill_\(math\.log\(scale\)\)",
+    ),
+    "three weights": (lambda: UnifiedLoss(weights=[1, 2, 3]), "weights must be two functions, .*, got 3"),
+    "an unknown option": (
+        lambda: UnifiedLoss(margn=0.3),
+        r"UnifiedLoss: unknown option 'margn' \(did you mean 'margin'\?\); known: ",
+    ),
+    "a reducer by name": (
+        lambda: UnifiedLoss(reducer="SumReducer"),
+        "UnifiedLoss: reducer must be a module, got 'SumReducer'; names are for create_loss",
+    ),
+    "a group by name": (
+        lambda: UnifiedLoss(gather_across_devices="true"),
+        "gather_across_devices must be True, False or a ProcessGroup, got 'true'",
+    ),
+    "statistics that are not recorded": (
+        lambda: UnifiedLoss().mean_positive,
+        "UnifiedLoss records mean_positive only with collect_stats=True",
+    ),
+    "a warm-up of names": (
+        lambda: Warmup("triplet_sh", "triplet_hn", 5),
+        "Warmup takes two losses, got 'triplet_sh'; create_loss makes one by its name",
+    ),
+    "a warm-up of less than no steps": (lambda: Warmup(VLCLoss(), VLCLoss(), -1), "steps must be an integer >= 0"),
+    "two modalities by a name": (lambda: CrossModalLoss("NTXentLoss"), "loss must be a loss, got 'NTXentLoss'; create"),
+    "two modalities of numpy": (
+        lambda: CrossModalLoss(UnifiedLoss())(np.ones((3, 4)), LABELS, ref_emb=torch.ones(3, 4), ref_labels=LABELS),
+        "embeddings must be a tensor, got ndarray",
+    ),
+    "two modalities of unequal widths": (
+        lambda: CrossModalLoss(NTXentLoss())(torch.ones(3, 4), LABELS, ref_emb=torch.ones(3, 5), ref_labels=LABELS),
+        "embeddings and ref_emb must have the same width, got 4 and 5",
+    ),
+    "a miner's pairs of two modalities": (
+        lambda: CrossModalLoss(UnifiedLoss())(**call_of(indices_tuple=PAIRS)),
+        r"indices_tuple must be None: CrossModalLoss\(loss, miner\) calls the miner",
+    ),
+    "two modalities of a host's loss by place": (
+        lambda: CrossModalLoss(NTXentLoss())(**call_of(labels=None, ref_labels=None)),
+        "NTXentLoss needs labels and ref_labels",
+    ),
+    "a miner for a loss that gathers": (
+        lambda: CrossModalLoss(UnifiedLoss(gather_across_devices=True), HardestNegativeMiner()),
+        r"UnifiedLoss would gather by itself: give CrossModalLoss a loss without gather_across_devices, and wrap both",
+    ),
+    "vectors below sets": (
+        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, negatives=torch.ones(2, 4)),
+        r"negatives must be \(N, K, D\), as the candidates, got \(2, 4\)",
+    ),
+    "packed sets of another size": (
+        lambda: create_loss("smooth_chamfer", set_size=2)(**call_of(), negatives=torch.ones(2, 6)),
+        r"negatives must be \(N, 4\), got \(2, 6\)",
+    ),
+    "copies by place": (
+        lambda: create_loss("unified")(**call_of(labels=None, ref_labels=None, copies=LABELS)),
+        "copies need labels",
+    ),
+    "similarities of numpy": (
+        lambda: create_loss("unified").from_similarities(np.eye(3), EYE, ~EYE),
+        "similarities must be a tensor, got ndarray",
+    ),
+    "masks of numpy": (
+        lambda: create_loss("unified").from_similarities(torch.eye(3), EYE.numpy(), ~EYE.numpy()),
+        "positive_mask must be a tensor, got ndarray",
+    ),
+    "a matrix without embeddings": (
+        lambda: create_loss("unified", embedding_regularizer="LpRegularizer").from_similarities(
+            torch.eye(3), EYE, ~EYE
+        ),
+        "embedding_regularizer needs embeddings, not similarities",
+    ),
+    "a mask of numpy for a queue": (
+        lambda: CrossBatchMemory(UnifiedLoss(), 4)(torch.ones(3, 4), LABELS, enqueue_mask=np.ones(3, bool)),
+        "enqueue_mask must be a tensor, got ndarray",
+    ),
+    "embeddings of numpy for a queue": (
+        lambda: CrossBatchMemory(UnifiedLoss(), 4)(np.ones((3, 4)), LABELS),
+        "embeddings must be a tensor, got ndarray",
+    ),
+    "embeddings of numpy for all processes": (
+        lambda: DistributedLoss(NTXentLoss())(np.ones((3, 4)), LABELS),
+        "embeddings must be a tensor, got ndarray",
+    ),
+    "texts that are no multiple": (
+        lambda: DistributedLoss(UnifiedLoss())(torch.ones(4, 2), ref_emb=torch.ones(9, 2)),
+        "9 rows are no multiple of 4",
+    ),
+    "a scale that is set": (lambda: setattr(UnifiedLoss(), "scale", -5), "scale must be a finite number > 0, got -5"),
+    "weights of classes by place": (
+        lambda: UnifiedLoss(reducer=ClassWeightedReducer(torch.ones(9)))(**call_of(labels=None, ref_labels=None)),
+        "ClassWeightedReducer needs labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_other_wrong_calls(case):
+    call, message = WRONG[case]
+    with pytest.raises((ValueError, TypeError, AttributeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("labels", "number_of_pairs"),
+    [([[0, 1, 2], [3, 4, 5]], "no pair"), ([[0, 0, 0], [0, 0, 0]], "every pair"), ([[0, 1, 2]], "no pair")],
+)
+def test_labels_without_anything_to_learn_warn_once(labels, number_of_pairs):
+    loss, x = UnifiedLoss(), torch.eye(3)
+    sides = {"ref_emb": x.flip(0), "ref_labels": labels[1]} if len(labels) == 2 else {}
+    message = f"^{number_of_pairs} of a batch of 3 is positive, so its loss is 0"
+    with pytest.warns(InputWarning, match=message) as caught:
+        assert loss(x, labels[0], **sides) + loss(x, labels[0], **sides) == 0
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        UnifiedLoss()(x, [0, 0, 1])
+        CrossBatchMemory(UnifiedLoss(), 3)(x, LABELS)  # the first batch of a queue
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [CrossModalLoss, lambda loss: Warmup(loss, loss, 1), SmoothChamferLoss],
+    ids=["both ways", "a warm-up", "a base"],
+)
+def test_one_tensor_of_labels_for_both_sides(wrap):
+    """To a loss of pytorch-metric-learning, it says that there is one set."""
+    loss, call = wrap(NTXentLoss()), call_of()
+    value = loss(call["embeddings"], LABELS, None, call["ref_emb"], LABELS)
+    assert value == loss(call["embeddings"], LABELS, None, call["ref_emb"], LABELS.clone()) > 0
+
+
+def test_the_order_of_arguments_until_version_0_3():
+    call, miner = call_of(ref_labels=LABELS.roll(1)), HardestNegativeMiner()
+    first, loss = (call["embeddings"], LABELS, call["ref_emb"]), DistributedLoss(create_loss("triplet_hn"))
+    expected = loss(**call)
+    assert loss(*first, call["ref_labels"]) == loss(*first, ref_labels=call["ref_labels"]) == expected
+    mined = loss(**call, miner=miner)
+    assert loss(*first, call["ref_labels"], miner) == mined != expected
+
+
+def test_lists_of_labels_for_two_modalities():
+    images, texts = call_of()["embeddings"], call_of()["ref_emb"]
+    loss = CrossModalLoss(create_loss("triplet_hn"), HardestNegativeMiner())
+    value = loss(images, [0, 1, 2], None, texts, np.arange(3), ref_ids=[5, 6, 5])
+    assert value == loss(images, LABELS, None, texts, LABELS.clone(), ref_ids=torch.tensor([5, 6, 5]))
+
+
+@LOSSES
+@pytest.mark.parametrize("case", ["one image", "equal captions", "a miner's pairs", "labels"])
+def test_nan_is_not_hidden(name, case):
+    """Even where the embedding that has it is compared with nothing."""
+    call = call_of(labels=None, ref_labels=None)
+    call["embeddings"][2, 0] = torch.nan
+    if case == "one image":
+        call = {"embeddings": call["embeddings"][2:], "ref_emb": call["ref_emb"][:1]}
+    elif case == "equal captions":
+        call["ref_ids"] = [1, 1, 1]
+    elif case == "a miner's pairs":
+        call["indices_tuple"] = tuple(pairs[:2] for pairs in PAIRS)
+    else:
+        call |= {"labels": LABELS, "ref_labels": LABELS.clone()}
+    assert create_loss(name)(**call).isnan()

@@ -5,6 +5,8 @@ the anchor's similarities; ``positive`` and ``negatives`` are indices into it. G
 differentiation of the loops.
 """
 
+import inspect
+
 import torch
 
 
@@ -46,10 +48,11 @@ def squared_hinge(row, positive, negatives, margin, scale):
     return (margin + soft_maximum - row[positive]).relu() ** 2
 
 
-def sigmoid(row, positive, negatives, scale, bias):
-    """Zhai et al. 2023, Eq. 1: minus the logarithm of a sigmoid for each pair."""
-    signs = {positive: 1} | dict.fromkeys(negatives, -1)
-    return sum(torch.log1p(torch.exp(-sign * (scale * row[column] + bias))) for column, sign in signs.items())
+def siglip(row, positive, negatives, positives, scale, bias):
+    """Zhai et al. 2023, Eq. 1: minus the logarithm of a sigmoid for each pair, each negative counted once."""
+    of_positive = torch.log1p(torch.exp(-(scale * row[positive] + bias)))
+    of_negatives = sum(torch.log1p(torch.exp(scale * row[n] + bias)) for n in negatives)
+    return of_positive + of_negatives / len(positives)
 
 
 def triplet(row, positive, negative, margin):
@@ -58,14 +61,25 @@ def triplet(row, positive, negative, margin):
 
 
 def pair_losses(pair_loss, similarities, positives, negatives, *, symmetric, **options):
-    """Return ``{(i, p): value}`` in row-major order; ``positives`` and ``negatives`` are sets of (row, column)."""
+    """Return ``{(i, p): value}`` in row-major order; ``positives`` and ``negatives`` are sets of (row, column).
+
+    A loss with a parameter ``positives`` gets those of its anchor.
+    """
     values = {}
     for i, p in sorted(positives):
-        values[i, p] = pair_loss(similarities[i], p, [c for r, c in sorted(negatives) if r == i], **options)
+        values[i, p] = value_of_pair(pair_loss, similarities, positives, negatives, i, p, options)
         if symmetric:
-            others = [r for r, c in sorted(negatives) if c == p]
-            values[i, p] = values[i, p] + pair_loss(similarities[:, p], i, others, **options)
+            turned = [{(c, r) for r, c in pairs} for pairs in (positives, negatives)]
+            values[i, p] = values[i, p] + value_of_pair(pair_loss, similarities.T, *turned, p, i, options)
     return values
+
+
+def value_of_pair(pair_loss, similarities, positives, negatives, anchor, positive, options):
+    """Return the loss of one pair; a formula with a parameter ``positives`` gets those of its anchor."""
+    others = [c for r, c in sorted(negatives) if r == anchor]
+    if "positives" in inspect.signature(pair_loss).parameters:
+        options = options | {"positives": [c for r, c in sorted(positives) if r == anchor]}
+    return pair_loss(similarities[anchor], positive, others, **options)
 
 
 def pairs_of_labels(labels, other_labels=None):

@@ -12,7 +12,7 @@ from benchmarks.measurement import extra_bytes
 from tests.reference.distances import dot_product
 from tests.sets import references
 from tests.sets.references import SIMILARITIES, check, normal, value_and_gradients
-from vl_plugins import create_loss, distances, negatives
+from vl_plugins import create_loss, distances, engine
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 
 NAMES = pytest.mark.parametrize("name", SIMILARITIES)
@@ -22,7 +22,7 @@ OPTIONS = {"SmoothChamferSimilarity": {"alpha": 9.0}, "MatchProbability": {"scal
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two sets, the last one smaller."""
-    monkeypatch.setattr(negatives, "CPU_BLOCK", 2 * 3 * 5 * 2)
+    monkeypatch.setattr(engine, "CPU_BLOCK", 2 * 3 * 5 * 2)
 
 
 def make(name, **options):
@@ -144,7 +144,7 @@ def test_accuracy_and_losses_of_sets(name):
 
 def test_memory(monkeypatch):
     """Beyond the similarities and the gradients, in matrices of all cosines."""
-    monkeypatch.setattr(negatives, "CPU_BLOCK", 2**14)
+    monkeypatch.setattr(engine, "CPU_BLOCK", 2**14)
     sets, upstream = [normal(n, 4, 64, dtype=torch.float32) for n in (300, 400)], torch.ones(300, 400)
     kept, matrix = upstream.nbytes + sum(side.nbytes for side in sets), 16 * upstream.nbytes
 

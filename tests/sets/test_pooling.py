@@ -10,6 +10,7 @@ from vl_plugins.modules import (
     sinusoidal_positions,
     sinusoidal_positions_2d,
 )
+from vl_plugins.modules.positions import kept_positions
 
 DIM, LENGTH = 3, 5
 PADDING = torch.tensor([[False, True, False, False, True], [True] * 5, [False] * 5, [True, True, True, False, True]])
@@ -130,6 +131,15 @@ def test_positions_are_the_formula(dim):
     for index in (0, 1, 8, 20000):
         expected = torch.tensor([position(index, channel, dim) for channel in range(dim)])
         torch.testing.assert_close(actual[index], expected, atol=1e-7, rtol=0)
+
+
+def test_positions_are_kept_and_of_use_in_training():
+    with torch.inference_mode():
+        kept = kept_positions(torch.device("cpu"), 5, 7)
+    assert kept_positions(torch.device("cpu"), 5, 7) is kept
+    assert not kept.is_inference()
+    torch.testing.assert_close(kept, sinusoidal_positions(5, 7))
+    torch.testing.assert_close(kept_positions(torch.device("cpu"), 3, 4, 8), sinusoidal_positions_2d(3, 4, 8))
 
 
 @pytest.mark.parametrize("dim", [2, 3, 8, 11])

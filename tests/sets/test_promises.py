@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses
 
 from tests.sets import references
 from tests.sets.references import TOLERANCE, check, normal, value_and_gradients
-from vl_plugins import create_loss, distances, negatives
+from vl_plugins import create_loss, distances, engine
 from vl_plugins.distances import MatchProbability
 from vl_plugins.regularizers import DiversityRegularizer, MMDRegularizer, UniformityRegularizer
 
@@ -53,7 +53,7 @@ ALL = pytest.mark.parametrize("name", FUNCTIONS | LOSSES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two sets, the last one smaller."""
-    monkeypatch.setattr(negatives, "CPU_BLOCK", 2 * 3 * 4 * 3)
+    monkeypatch.setattr(engine, "CPU_BLOCK", 2 * 3 * 4 * 3)
 
 
 def make_sides(padded=True, **options):

@@ -52,6 +52,14 @@ def test_mmd_of_close_vectors_in_single_precision(spread):
             torch.testing.assert_close(gradient, other, atol=0.01 * other.abs().max().item(), rtol=0)
 
 
+def test_mmd_of_many_vectors():
+    """Each vector 300 times gives the same means; so many are compared in blocks."""
+    sides = normal(5, 4), normal(3, 4, seed=1)
+    many = [side.repeat(300, 1) for side in sides]
+    actual, wanted = (value_and_gradients(MMDRegularizer()(*those), sides) for those in (many, sides))
+    torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-9)
+
+
 @pytest.mark.parametrize("make", [DiversityRegularizer, MMDRegularizer, UniformityRegularizer])
 def test_packed_sets(make):
     """Of two sizes; vectors are sets of one."""

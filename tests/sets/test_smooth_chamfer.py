@@ -143,7 +143,7 @@ def test_options_of_the_base():
     loss = create_loss("smooth_chamfer", base={"name": "goal", "alpha": 3.0}, alpha=8)
     assert (loss.base.alpha, loss.distance.alpha) == (3.0, 8.0)
     loss = create_loss("smooth_chamfer", warmup_steps=3, symmetric=False, embedding_regularizer="LpRegularizer")
-    assert (loss.base.warmup_steps, loss.symmetric) == (3, False)
+    assert (loss.base.steps, loss.symmetric) == (3, False)
     assert type(loss.embedding_regularizer) is regularizers.LpRegularizer
     assert loss.sub_loss_names() == ["loss", "embedding_reg_loss"]
     assert not hasattr(SmoothChamferLoss(losses.ContrastiveLoss()), "symmetric")

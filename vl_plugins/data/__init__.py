@@ -10,7 +10,7 @@ from vl_plugins.errors import missing_extra
 
 _MODULES = {
     "caption_table": ("Columns", "read_table"),
-    "captions": ("CaptionedImage", "RejectedImage", "normalize_caption"),
+    "captions": ("CaptionedImage", "RejectedImage", "content_ids", "normalize_caption"),
     "index": ("Collection", "expand_shards", "read_collection"),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader", "read_batches"),
     "hub": ("read_hugging_face",),

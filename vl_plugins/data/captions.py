@@ -2,10 +2,13 @@
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
 from vl_plugins.errors import UserError
+
+LARGEST_ID = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,18 @@ def normalize_caption(text: str) -> str:
 def caption_hash(text: str) -> int:
     """Hash the normalized caption to a signed 64-bit integer."""
     return hash64(normalize_caption(text).encode())
+
+
+def content_ids(captions: Iterable[str]) -> list[int]:
+    """Return ids of captions for the ``ref_ids`` of a loss, which are equal for equal captions in every process.
+
+    Differences of case and white space do not count. Python's own ``hash`` differs from process to process.
+
+    >>> dog, cat, same_dog = content_ids(["A dog.", "A cat.", "a dog."])
+    >>> dog == same_dog, dog == cat
+    (True, False)
+    """
+    return [caption_hash(caption) & LARGEST_ID for caption in captions]
 
 
 def hash64(data: bytes) -> int:

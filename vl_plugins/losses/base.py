@@ -1,374 +1,575 @@
 """A loss of positive pairs and their negatives as a pytorch-metric-learning loss."""
 
-from typing import Any, NamedTuple
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import MeanReducer
-from torch import Tensor
+from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
+from torch import Tensor, nn
 
-from vl_plugins.distances import check_widths
-from vl_plugins.errors import number
-from vl_plugins.negatives import MATRIX_BYTES, cosines, label_pairs, matrix_maximum, maximum, soft_maximum
-from vl_plugins.numerics import as_labels, check_tensors, eager, fill_at, full_precision
-from vl_plugins.registry import losses_with_scale, options_of, scale_advice
+from vl_plugins.distributed import Processes, learned_numbers
+from vl_plugins.engine import Pairs
+from vl_plugins.errors import InputWarning, number, unknown_name
+from vl_plugins.losses.batch import Batch, ContentIds, Direction, as_number, by_pair, is_one_of_each, number_of_each
+from vl_plugins.losses.paths import (
+    PairLosses,
+    check_losses,
+    hardest,
+    losses_of_direction,
+    losses_of_hooks,
+    losses_of_indices,
+    losses_of_masks,
+    soft_maximum,
+)
+from vl_plugins.losses.reduction import reduced
+from vl_plugins.losses.statistics import STATISTICS, forget_statistics, record_statistics
+from vl_plugins.numerics import check_tensors, eager, full_precision
+from vl_plugins.registry import options_of, scale_advice
 
-__all__ = ["PairLoss", "Pairs"]
+__all__ = ["PairLoss"]
 
-IndicesTuple = tuple[Tensor, ...]
-
-
-class Pairs(NamedTuple):
-    """The M positive pairs of a call: rows and columns (M,) of the similarities, their shape, and the scale."""
-
-    rows: Tensor
-    columns: Tensor
-    shape: torch.Size
-    scale: float | Tensor = 1.0
+CONFIDENCE = "confidence"
+# What a loss may override, and the number of its arguments before the numbers.
+HOOKS = {"of_negatives": 2, "of_pairs": 2, "matrix_losses": 3, "triplet_losses": 4}
 
 
 class PairLoss(BaseMetricLossFunction):
-    """A loss of each positive pair, given its similarity and that of its anchor's negatives.
+    """A loss of each positive pair, given its similarity and a summary of its anchor's negatives.
 
-    A subclass says by :attr:`negatives` what it must know of the negatives, and gives a formula::
+    A subclass says what :attr:`of_negatives` is, and gives a formula::
 
-        class SquaredHinge(PairLoss):
-            negatives = "logsumexp"
+        class SquaredHinge(ScaledLoss):
+            of_negatives = soft_maximum
 
             def __init__(self, margin=0.2, scale=50.0, **kwargs):
-                super().__init__(**kwargs)
-                self.margin, self.scale = margin, scale
+                super().__init__(scale=scale, **kwargs)
+                self.margin = margin
 
-            def pair_loss(self, positive, negative, pairs):
+            def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
                 return (self.margin + negative - positive).relu() ** 2
 
-    The rest follows: several positives, one set or two, labels or a miner's choice, any distance and reducer, large
-    batches in tiles, several processes. A loss that needs more defines :meth:`matrix_losses`. It is called as
+    The base class handles the rest: several positives, one set or two, labels or positions or a miner's choice, known
+    positives, any distance and reducer, large batches in tiles, several processes (:mod:`vl_plugins.distributed`).
+    Where one number cannot summarize the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
 
+    - ``loss(image_embeddings, ref_emb=text_embeddings)``: positive by position. With k texts per image, rows k * i to
+      k * i + k - 1 of the texts belong to image i.
     - ``loss(image_embeddings, labels, ref_emb=text_embeddings, ref_labels=text_labels)``: pairs of equal labels are
       positive, all others negative; image to text plus text to image.
-    - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is an anchor, so each
-      pair already occurs in both directions and none is added.
+    - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is already an anchor, so
+      no second direction is added.
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
-      the labels' pairs, in the direction that it mined. Each triplet counts on its own if :attr:`takes_triplets`.
+      the labels' pairs, in the direction that it mined. A loss with :meth:`of_pairs` of the hardest negative takes
+      each triplet by its own negative; any other loss takes the triplets' pairs.
     - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, of a model that compares pairs itself.
 
     The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
-    least, also under autocast. Nothing to compare gives 0. NaN or infinity in any embedding gives NaN, whatever the
-    reducer. Gradients of embeddings that are compared in blocks, those of ``"max"`` and ``"logsumexp"`` by labels and
-    cosine or dot product, have no second derivatives; all others have.
+    least, also under autocast. Nothing to compare gives 0, with a warning if labels are the reason. NaN or infinity in
+    any embedding gives NaN, whatever the reducer. Where embeddings are compared in blocks, there are no second
+    derivatives: with :func:`hardest` or :func:`soft_maximum`, by labels, with cosine or dot product.
 
     Args:
-        symmetric: add text to image where two sets are compared by labels; otherwise image to text only.
+        symmetric: add text to image where two sets are compared by labels or positions; otherwise image to text only.
         tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
+        gather_across_devices: True, or a ``ProcessGroup``: each process calls the loss with its own rows, and compares
+            them with those of all. Each process returns its share; the mean over the processes, which
+            DistributedDataParallel takes of the gradients, is the loss of one process with all rows. Where its own rows
+            do not suffice, as with a different reducer, each process computes the loss over all rows.
+        known_positives: False ignores ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call, to compare with a
+            training without them.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
-            ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning.
+            ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call by
+            labels or positions sets the attributes of :mod:`vl_plugins.losses.statistics`.
     """
 
-    negatives: str = "max"
-    """Which negatives :meth:`pair_loss` receives for each pair:
+    _has_warned = False  # of a batch without pairs
 
-    - ``"max"``: the hardest one of the anchor.
-    - ``"logsumexp"``: the soft maximum ``log(sum(exp(scale * s))) / scale``, with the attribute ``scale`` of the loss.
-    - ``"all"``: every one; the losses are added up, with memory for M x C numbers.
-    - ``"matrix"``: none; :meth:`matrix_losses` computes the loss from all similarities.
-    """
+    of_negatives: Any = hardest
+    """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
 
-    _has_checked_scale = False  # a tensor on a device, in an earlier call
+    It summarizes each anchor's negatives in one number, (A,), given similarities and a mask (A, C). The number of an
+    anchor depends on its own row only, because large batches come in blocks of rows. An anchor without negatives, whose
+    pairs have loss 0 anyway, comes with all candidates. The method receives the numbers that a call gives for all
+    pairs, not those for each caption. It belongs to the class, so two kinds of it are two classes."""
 
-    def __init__(self, symmetric: bool = True, tiled: bool | None = None, **kwargs: Any):
-        for option in {"scale", "temperature"} & kwargs.keys():
-            if advice := scale_advice(option, kwargs[option], options_of(type(self))):
-                raise TypeError(f"{type(self).__name__}: {advice}")
+    numbers: tuple[str, ...] = ()
+    """Names of hyper-parameters that a call may give, such as ``("scale", "margin")``; the hooks receive them by name.
+
+    If a call does not give one, it is the attribute with this name."""
+
+    def __init__(
+        self,
+        *,
+        symmetric: bool = True,
+        tiled: bool | None = None,
+        gather_across_devices: Any = False,
+        known_positives: bool = True,
+        **kwargs: Any,
+    ):
+        _check_options(type(self), kwargs)
+        if type(self).of_pairs is PairLoss.of_pairs and not self.has_matrix_losses:
+            raise TypeError(f"{type(self).__name__} defines neither of_pairs nor matrix_losses")
         super().__init__(**kwargs)
-        self.symmetric = symmetric
-        self.tiled = tiled
+        self.symmetric, self.tiled, self.known_positives = symmetric, tiled, known_positives
+        self.processes = Processes(gather_across_devices)
+        self.add_to_recordable_attributes(list_of_names=list(STATISTICS), is_stat=True)
 
-    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (..., M), elementwise: a loss that compares pairs is a ``"matrix"`` loss.
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _check_hooks(cls)
+        if _is_overridden_after(cls, "matrix_losses", "has_matrix_losses"):
+            cls.has_matrix_losses = True
+        if _is_overridden_after(cls, "matrix_losses", "by_row"):
+            cls.by_row = False  # slow, but never wrong
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self).__name__
+        if name == "of_negatives":
+            raise AttributeError(f"of_negatives belongs to the class: write it into the body of {kind}")
+        if name == "margin" and is_one_of_each(value) and value.numel() > 1:
+            advice = "UnifiedLoss takes one for each caption"
+            if name in self.numbers:
+                advice = "one for each caption belongs to the call"
+            raise ValueError(f"margin of {kind} must be one number; {advice}: loss(..., margin=values), (C,)")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in STATISTICS:
+            raise AttributeError(f"{type(self).__name__} records {name} only with collect_stats=True")
+        return super().__getattr__(name)
+
+    # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
+
+    def of_pairs(self, positive: Tensor, negative: Tensor, *_: Any, **numbers: Any) -> Tensor:
+        """Return the loss of each pair, (M,), elementwise. A pair whose anchor has no negatives has loss 0 anyway.
 
         Args:
             positive: (M,), similarities of the pairs.
-            negative: (..., M), similarities of the negatives: of both directions, or of every negative.
-            pairs: where the pairs are, and the scale of the call.
+            negative: (M,), :attr:`of_negatives` of their anchors.
+            numbers: those of :attr:`numbers`: floats or 0-D tensors; (M,) where the call gives one for each caption.
         """
         raise NotImplementedError
 
     def matrix_losses(
-        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, *_: Any, **numbers: Any
     ) -> Tensor:
-        """Return the losses of M positive pairs with the rows of a matrix as anchors, (M,).
+        """Return the losses of the positive pairs, (M,), in the order of ``positive_mask.nonzero()``.
+
+        Rows are anchors. A loss that overrides this, and whose pairs depend on their own row only, says so by
+        ``by_row = True``: then it is computed in blocks of rows, and each process computes its own rows.
 
         Args:
             similarities: (A, C), larger is closer; the transposed matrix for the other direction.
-            negative_mask: (A, C), bool.
-            anchors, positives: (M,), rows and columns.
-            pairs: the same in the direction of the call.
+            positive_mask, negative_mask: (A, C), bool.
+            numbers: see :meth:`of_pairs`.
         """
-        raise NotImplementedError
+        return losses_of_hooks(self, similarities, negative_mask, Pairs.of_mask(positive_mask), numbers)
+
+    def triplet_losses(
+        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, *_: Any, **numbers: Any
+    ) -> Tensor:
+        """Return the losses of T given triplets of a row and two columns, (T,)."""
+        return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], **numbers)
+
+    has_matrix_losses: Any = False
+    """True if :meth:`matrix_losses` computes the loss; otherwise ``of_negatives`` and ``of_pairs`` do.
+
+    A class that overrides :meth:`matrix_losses` has True, unless it says otherwise."""
+
+    by_row: Any = True
+    """True if the loss of a pair depends on the similarities of its row only, so that rows may come in blocks.
+
+    A class that overrides :meth:`matrix_losses` has False, unless it says otherwise."""
+
+    @property
+    def needs_matrix(self) -> bool:
+        """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
+        return self.has_matrix_losses or type(self).of_negatives not in (hardest, soft_maximum)
+
+    @property
+    def margin_in_use(self) -> Any:
+        """By how much a positive should be closer than a negative, for statistics."""
+        return getattr(self, "margin", 0.0)
 
     @property
     def takes_triplets(self) -> bool:
-        """True if each given triplet counts on its own; otherwise triplets are taken for pairs."""
-        return self.negatives in ("max", "all")
+        """True if each given triplet counts by its own negative; otherwise triplets are taken for pairs."""
+        has_formula = type(self).of_pairs is not PairLoss.of_pairs
+        return has_formula and type(self).of_negatives is hardest
 
-    def triplet_losses(
-        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
-    ) -> Tensor:
-        """Return the losses of T given triplets of a row and two columns, (T,)."""
-        pairs = Pairs(anchors, positives, similarities.shape, scale)
-        return self.pair_loss(similarities[anchors, positives], similarities[anchors, negatives], pairs)
+    def check_number(self, name: str, value: Any) -> Any:
+        """Return a number of the call as the hooks receive it; raise ``ValueError`` if it is out of its range."""
+        if not isinstance(value, Tensor):
+            return number(name, value)
+        if value.numel() != 1 and name == "scale" and type(self).of_negatives is soft_maximum:
+            raise ValueError(f"scale must be one number for a soft maximum, got the shape {tuple(value.shape)}")
+        return value
 
-    @property
-    def has_independent_pairs(self) -> bool:
-        """True if the loss of a batch is the mean of its pairs' losses, each of its row and column alone."""
-        return self.negatives != "matrix" and type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+    # What is called
 
     @eager
     def forward(
         self,
         embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: IndicesTuple | None = None,
+        labels: Any = None,
+        indices_tuple: tuple[Tensor, ...] | None = None,
         ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        scale: float | Tensor | None = None,
+        ref_labels: Any = None,
+        *,
         symmetric: bool | None = None,
+        confidence: Tensor | None = None,
+        negatives: Tensor | None = None,
+        ref_ids: Any = None,
+        matching_ids: Any = None,
+        negative_ids: Any = None,
+        copies: Tensor | None = None,
+        **numbers: Any,
     ) -> Any:
         """Return the reduced loss.
 
         Args:
             embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
-            labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists. They may be left out with an
-                ``indices_tuple``.
+            labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists. Without ``ref_labels``, rows
+                k * i to k * i + k - 1 of ``ref_emb`` have the label of row i; without ``labels`` too, they belong to
+                row i only, and the GPU is not synchronized.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
-            scale: instead of the loss's own, > 0: a number, or a tensor of one element, which receives a gradient, such
-                as ``model.logit_scale.exp()``. Reading a tensor of a GPU would wait for the GPU in each call, so only
-                the first call does; a later scale that is not > 0 gives NaN.
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
+            confidence: (C,), >= 0, how much to trust each caption: it multiplies the losses of the caption's pairs, and
+                the mean is still over all pairs. The caption remains a negative of other images. With one set, it is
+                the candidate's.
+            negatives: (N, D), extra candidates for every row. They are never positives or anchors.
+            ref_ids: (C,), integer ids of the candidates' contents, such as those of
+                :func:`vl_plugins.data.content_ids`. A candidate with the same id as one of an anchor's positives (in
+                one set, or as the anchor) is not a negative of that anchor, in both directions and in all processes.
+                Negative numbers mean "no id".
+            matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Pad
+                shorter rows with -1; lists may have unequal lengths.
+            negative_ids: (N,), ids of ``negatives``.
+            copies: (A,), for queues: which candidate is a copy of each row, so that the two are not compared. One set
+                needs none.
+            numbers: those of :attr:`numbers`, such as ``scale``: a number; a 0-D tensor, which receives a gradient,
+                such as ``model.logit_scale.exp()``; or one for each caption, (C,).
 
         Raises:
-            ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a
-                ``scale`` that is not > 0, or for a loss that has none; or ``tiled=True`` where all similarities are
-                needed.
+            ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a number
+                that the loss does not take, or out of its range; or ``tiled=True`` where all similarities are needed.
         """
-        one_set = ref_emb is None or ref_emb is embeddings
-        ref_emb = embeddings if ref_emb is None else ref_emb
-        by_labels = indices_tuple is None
-        check_tensors(embeddings=embeddings, ref_emb=ref_emb)
-        check_widths(self.distance, embeddings, ref_emb)
-        labels, ref_labels = _checked_labels(embeddings, labels, ref_emb, ref_labels, by_labels)
-        in_blocks = by_labels and self.negatives in ("max", "logsumexp") and self._is_plain()
-        if self.tiled and not in_blocks:
-            raise ValueError(
-                "tiled=True needs labels, a plain CosineSimilarity or DotProductSimilarity, and a loss of the (soft) "
-                f"maximum of the negatives; got {self.distance} and negatives {self.negatives!r}"
-            )
+        check_tensors(embeddings=embeddings)
+        is_mined = self._is_mined(indices_tuple, labels)
         if symmetric is None:
-            symmetric = self.symmetric and by_labels
-        both = symmetric and not one_set
-        scale = self._scale(scale)
+            symmetric = self.symmetric and not is_mined
+        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS, confidence)
+        ids = ContentIds(ref_ids, matching_ids, negative_ids) if self.known_positives else ContentIds()
         with torch.autocast(embeddings.device.type, enabled=False):
-            x, y = full_precision(embeddings, ref_emb)
-            if in_blocks:
-                info = self._losses_in_blocks(x, y, labels, ref_labels, scale, one_set, both)
-            elif indices_tuple is None:
-                same = labels[:, None] == ref_labels
-                positive_mask = same.clone().fill_diagonal_(False) if one_set else same
-                info = self._losses_of_masks(self._similarities(x, y), positive_mask, ~same, scale, both)
-            else:
-                info = self._losses_of_indices(self._similarities(x, y), indices_tuple, scale, both)
-            loss_dict = {"loss": info}
-            if self.embedding_regularizer is not None:
-                takes_ref_emb = getattr(self.embedding_regularizer, "takes_ref_emb", False)
-                term = self.embedding_regularizer(x, *([None if one_set else y] if takes_ref_emb else []))
-                loss_dict["embedding_reg_loss"] = self.zero_loss() | {"losses": term * self.embedding_reg_weight}
-            return self._reduce(loss_dict, labels, [x] if one_set else [x, y], scale)
+            batch = Batch.of(
+                embeddings,
+                labels,
+                ref_emb,
+                ref_labels,
+                distance=self.distance,
+                both=symmetric,
+                is_mined=is_mined,
+                negatives=negatives,
+                ids=ids,
+                copies=copies,
+                numbers=caption_numbers,
+            )
+            batch = self._gathered(batch, copies, is_mined)
+            losses = self._losses_of_batch(batch, indices_tuple, scalars)
+            return reduced(self, losses, batch, batch.inputs(), scalars)
 
     def from_similarities(
         self,
         similarities: Tensor,
         positive_mask: Tensor,
         negative_mask: Tensor,
-        scale: float | Tensor | None = None,
+        *,
+        symmetric: bool | None = None,
+        **numbers: Any,
     ) -> Any:
-        """Return the reduced loss of a matrix, with the loss's own ``symmetric``.
+        """Return the reduced loss of a matrix.
 
         Args:
             similarities: (A, C), anchors x candidates, larger is closer.
-            positive_mask, negative_mask: (A, C), bool.
-            scale: see :meth:`forward`.
+            positive_mask, negative_mask: (A, C), bool; no pair is in both, which is checked on the CPU.
+            symmetric: instead of the loss's own; False for the matrix of one set, which has both directions already.
+            numbers: see :meth:`forward`.
 
         Raises:
-            ValueError: masks of another shape or type.
+            ValueError: masks of another shape or type, a number that the loss does not take, or an option of the loss
+                that needs embeddings: a process group or an embedding regularizer.
         """
+        check_tensors(similarities=similarities, positive_mask=positive_mask, negative_mask=negative_mask)
+        if self.processes.size > 1:
+            raise ValueError("similarities are of one process: create the loss without gather_across_devices")
+        if self.embedding_regularizer is not None:
+            raise ValueError("embedding_regularizer needs embeddings, not similarities")
         for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool {similarities.shape}, got {mask.dtype} {mask.shape}")
-        scale = self._scale(scale)
+                shape, shape_of_mask = tuple(similarities.shape), tuple(mask.shape)
+                raise ValueError(f"{name} must be torch.bool {shape}, got {mask.dtype} {shape_of_mask}")
+        if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # elsewhere the host would wait
+            raise ValueError("a pair is in both positive_mask and negative_mask")
+        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS_OF_MATRIX)
         with torch.autocast(similarities.device.type, enabled=False):
             (similarities,) = full_precision(similarities)
-            info = self._losses_of_masks(similarities, positive_mask, negative_mask, scale, self.symmetric)
-            return self._reduce({"loss": info}, None, [similarities], scale)
+            positives = Pairs.of_mask(positive_mask)
+            for name, values in caption_numbers.items():
+                caption_numbers[name] = number_of_each(name, values, similarities.T)
+            pair_numbers = by_pair(caption_numbers, positives.columns)
+            if symmetric is None:
+                symmetric = self.symmetric
+            columns = similarities.shape[1] if symmetric else 0
+            masks = positive_mask, negative_mask
+            values = losses_of_masks(self, similarities, *masks, positives, scalars, pair_numbers, columns)
+            losses = [PairLosses(values, (positives.rows, positives.columns))]
+            return reduced(self, losses, None, [similarities], scalars)
 
-    def _losses_in_blocks(
-        self,
-        x: Tensor,
-        y: Tensor,
-        labels: Tensor,
-        ref_labels: Tensor,
-        scale: float | Tensor,
-        one_set: bool,
-        both: bool,
-    ) -> dict[str, Any]:
-        rows, columns = label_pairs(labels, ref_labels)
-        if len(rows) == 0:  # torch has no maximum of nothing
-            return _info(x.new_zeros(0), (rows, columns))
-        normalize = self.distance.normalize_embeddings
-        if self.negatives == "max":
-            positive, *maxima = maximum(x, y, rows, columns, normalize=normalize)
-        else:
-            tiled = len(x) * len(y) * x.element_size() > MATRIX_BYTES if self.tiled is None else self.tiled
-            positive, *maxima = soft_maximum(x, y, rows, columns, scale, normalize=normalize, tiled=tiled)
-        if one_set:
-            (different,) = (rows != columns).nonzero().unbind(dim=1)
-            rows, columns, positive = rows[different], columns[different], positive[different]
-        negative = torch.stack([maxima[0][rows], maxima[1][columns]]) if both else maxima[0][rows][None]  # (1 or 2, M)
-        losses = self._guarded(positive, negative, Pairs(rows, columns, torch.Size((len(x), len(y))), scale))
-        return _info(losses.sum(dim=0), (rows, columns))
+    def _is_mined(self, indices_tuple: Any, labels: Any) -> bool:
+        """Return whether a miner says what the pairs are; raise ``ValueError`` for what cannot say it."""
+        if labels is None and isinstance(self.reducer, ClassWeightedReducer):
+            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
+        if indices_tuple is None:
+            return False
+        if isinstance(indices_tuple, Tensor):
+            raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
+        if len(indices_tuple) not in (3, 4):
+            raise ValueError(
+                "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), "
+                f"got {len(indices_tuple)} tensors"
+            )
+        return True
+
+    def _gathered(self, batch: Batch, copies: Tensor | None, is_mined: bool) -> Batch:
+        """Return the batch with the candidates of all processes."""
+        if self.processes.size == 1:
+            return batch
+        if copies is not None:
+            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
+        numbers = (*self.numbers, CONFIDENCE)
+        # In words, so that an error can list them: a warm-up may have ended in one process only.
+        settings = type(self).__name__, f"symmetric={batch.both}", "indices_tuple" if is_mined else "no indices_tuple"
+        return batch.gathered(self.processes, self.compares_own_rows, numbers, learned_numbers(self), settings)
+
+    def _losses_of_batch(
+        self, batch: Batch, indices_tuple: tuple[Tensor, ...] | None, numbers: dict[str, Any]
+    ) -> list[PairLosses]:
+        """Return the losses of a miner's choice, or those of each direction; record their statistics."""
+        if indices_tuple is not None:
+            forget_statistics(self)
+            return [self._losses_of_indices(batch, indices_tuple, numbers)]
+        directions = batch.directions()
+        self._warn_of_no_pairs(batch, directions[0])
+        losses = [self._losses_of_direction(direction, numbers) for direction in directions]
+        if self.collect_stats:
+            record_statistics(self, directions[0], numbers)
+        return losses
+
+    def _warn_of_no_pairs(self, batch: Batch, direction: Direction) -> None:
+        """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
+        rows, columns = direction.shape
+        is_queue = batch.copies is not None and not batch.one_set  # which may be empty at first
+        if self._has_warned or rows < 2 or is_queue:
+            return
+        possible = rows * columns - rows * batch.one_set
+        positive = len(direction.positives.rows)
+        has_no_negatives = positive == possible and not self.has_matrix_losses  # which may be losses of positives alone
+        if positive == 0 or has_no_negatives:
+            self._has_warned = True
+            number_of_pairs = "no pair" if positive == 0 else "every pair"
+            warnings.warn(
+                f"{number_of_pairs} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
+                "belongs together, and for nothing else",
+                InputWarning,
+                stacklevel=2,
+            )
+
+    def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:
+        pair_numbers = dict(direction.pair_numbers)
+        confidence = pair_numbers.pop(CONFIDENCE, None)
+        direction = direction._replace(pair_numbers=pair_numbers)
+        losses = losses_of_direction(self, direction, numbers)
+        return losses if confidence is None else losses._replace(values=losses.values * confidence)
 
     def _losses_of_indices(
-        self, similarities: Tensor, indices_tuple: IndicesTuple, scale: float | Tensor, both: bool
-    ) -> dict[str, Any]:
-        anchors, positives, *negatives = indices_tuple
-        if len(negatives) == 1 and self.takes_triplets and len(anchors) > 0:
-            losses = self.triplet_losses(similarities, anchors, positives, negatives[0], scale)
-            return _info(losses, indices_tuple)
-        negative_mask = _mask(similarities, negatives[0] if len(negatives) == 2 else anchors, negatives[-1])
-        return self._losses_of_masks(similarities, _mask(similarities, anchors, positives), negative_mask, scale, both)
-
-    def _losses_of_masks(
-        self,
-        similarities: Tensor,
-        positive_mask: Tensor,
-        negative_mask: Tensor,
-        scale: float | Tensor,
-        both: bool,
-    ) -> dict[str, Any]:
-        """Return the losses of all positive pairs, (M,), with rows as anchors, plus those with columns if ``both``."""
-        rows, columns = positive_mask.nonzero().unbind(dim=1)
-        pairs = Pairs(rows, columns, similarities.shape, scale)
-        if len(rows) == 0:
-            return _info(similarities.new_zeros(0), (rows, columns))
-        losses = self._direction(similarities, negative_mask, rows, columns, pairs)
-        if both:
-            losses = losses + self._direction(similarities.T, negative_mask.T, columns, rows, pairs)
-        return _info(losses, (rows, columns))
-
-    def _direction(
-        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
-    ) -> Tensor:
-        if self.negatives == "matrix":
-            losses = self.matrix_losses(similarities, negative_mask, anchors, positives, pairs)
-            if losses.shape != anchors.shape:
-                raise ValueError(f"matrix_losses must return shape {anchors.shape}, got {losses.shape}")
+        self, batch: Batch, indices_tuple: tuple[Tensor, ...], numbers: dict[str, Any]
+    ) -> PairLosses:
+        confidence = batch.columns.numbers.pop(CONFIDENCE, None)
+        losses = losses_of_indices(self, batch, indices_tuple, numbers)
+        if confidence is None:
             return losses
-        positive = similarities[anchors, positives]
-        if self.negatives == "all":
-            losses = self.pair_loss(positive, similarities[anchors].T, pairs)  # (C, M)
-            return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
-        scale = pairs.scale if self.negatives == "logsumexp" else None
-        return self._guarded(positive, matrix_maximum(similarities, negative_mask, scale)[anchors], pairs)
+        return losses._replace(values=losses.values * confidence[losses.indices[1]])
 
-    def _guarded(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        """Return the losses of the pairs, 0 for anchors without negatives."""
+    def losses_of_pairs(self, positive: Tensor, negative: Tensor, numbers: dict[str, Any]) -> Tensor:
+        """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
         is_missing = negative == -torch.inf
-        return self.pair_loss(positive, negative.masked_fill(is_missing, 0), pairs).masked_fill(is_missing, 0)
+        losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
+        check_losses(self, "of_pairs", losses, len(positive))
+        return losses.masked_fill(is_missing, 0)
 
-    def _similarities(self, x: Tensor, y: Tensor) -> Tensor:
-        if self._is_plain() and self.distance.normalize_embeddings:
-            return cosines(x, y)  # where zero vectors have finite gradients
-        distances: Tensor = self.distance(x, y)
-        return distances if self.distance.is_inverted else -distances
+    @property
+    def compares_own_rows(self) -> bool:
+        """True if several processes need to compare their own rows only, with those of all."""
+        is_mean = type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+        return is_mean and self.by_row and self.is_plain()
 
-    def _reduce(
-        self, loss_dict: dict[str, Any], labels: Tensor | None, inputs: list[Tensor], scale: float | Tensor
-    ) -> Any:
-        losses = loss_dict["loss"]["losses"]
-        keeps_all = type(self.reducer) is MeanReducer and len(losses) > 0
-        if len(losses) == 0:
-            loss_dict["loss"] = self.zero_loss()
-        loss = self.reducer(loss_dict, inputs[0], labels)
-        if not isinstance(loss, Tensor):
-            return loss  # DoNothingReducer returns the dict
-        # An anchor without positives is in no pair, and a reducer may drop NaN: add 0, or NaN. What is reduced to 0
-        # still belongs to the graph of every input.
-        sources = [x.detach() for x in inputs] if keeps_all else [*inputs, losses, torch.as_tensor(scale)]
-        first, *others = (source.sum() for source in sources)
-        return loss.add(sum(others, first), alpha=0)
-
-    def _scale(self, scale: float | Tensor | None) -> float | Tensor:
-        if scale is None:
-            return getattr(self, "scale", 1.0)
-        if not hasattr(self, "scale"):
-            names = ", ".join(losses_with_scale())
-            raise ValueError(f"{type(self).__name__} has no scale; losses that have one: {names}")
-        if not isinstance(scale, Tensor):
-            return number("scale", scale, above=0)
-        if scale.numel() != 1:
-            raise ValueError(f"scale must be a number or a tensor of one element, got the shape {tuple(scale.shape)}")
-        scale = scale.reshape(())
-        is_on_cpu = scale.device.type == "cpu"
-        if is_on_cpu or not self._has_checked_scale:
-            number("scale", scale.item(), above=0)  # waits for the device
-            self._has_checked_scale = not is_on_cpu
-            return scale
-        return torch.where(scale > 0, scale, torch.nan)
-
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
+        """Return True if the distance is a cosine similarity or a dot product, and nothing else."""
         distance = self.distance  # a subclass may compute something else
         is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
         return is_plain and distance.p == 2 and distance.power == 1
 
+    def _numbers_of_call(
+        self, given: dict[str, Any], arguments: tuple[str, ...], confidence: Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers of a call, its own or else the loss's: those of all pairs, and those of each caption."""
+        for name, value in given.items():
+            if name not in self.numbers:
+                raise ValueError(_unknown_argument(self, name, value, arguments))
+        scalars, caption_numbers = {}, {}
+        if confidence is not None:
+            caption_numbers[CONFIDENCE] = confidence
+        for name in self.numbers:
+            value = as_number(given.get(name))
+            value = _own_number(self, name) if value is None else self.check_number(name, value)
+            if isinstance(value, Tensor) and value.ndim > 0:
+                caption_numbers[name] = value
+            else:
+                scalars[name] = value
+        return scalars, caption_numbers
+
+    def check_numbers(self, numbers: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for numbers that a call would refuse."""
+        self._numbers_of_call(numbers, ARGUMENTS)
+
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
 
+    def gather_across_devices(self, group: Any) -> None:
+        """Compare the rows of all processes of a group from now on, see the argument of the constructor."""
+        self.processes = Processes(group)
 
-def _checked_labels(embeddings: Tensor, labels: Any, ref_emb: Tensor, ref_labels: Any, by_labels: bool) -> Any:
-    """Return the labels of both sides as tensors, which may be None unless pairs are chosen ``by_labels``."""
-    one_set = ref_emb is embeddings
-    if by_labels or labels is not None or (one_set and ref_labels is not None):
-        labels = as_labels("labels", labels, embeddings)
-    if one_set and ref_labels is None:
-        return labels, labels
-    if ref_labels is not None:
-        ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
-        if one_set and not _are_equal(labels, ref_labels):
-            raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-    elif by_labels:
-        raise ValueError(f"ref_labels must be given with ref_emb{_advice_on_ref_labels(len(embeddings), len(ref_emb))}")
-    return labels, ref_labels
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The step of a warm-up, which each loss had until version 0.3.
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            state_dict.pop(prefix + "_extra_state", None)
+        state_dict.pop(prefix + "training_calls", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _are_equal(labels: Any, ref_labels: Any) -> bool:
-    return labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's arguments, without ``self`` and those that stand for others."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
 
 
-def _advice_on_ref_labels(rows: int, ref_rows: int) -> str:
-    if rows == 0 or ref_rows == 0 or ref_rows % rows != 0:
-        return ""
-    captions = ref_rows // rows
-    return f"; with {captions} rows of ref_emb for each row of the embeddings, labels.repeat_interleave({captions})"
+ARGUMENTS = _arguments(PairLoss.forward)
+ARGUMENTS_OF_MATRIX = _arguments(PairLoss.from_similarities)
 
 
-def _info(losses: Tensor, indices: IndicesTuple) -> dict[str, Any]:
-    kind = "pos_pair" if len(indices) == 2 else "triplet"
-    return {"losses": losses, "indices": indices, "reduction_type": kind, "divisor": len(losses)}
+def _own_number(loss: PairLoss, name: str) -> Any:
+    value = getattr(loss, name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if is_one_of_each(value):
+        raise ValueError(
+            f"{name} of one batch belongs to the call: loss(..., {name}=values), one for each caption, (C,)"
+        )
+    return value
 
 
-def _mask(similarities: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    mask = torch.zeros_like(similarities, dtype=torch.bool)
-    fill_at(mask, (rows, columns), True)
-    return mask
+def _unknown_argument(loss: PairLoss, name: str, value: Any, arguments: tuple[str, ...]) -> str:
+    kind = type(loss).__name__
+    if name == "miner":
+        return f"{kind} takes no miner: DistributedLoss(loss)(..., miner=miner) does, or give it indices_tuple"
+    if name in ARGUMENTS:
+        return f"{name} belongs to a call with embeddings, not to from_similarities"
+    if advice := scale_advice(name, value, dict.fromkeys(loss.numbers)):
+        return f"{kind}: {advice}"
+    return f"{kind}: {unknown_name('argument', name, [*arguments, *loss.numbers])}"
+
+
+def _check_options(kind: type, options: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for an option that belongs elsewhere, with what to do instead."""
+    for option in {"scale", "temperature"} & options.keys():
+        if advice := scale_advice(option, options[option], options_of(kind)):
+            raise TypeError(f"{kind.__name__}: {advice}")
+    if "warmup_steps" in options:
+        raise TypeError(
+            f"{kind.__name__} has no warmup_steps: Warmup(first, then, steps), or "
+            "create_loss(..., warmup_steps=...), begins with another loss"
+        )
+    for option in options:
+        if option not in options_of(PairLoss):
+            raise TypeError(f"{kind.__name__}: {unknown_name('option', option, options_of(kind))}")
+    for option in ("distance", "reducer", "embedding_regularizer"):
+        value = options.get(option)
+        if value is not None and not isinstance(value, nn.Module):
+            raise TypeError(f"{kind.__name__}: {option} must be a module, got {value!r}; names are for create_loss")
+
+
+def _owner(kind: type, name: str, first: int = 0) -> type:
+    """Return the first class, in the order of inheritance from number ``first`` on, that defines an attribute."""
+    return next(owner for owner in kind.__mro__[first:] if name in vars(owner))
+
+
+def _is_overridden_after(kind: type, name: str, other: str) -> bool:
+    """Return whether a class, or a mixin, defines an attribute without the other one that goes with it."""
+    return kind.__mro__.index(_owner(kind, name)) < kind.__mro__.index(_owner(kind, other))
+
+
+def _check_hooks(kind: Any) -> None:
+    """Raise ``TypeError`` for a class whose hooks do not fit together, or that was written for version 0.3."""
+    own, name = vars(kind), kind.__name__
+    matrix_losses: Callable[..., Any] | None = own.get("matrix_losses")
+    has_old_matrix = matrix_losses is not None and "anchors" in inspect.signature(matrix_losses).parameters
+    if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:
+        raise TypeError(
+            f"{name} is written for vl_plugins 0.3: define of_negatives and of_pairs(positive, negative, "
+            "**numbers), or matrix_losses(similarities, positive_mask, negative_mask, **numbers); see 'From 0.3 to 0.4'"
+        )
+    if not isinstance(kind.numbers, tuple):
+        raise TypeError(f"{name}: numbers must be a tuple of names, such as ('scale',), got {kind.numbers!r}")
+    if not callable(kind.of_negatives):
+        raise TypeError(
+            f"{name}: of_negatives must be hardest, soft_maximum or a method (self, similarities, negative_mask, "
+            f"**numbers), got {kind.of_negatives!r}"
+        )
+    if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
+        advice = "derive the class from ScaledLoss"
+        if "numbers" in own and kind.numbers:
+            advice = f"numbers = {('scale', *kind.numbers)}"
+        raise TypeError(f"{name}: of_negatives = soft_maximum needs a scale; {advice}")
+    defines_pairs_only = "of_pairs" in own and "matrix_losses" not in own
+    if kind.has_matrix_losses is True and defines_pairs_only and _owner(kind, "of_pairs", 1) is PairLoss:
+        raise TypeError(
+            f"{name}: of_pairs is never called, because {_owner(kind, 'matrix_losses').__name__} defines "
+            "matrix_losses: override that, or derive the class from PairLoss"
+        )
+    for hook in HOOKS:
+        _check_numbers_of_hook(kind, hook)
+
+
+def _check_numbers_of_hook(kind: Any, hook: str) -> None:
+    """Raise ``TypeError`` for a method that does not take the numbers of its loss by name."""
+    function = getattr(kind, hook)
+    if not inspect.isfunction(function) or function in (hardest, soft_maximum):
+        return
+    names, takes_others = set(), False
+    for parameter in list(inspect.signature(function).parameters.values())[HOOKS[hook] + 1 :]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_others = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            names.add(parameter.name)
+            if parameter.default is parameter.empty and parameter.name not in kind.numbers:
+                raise TypeError(
+                    f"{kind.__name__}: {hook} takes {parameter.name}, which is not in numbers, {kind.numbers}: add it"
+                )
+    missing = [name for name in kind.numbers if name not in names]
+    if missing and not takes_others:
+        raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, by the names in numbers")

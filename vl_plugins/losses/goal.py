@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from vl_plugins.engine import Pairs
 from vl_plugins.errors import number, one_of
-from vl_plugins.losses.base import Pairs
-from vl_plugins.losses.triplet import HardestNegativeLoss
-from vl_plugins.numerics import fill_at
+from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.warmup import Warmup
 
 __all__ = ["PAIR_WEIGHTS", "TRIPLET_WEIGHTS", "GOALLoss"]
 
@@ -19,7 +19,7 @@ PAIR_WEIGHTS = ("con", "lin", "sig", "sig_ms", "lin_ms")
 Relative = tuple[float | Tensor, float | Tensor]
 
 
-class GOALLoss(HardestNegativeLoss):
+class GOALLoss(PairLoss):
     r"""GOAL: a gradient objective for triplets of an anchor, a positive and the anchor's hardest negative.
 
     The objective is the gradient of each triplet (a, p, n), which need not be that of any loss. With
@@ -52,13 +52,14 @@ class GOALLoss(HardestNegativeLoss):
     batch. Known losses among the combinations (T, P) are the triplet loss (con, con), NT-Xent loss (nca, con), Circle
     loss (cir, lin) with offset 1, binomial deviance loss (con, sig) and multi-similarity loss (con, sig_ms) (Table 1).
 
-    When to use it: to reproduce the paper, or in long trainings, of tens of thousands of steps, with Adam,
-    ``SumReducer``, clipping at norm 2 and the learning rate of Triplet-HN. Its gain of 1 to 3 points of R@1 on COCO
-    came after 130,000 steps. In small trainings on frozen features, no combination was shown to be better than
-    Triplet-HN; (con, sig_ms) was the best of four. With pair weights other than con, repulsion begins at a
-    twentieth of the attraction, so all embeddings first move together. Fine-tuning a small CLIP for some hundred steps,
-    (nca, con) and (con, sig_ms) were below the contrastive loss, most of all from a model of another domain, where a
-    warm-up helped and was not enough; there use :class:`~vl_plugins.losses.UnifiedLoss`.
+    When to use it: to reproduce the paper, in training runs of tens of thousands of steps, with Adam, ``SumReducer``,
+    clipping at norm 2 and the learning rate of Triplet-HN. Otherwise use :class:`~vl_plugins.losses.UnifiedLoss`. The
+    paper's gain of 1 to 3 points of R@1 on COCO came after 130,000 steps. In small experiments on frozen features, no
+    combination was shown to be better than Triplet-HN; (con, sig_ms) was the best of four. With pair weights other than
+    con, repulsion begins at a twentieth of the attraction, so all embeddings first move together. Fine-tuning a small
+    CLIP for some hundred steps, (nca, con) and (con, sig_ms) were below the contrastive loss, most of all from a model
+    of another domain, where a warm-up helped and was not enough.
+
     Use tau from 1 to 10 with (nca, con). With cir, and with any pair weight but con, use ``tau=1, offset=0.5``: with
     ``tau=10, offset=0`` the gradient is some hundred times smaller.
 
@@ -76,12 +77,13 @@ class GOALLoss(HardestNegativeLoss):
         alpha, beta: steepness of the weights of positives and of negatives in sig and sig_ms, >= 0.
         lam: similarity at which the weights of sig are 1/2.
         eps: slack in the choice of R, >= 0.
-        kwargs: ``warmup_steps``, see :class:`~vl_plugins.losses.triplet.HardestNegativeLoss`; others, and how to call
-            the loss, see :class:`~vl_plugins.losses.PairLoss`. Only (con, con) and (nca, con) take real distances,
-            negated.
+        all_negatives: add up the losses of all negatives of an anchor instead of taking the hardest, as in a warm-up,
+            with memory for M x C numbers.
+        kwargs: and how to call the loss, see :class:`~vl_plugins.losses.PairLoss`. Only (con, con) and (nca, con) take
+            real distances, negated.
 
     Raises:
-        ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that is none for the weights.
+        ValueError: an unknown weight, a hyper-parameter out of its range, or a distance that does not fit the weights.
 
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> GOALLoss(triplet_weight="con", pair_weight="lin")(images, labels, ref_emb=texts, ref_labels=labels)
@@ -102,11 +104,13 @@ class GOALLoss(HardestNegativeLoss):
         beta: float = 10.0,
         lam: float = 0.5,
         eps: float = 0.1,
+        all_negatives: bool = False,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.triplet_weight = one_of("triplet_weight", triplet_weight, TRIPLET_WEIGHTS)
         self.pair_weight = one_of("pair_weight", pair_weight, PAIR_WEIGHTS)
+        self.all_negatives = all_negatives
         self.is_relative = pair_weight.endswith("_ms")  # a pair is compared with other pairs of the batch
         self.tau = number("tau", tau, above=0)
         self.offset, self.lam = number("offset", offset), number("lam", lam)
@@ -121,14 +125,25 @@ class GOALLoss(HardestNegativeLoss):
             )
 
     @property
-    def negatives(self) -> str:  # type: ignore[override]
-        return "matrix" if self.is_relative else super().negatives
+    def has_matrix_losses(self) -> bool:
+        return self.is_relative or self.all_negatives
 
     @property
-    def takes_triplets(self) -> bool:
-        return True
+    def by_row(self) -> bool:
+        return not self.is_relative
 
-    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs, relative: Relative = (0.0, 0.0)) -> Tensor:
+    takes_triplets = True
+
+    @classmethod
+    def warmed_up(cls, steps: int, **options: Any) -> Warmup:
+        """Return this loss with these options after some steps with all negatives."""
+        return Warmup(cls(all_negatives=True, **options), cls(**options), steps)
+
+    @property
+    def margin_in_use(self) -> float:
+        return self.margin if self.triplet_weight == "con" else 0.0
+
+    def of_pairs(self, positive: Tensor, negative: Tensor, relative: Relative = (0.0, 0.0)) -> Tensor:
         """Return V of each triplet, with the objective as its gradient; ``relative`` are m+ and m-."""
         with torch.no_grad():
             weight, value = self.triplet_weights(positive, negative)
@@ -162,55 +177,60 @@ class GOALLoss(HardestNegativeLoss):
         )
         return to_positive, to_negative
 
-    def matrix_losses(
-        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
-    ) -> Tensor:
-        positive = similarities[anchors, positives]
-        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, anchors, positives)
-        if self.is_warming_up:
-            relative = to_positives, to_negatives[anchors].T
-            losses = self.pair_loss(positive, similarities[anchors].T, pairs, relative)  # (C, M)
-            return losses.masked_fill(~negative_mask[anchors].T, 0).sum(dim=0)
-        hardest = similarities.detach().masked_fill(~negative_mask, -torch.inf).argmax(dim=1)[anchors]
-        exists = negative_mask[anchors, hardest]
-        relative = to_positives, to_negatives[anchors, hardest]
-        return self.pair_loss(positive, similarities[anchors, hardest], pairs, relative).masked_fill(~exists, 0)
+    def matrix_losses(self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> Tensor:
+        rows, columns = positive_mask.nonzero(as_tuple=True)
+        positive = similarities[rows, columns]
+        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, rows, columns)
+        if self.all_negatives:
+            relative = to_positives[:, None], to_negatives[rows]
+            losses = self.of_pairs(positive[:, None], similarities[rows], relative)  # (M, C)
+            return losses.masked_fill(~negative_mask[rows], 0).sum(dim=1)
+        hardest = similarities.detach().masked_fill(~negative_mask, -torch.inf).argmax(dim=1)[rows]
+        relative = to_positives, to_negatives[rows, hardest]
+        losses = self.of_pairs(positive, similarities[rows, hardest], relative)
+        return losses.masked_fill(~negative_mask[rows, hardest], 0)
 
-    def triplet_losses(
-        self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor, scale: float | Tensor
-    ) -> Tensor:
-        relative: Relative = 0.0, 0.0
-        if self.is_relative:
-            negative_mask = torch.zeros_like(similarities, dtype=torch.bool)
-            fill_at(negative_mask, (anchors, negatives), True)
-            pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
-            to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
-            relative = to_positives[which], to_negatives[anchors, negatives]
-        s_p, s_n = similarities[anchors, positives], similarities[anchors, negatives]
-        return self.pair_loss(s_p, s_n, Pairs(anchors, positives, similarities.shape), relative)
+    def triplet_losses(self, similarities: Tensor, anchors: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        negative_mask = Pairs(anchors, negatives).mask(similarities.shape)
+        pairs, which = torch.stack([anchors, positives]).unique(dim=1, return_inverse=True)
+        to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, *pairs)
+        relative = to_positives[which], to_negatives[anchors, negatives]
+        return self.of_pairs(similarities[anchors, positives], similarities[anchors, negatives], relative)
 
     def _relative(
         self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C)."""
-        is_sigmoid, s_p = self.pair_weight == "sig_ms", similarities[anchors, positives]
-        hardest, index = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
-        chosen = s_p < hardest[anchors] + self.eps  # (M, M)
-        chosen.fill_diagonal_(False)
-        terms = s_p[:, None] - s_p
-        terms = (self.alpha * terms).exp() if is_sigmoid else terms
-        to_positives = terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+        """Return m+ of M different positive pairs, (M,), and m- of all pairs, (A, C); 0 for weights without them."""
+        if not self.is_relative:
+            return similarities.new_zeros(len(anchors)), similarities.new_zeros(()).expand_as(similarities)
+        positive = similarities[anchors, positives]
+        hardest = similarities.masked_fill(~negative_mask, -torch.inf).max(dim=1, keepdim=True)  # (A, 1)
+        to_positives = self._relative_of_positives(positive, hardest.values[anchors])
+        chosen = negative_mask & (similarities > positive.min() - self.eps)
+        return to_positives, self._relative_of_negatives(similarities, chosen, *hardest)
 
-        chosen = negative_mask & (similarities > s_p.min() - self.eps)  # (A, C)
-        others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
-        if not is_sigmoid:
+    def _relative_of_positives(self, positive: Tensor, hardest: Tensor) -> Tensor:
+        """Return m+ of each of M positive pairs, given the hardest negatives of their anchors, (M, 1)."""
+        chosen = positive < hardest + self.eps  # (M, M)
+        chosen.fill_diagonal_(False)
+        terms = positive[:, None] - positive
+        if self.pair_weight == "sig_ms":
+            terms = (self.alpha * terms).exp()
+        return terms.masked_fill(~chosen, 0).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+
+    def _relative_of_negatives(self, similarities: Tensor, chosen: Tensor, hardest: Tensor, index: Tensor) -> Tensor:
+        """Return m- of all pairs from the chosen negatives, (A, C), given the hardest of each anchor, (A, 1)."""
+        number_of_others = chosen.sum(dim=1, keepdim=True) - chosen.long()  # (A, C), of each pair
+        if self.pair_weight == "lin_ms":
             terms = similarities.masked_fill(~chosen, 0)
-            mean = similarities - (terms.sum(dim=1, keepdim=True) - terms) / others.clamp(min=1)
+            others = terms.sum(dim=1, keepdim=True) - terms
+            mean = similarities - others / number_of_others.clamp(min=1)
         else:
             exponents = self.beta * (similarities - hardest.masked_fill(hardest == -torch.inf, 0))
             terms = exponents.exp().masked_fill(~chosen, 0)  # 1 for the hardest, at most 1 for others
-            rest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
-            # The sum without a term: that of the hardest is not subtracted, because it may drown all others.
-            total = torch.where(similarities == hardest, rest, terms.gather(1, index) + rest - terms)
-            mean = total / others.clamp(min=1) * (-exponents).exp()
-        return to_positives, torch.where(others > 0, mean, 0)
+            without_hardest = terms.scatter(1, index, 0).sum(dim=1, keepdim=True)
+            # The term of the hardest is not subtracted from the sum, because it may drown all others.
+            others = terms.gather(1, index) + without_hardest - terms
+            others = torch.where(similarities == hardest, without_hardest, others)
+            mean = others / number_of_others.clamp(min=1) * (-exponents).exp()
+        return torch.where(number_of_others > 0, mean, 0)

@@ -7,15 +7,21 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
-from torch import Tensor
+from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
+from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers, settings_of
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
+
+# Attributes that are those of the base.
+OF_BASE = frozenset(
+    ["check_number", "distance", "embedding_regularizer", "known_positives", "numbers", "reducer", "scale", "symmetric"]
+)
 
 
 class SmoothChamferLoss(BaseMetricLossFunction):
@@ -26,8 +32,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     elements of one set, of both modalities. An item is a set of K vectors, (B, K, D), or packed, (B, K * D) with
     ``set_size`` = K; a zero vector is padding. Embeddings (B, D) are sets of one, compared by cosine.
 
-    When to use it: with a head that predicts sets, where captions fit several images. In small trainings, whether four
-    vectors are better than one from the same head was not resolved, and a single vector with ``unified`` was as good.
+    When to use it: with a head that predicts sets, where captions fit several images. In small experiments, four
+    vectors showed no clear gain over one from the same head, and a single vector with ``unified`` was as good.
 
     Called as any loss of this package, see :class:`~vl_plugins.losses.PairLoss`, and takes ``slots`` and
     ``ref_slots`` too: the elements before a set prediction head adds the global feature. Diversity is then computed
@@ -42,6 +48,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight, diversity_weight: >= 0, of :class:`~vl_plugins.regularizers.MMDRegularizer` and of
             :class:`~vl_plugins.regularizers.DiversityRegularizer`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
+        gather_across_devices: see :class:`~vl_plugins.losses.PairLoss`. Each process computes the loss of all rows.
         base_options: options of the loss that ``base`` names.
 
     Raises:
@@ -68,6 +75,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         mmd_weight: float = 0.01,
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
+        gather_across_devices: Any = False,
         **base_options: Any,
     ):
         if isinstance(base, BaseMetricLossFunction):
@@ -80,15 +88,32 @@ class SmoothChamferLoss(BaseMetricLossFunction):
             base = create("loss", base, distance=distance, **base_options)
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
+        if gathers(base):
+            raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
         self.base = base
+        self.processes = Processes(gather_across_devices)
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("distance", "reducer", "embedding_regularizer", "symmetric"):
+        if name in OF_BASE:
             return getattr(self.base, name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OF_BASE:
+            raise AttributeError(f"{name} belongs to the base of SmoothChamferLoss: set that of loss.base")
+        super().__setattr__(name, value)
+
+    def gather_across_devices(self, group: Any) -> None:
+        """Compute the loss of all rows of the processes of a group from now on."""
+        self.processes = Processes(group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            state_dict.pop(prefix + "_extra_state", None)  # the step of a warm-up, until version 0.3
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @eager
     def forward(
@@ -109,7 +134,8 @@ class SmoothChamferLoss(BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        ref_emb = None if ref_emb is embeddings else ref_emb
+        if ref_emb is embeddings:
+            ref_emb = None
         check_tensors(embeddings=embeddings)
         if ref_emb is not None:
             check_tensors(ref_emb=ref_emb)
@@ -118,16 +144,41 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if labels is not None:
             labels = as_labels("labels", labels, embeddings)
         if ref_emb is not None and ref_labels is not None:
-            ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
+            # A copy: for pytorch-metric-learning, one object with both names means one set.
+            ref_labels = as_labels("ref_labels", ref_labels, ref_emb).clone()
+        sides = embeddings, labels, ref_emb, ref_labels
+        if self.processes.size > 1:
+            sides, slots, ref_slots, options = self._of_all_rows(sides, slots, ref_slots, indices_tuple, options)
+        embeddings, labels, ref_emb, ref_labels = sides
         # Here, so that gradients in half precision are rounded once, not for each term.
-        embeddings, *other = full_precision(*(side for side in (embeddings, ref_emb) if side is not None))
-        ref_emb = other[0] if other else None
+        if ref_emb is None:
+            (embeddings,) = full_precision(embeddings)
+        else:
+            embeddings, ref_emb = full_precision(embeddings, ref_emb)
         with torch.autocast(embeddings.device.type, enabled=False):
             loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
             terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
         if isinstance(loss, dict):  # DoNothingReducer returns its input
-            return loss | {name: self.zero_loss() | {"losses": term} for name, term in terms.items()}
+            for name, term in terms.items():
+                loss[name] = self.zero_loss() | {"losses": term}
+            return loss
         return sum(terms.values(), start=loss)
+
+    def _of_all_rows(
+        self, sides: tuple[Any, ...], slots: Any, ref_slots: Any, indices_tuple: Any, options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a call with the rows of all processes: both sides, their slots, and the options."""
+        if indices_tuple is not None:
+            raise ValueError(
+                "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
+                "give DistributedLoss(loss) the miner"
+            )
+        names = "embeddings", "labels", "ref_emb", "ref_labels"
+        call = dict(zip(names, sides, strict=True)) | {"slots": slots, "ref_slots": ref_slots} | options
+        settings = settings_of(self, options.get("symmetric"))
+        options = joined_call(self.processes, call, learned_numbers(self), settings)
+        all_sides = tuple(options.pop(name) for name in names)
+        return all_sides, options.pop("slots"), options.pop("ref_slots"), options
 
     def regularization(
         self,
@@ -138,13 +189,33 @@ class SmoothChamferLoss(BaseMetricLossFunction):
     ) -> dict[str, Tensor]:
         """Return the weighted terms ``"mmd_loss"``, of two modalities, and ``"diversity_loss"``; none of weight 0."""
         distance = self.distance if isinstance(self.distance, SetDistance) else SetDistance()
-        sets = distance.unpack(embeddings, *([] if ref_emb is None or ref_emb is embeddings else [ref_emb]))
+        sides = [embeddings]
+        if ref_emb is not None and ref_emb is not embeddings:
+            sides.append(ref_emb)
+        sets = distance.unpack(*sides)
         terms, joined = {}, JoinedSets(*sets)
         if self.mmd_weight > 0 and len(sets) == 2:
             terms["mmd_loss"] = self.mmd_weight * joined.mmd(gamma=0.5)
         if self.diversity_weight > 0:
             if slots is not None or ref_slots is not None:
-                given = (slots, ref_slots)[: len(sets)]
-                joined = JoinedSets(*(own if other is None else other for own, other in zip(sets, given, strict=True)))
+                joined = JoinedSets(*_slots_of_sets(sets, slots, ref_slots))
             terms["diversity_loss"] = self.diversity_weight * joined.diversity(scale=2.0)
         return terms
+
+
+def _slots_of_sets(sets: list[Tensor], slots: Tensor | None, ref_slots: Tensor | None) -> list[Tensor]:
+    """Return the slots of each side, from which its sets were made; the sets themselves where there are none."""
+    if len(sets) == 1 and ref_slots is not None:
+        raise ValueError("ref_slots need ref_emb")
+    of_sides = []
+    for name, of_side, sets_of_side in zip(("slots", "ref_slots"), (slots, ref_slots), sets, strict=False):
+        if of_side is None:
+            of_sides.append(sets_of_side)
+            continue
+        if of_side.ndim != 3 or len(of_side) != len(sets_of_side):
+            raise ValueError(f"{name} must be ({len(sets_of_side)}, K, D), got {tuple(of_side.shape)}")
+        of_sides.append(of_side)
+    widths = {of_side.shape[2] for of_side in of_sides}
+    if len(widths) > 1:
+        raise ValueError(f"slots and ref_slots must have the same width, got {sorted(widths)}: give both, or neither")
+    return of_sides

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from vl_plugins.engine import matrix_maximum
 from vl_plugins.errors import number
-from vl_plugins.losses.base import PairLoss, Pairs
-from vl_plugins.negatives import matrix_maximum
+from vl_plugins.losses.scaled import ScaledLoss
 from vl_plugins.numerics import full_precision
 
 __all__ = ["Polynomial", "UnifiedLoss", "VLCLoss", "soft_margin"]
@@ -19,7 +19,7 @@ Function = Callable[[Tensor], Tensor] | Sequence[float]
 PAPER = "Li et al. 2022, Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval"
 
 
-class UnifiedLoss(PairLoss):
+class UnifiedLoss(ScaledLoss):
     r"""Contrastive loss with the margin of the triplet loss, over all negatives of an anchor (Eq. 5).
 
     For a positive pair (i, p), and with ``symmetric`` the same with the columns as anchors added:
@@ -27,8 +27,8 @@ class UnifiedLoss(PairLoss):
     .. math:: \ell_{ip} = \frac{1}{\gamma} \log \Bigl(1 + \sum_{n \in N_i} e^{\gamma (S_{in} - S_{ip} + m)} \Bigr)
 
     When to use it: it is the first loss to try, with one caption of each image or several, in fine-tuning and from
-    scratch. In small trainings it was better than the contrastive loss by 7 to 37 RSUM, and than Triplet-HN by far
-    more before that had flattened. A learned scale was as good as a fixed one.
+    scratch. In small experiments it was better than the contrastive loss by 7 to 37 RSUM, and better than Triplet-HN
+    by much more, as long as Triplet-HN had not yet plateaued. A learned scale was as good as a fixed one.
 
     Other positives of an anchor are never its negatives. A larger scale brings the loss closer to
     :class:`~vl_plugins.losses.TripletHNLoss` (Eq. 6). Its variants, alone or together:
@@ -37,18 +37,19 @@ class UnifiedLoss(PairLoss):
       SSP has ``weights=([...], [...])``, for the positives and for the negatives.
     - Of relative similarities (Eq. 25): :math:`G(S_{in} - S_{ip}) + m`. The relative-similarity polynomial loss RSP has
       ``relative=[...]``. Memory is then one row of candidates per positive pair, M x C.
-    - With adaptive margins (Eq. 26): :math:`m_{ip}` for m, for example ``loss.margin = soft_margin(confidence)`` of
-      Noisy Correspondence Rectifier before each call, see :func:`soft_margin` (Eq. 27).
+    - With adaptive margins (Eq. 26): a margin :math:`m_p` for each caption, for example
+      ``loss(..., margin=soft_margin(confidence))`` of Noisy Correspondence Rectifier, see :func:`soft_margin` (Eq. 27).
 
     Args:
-        margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a tensor, (A,) of
-            the rows or (A, C), which belongs to one batch.
+        margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a parameter of one
+            element. A call may give another one, or one for each caption, (C,).
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
-            belongs to the call: ``loss(..., scale=model.logit_scale.exp())``.
+            belongs to the call, ``loss(..., scale=model.logit_scale.exp())``, or to the loss, ``learn_scale=True``.
         weights: w, two elementwise functions of similarities, for those of positives and of negatives. Here and in
             ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
         relative: G, an elementwise function of differences of similarities.
-        kwargs: see :class:`~vl_plugins.losses.PairLoss`, also for how to call it.
+        kwargs: see :class:`~vl_plugins.losses.ScaledLoss`; for how to call it, see
+            :class:`~vl_plugins.losses.PairLoss`.
 
     Raises:
         ValueError: a hyper-parameter out of its range.
@@ -59,7 +60,8 @@ class UnifiedLoss(PairLoss):
     """
 
     equation, paper = "Eq. 5, 24-27", PAPER
-    negatives = "logsumexp"
+    numbers = ("scale", "margin")
+    by_row = True
 
     def __init__(
         self,
@@ -69,42 +71,51 @@ class UnifiedLoss(PairLoss):
         relative: Function | None = None,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
+        super().__init__(scale=scale, **kwargs)
         self.margin = margin if isinstance(margin, Tensor) else number("margin", margin, least=0)
-        self.scale = number("scale", scale, above=0)
-        self.positive_weight, self.negative_weight = map(_function, (None, None) if weights is None else weights)
+        if weights is None:
+            weights = (None, None)
+        elif len(weights) != 2:
+            raise ValueError(f"weights must be two functions, of positives and of negatives, got {len(weights)}")
+        self.positive_weight, self.negative_weight = map(_function, weights)
         self.relative = _function(relative)
-        if weights is not None or relative is not None:
-            self.negatives = "matrix"
-        self.add_to_recordable_attributes(list_of_names=["margin", "scale"])
-
-    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        margin = self.margin
-        if isinstance(margin, Tensor) and margin.ndim > 0:
-            if margin.shape not in (pairs.shape[:1], pairs.shape):
-                raise ValueError(f"margin must have the shape {pairs.shape[:1]} or {pairs.shape}, got {margin.shape}")
-            margin = margin[(pairs.rows, pairs.columns)[: margin.ndim]]
-        exponent = pairs.scale * (margin + negative - positive)
-        return softplus(exponent, threshold=60) / pairs.scale  # exact in float64 beyond 60
+        self.add_to_recordable_attributes(name="margin")
 
     @property
-    def has_independent_pairs(self) -> bool:
-        return isinstance(self.margin, float) and super().has_independent_pairs
+    def has_matrix_losses(self) -> bool:
+        return self.positive_weight is not None or self.relative is not None
+
+    def check_number(self, name: str, value: Any) -> Any:
+        if name != "margin":
+            return super().check_number(name, value)
+        if not isinstance(value, Tensor):
+            return number("margin", value, least=0)
+        if value.device.type == "cpu" and (value < 0).any():  # elsewhere the host would wait
+            raise ValueError(f"margin must be >= 0, got {value.min().item():g}")
+        return value
+
+    def of_pairs(self, positive: Tensor, negative: Tensor, scale: Any, margin: Any) -> Tensor:
+        exponent = scale * (margin + negative - positive)
+        return softplus(exponent, threshold=60) / scale  # exact in float64 beyond 60
 
     def matrix_losses(
-        self, similarities: Tensor, negative_mask: Tensor, anchors: Tensor, positives: Tensor, pairs: Pairs
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, scale: Any, margin: Any
     ) -> Tensor:
-        positive, negatives = similarities[anchors, positives], similarities
+        rows, columns = positive_mask.nonzero(as_tuple=True)
+        positive = similarities[rows, columns]
         if self.positive_weight is not None:
-            positive, negatives = self.positive_weight(positive) * positive, self.negative_weight(negatives) * negatives
+            positive = self.positive_weight(positive) * positive
+            similarities = self.negative_weight(similarities) * similarities
         if self.relative is None:
-            return self._guarded(positive, matrix_maximum(negatives, negative_mask, pairs.scale)[anchors], pairs)
-        differences = self.relative(negatives[anchors] - positive[:, None])  # (M, C)
-        negative = matrix_maximum(differences, negative_mask[anchors], pairs.scale)
-        return self._guarded(torch.zeros_like(positive), negative, pairs)
+            negative = matrix_maximum(similarities, negative_mask, scale)[rows]
+        else:  # of the differences to each positive, (M, C)
+            differences = self.relative(similarities[rows] - positive[:, None])
+            negative = matrix_maximum(differences, negative_mask[rows], scale)
+            positive = torch.zeros_like(positive)
+        return self.losses_of_pairs(positive, negative, {"scale": scale, "margin": margin})
 
 
-class VLCLoss(PairLoss):
+class VLCLoss(ScaledLoss):
     r"""Vision-language contrastive loss, known as InfoNCE, NT-Xent or CLIP loss (Eq. 3-4).
 
     It is :class:`UnifiedLoss` with margin 0, times the scale (Eq. 7). With one text per image it is twice open_clip's
@@ -114,7 +125,7 @@ class VLCLoss(PairLoss):
     negatives of each other.
 
     Args:
-        scale, kwargs: see :class:`UnifiedLoss`.
+        kwargs: ``scale`` and others, see :class:`~vl_plugins.losses.ScaledLoss`.
 
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> VLCLoss(scale=50)(images, labels, ref_emb=texts, ref_labels=labels)
@@ -122,15 +133,9 @@ class VLCLoss(PairLoss):
     """
 
     equation, paper = "Eq. 3-4", PAPER
-    negatives = "logsumexp"
 
-    def __init__(self, scale: float = 50.0, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.scale = number("scale", scale, above=0)
-        self.add_to_recordable_attributes(name="scale")
-
-    def pair_loss(self, positive: Tensor, negative: Tensor, pairs: Pairs) -> Tensor:
-        return softplus(pairs.scale * (negative - positive), threshold=60)
+    def of_pairs(self, positive: Tensor, negative: Tensor, scale: Any) -> Tensor:
+        return softplus(scale * (negative - positive), threshold=60)
 
 
 class Polynomial(nn.Module):
@@ -151,15 +156,15 @@ class Polynomial(nn.Module):
         return result
 
 
-def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> Tensor:
+def soft_margin(confidence: Any, margin: float = 0.2, base: float = 10.0) -> Tensor:
     r"""Soft margin of Noisy Correspondence Rectifier: the less a pair is trusted to match, the smaller its margin.
 
     .. math:: \hat{m} = \frac{b^y - 1}{b - 1} m
 
     Args:
-        confidence: y, that a pair matches, [0, 1], which is not checked; any shape.
+        confidence: y, that a pair matches, [0, 1], which is not checked; a tensor of any shape, an array or a list.
         margin: m, that of a pair which matches for certain.
-        base: b > 1; the larger, the more confidence a pair needs.
+        base: b > 1; with a larger base, the margin grows only at higher confidence.
 
     Returns:
         Of the shape of ``confidence``, float32 or float64.
@@ -171,7 +176,7 @@ def soft_margin(confidence: Tensor, margin: float = 0.2, base: float = 10.0) -> 
     tensor([0.0000, 0.0481, 0.2000])
     """
     number("base", base, above=1)
-    (confidence,) = full_precision(confidence)
+    (confidence,) = full_precision(torch.as_tensor(confidence))
     return margin * torch.expm1(confidence * math.log(base)) / (base - 1)
 
 

@@ -1,15 +1,24 @@
-"""Wrappers of pytorch-metric-learning that take the losses of this package, and of one's own, too."""
+"""Wrappers of pytorch-metric-learning that also take the losses of this package, and your own."""
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
-from vl_plugins.numerics import as_labels, full_precision
+from vl_plugins.distributed import first_label, gathering, gathers
+from vl_plugins.losses.base import PairLoss
+from vl_plugins.losses.batch import NO_ID, as_ids
+from vl_plugins.numerics import as_labels, check_tensors, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
+
+
+# What a call of a loss takes, and one of a queue does not.
+REFUSED = ("negatives", "negative_ids", "confidence", "symmetric", "copies", "ref_emb", "ref_labels")
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
@@ -45,9 +54,21 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     (tensor(0.), tensor(1.2000))
     """
 
+    # Buffers of pytorch-metric-learning.
+    embedding_memory: Tensor
+    label_memory: Tensor
+    curr_batch_idx: Tensor
+    # Ours: ids of the contents, -1 where none was given.
+    id_memory: Tensor
+
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
         """Take any loss, where pytorch-metric-learning takes its own only."""
+
+    def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
+        super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
+        if gathers(self):
+            raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
 
     def forward(
         self,
@@ -55,47 +76,136 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         labels: Tensor,
         indices_tuple: tuple[Tensor, ...] | None = None,
         enqueue_mask: Tensor | None = None,
+        *,
+        ref_ids: Any = None,
+        **numbers: Any,
     ) -> Any:
+        """Return the loss of a batch, and put it into the queue.
+
+        Args:
+            embeddings, labels: (B, D) and (B,).
+            indices_tuple, enqueue_mask: see above.
+            ref_ids: (B,), ids of the contents of the embeddings, see :meth:`~vl_plugins.losses.PairLoss.forward`. The
+                queue keeps them.
+            numbers: others of the loss's call, such as ``scale``.
+        """
+        check_tensors(embeddings=embeddings)
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
+        for name, value in numbers.items():
+            is_of_candidates = name != "matching_ids" and math.prod(np.shape(value)) > 1
+            if name in REFUSED or is_of_candidates:
+                raise ValueError(f"{name} cannot be given with a queue, whose embeddings are the candidates")
         labels = as_labels("labels", labels, embeddings)
+        if enqueue_mask is not None:
+            check_tensors(enqueue_mask=enqueue_mask)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
             raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
-        queued = len(labels) if enqueue_mask is None else int(enqueue_mask.sum())
+        queued = len(labels)
+        if enqueue_mask is not None:
+            queued = int(enqueue_mask.sum())
         if queued > self.memory_size:
             raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
         (embeddings,) = full_precision(embeddings)
+        by_labels = self.miner is None and indices_tuple is None and isinstance(self.loss, PairLoss)
+        if not by_labels and (ref_ids is not None or numbers):
+            names = ", ".join(numbers) or "ref_ids"
+            kind = type(self.loss).__name__
+            raise ValueError(f"{names} cannot be given with a miner or its pairs, nor with a queue for {kind}")
         with torch.autocast(embeddings.device.type, enabled=False):
+            if by_labels:
+                return self._loss_by_labels(embeddings, labels, enqueue_mask, ref_ids, numbers)
             return super().forward(embeddings, labels, indices_tuple, enqueue_mask)
 
+    def _loss_by_labels(
+        self, embeddings: Tensor, labels: Tensor, enqueue_mask: Tensor | None, ref_ids: Any, numbers: dict[str, Any]
+    ) -> Any:
+        """Compare the batch with the queue by labels, without a list of all their pairs."""
+        self.reset_stats()
+        ids = as_ids("ref_ids", ref_ids, embeddings)
+        matching_ids = as_ids("matching_ids", numbers.pop("matching_ids", None), embeddings, dimensions=2)
+        if matching_ids is not None and ids is None and not self.has_ids:
+            raise ValueError("matching_ids need ref_ids, the ids of the embeddings")
+        self.loss.check_numbers(numbers)
+        anchors, anchor_labels = embeddings, labels
+        if enqueue_mask is not None:
+            anchors, anchor_labels = embeddings[~enqueue_mask], labels[~enqueue_mask]
+            if matching_ids is not None:
+                matching_ids = matching_ids[~enqueue_mask]
+            if ids is not None:  # those of the anchors are in no queue
+                own_ids = ids[~enqueue_mask, None]
+                matching_ids = own_ids if matching_ids is None else torch.cat([matching_ids, own_ids], dim=1)
+                ids = ids[enqueue_mask]
+            embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
+        queue, queue_labels, queue_ids = self._queue_with(embeddings, labels, ids)
+        return self.loss(
+            anchors,
+            anchor_labels,
+            ref_emb=queue,
+            ref_labels=queue_labels,
+            ref_ids=queue_ids,
+            matching_ids=matching_ids,
+            symmetric=False,
+            copies=self.curr_batch_idx if enqueue_mask is None else None,
+            **numbers,
+        )
+
+    def _queue_with(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        """Put embeddings into the queue, and return copies of it, which the next call will not change."""
+        self.embedding_memory = self.embedding_memory.to(embeddings)
+        self.label_memory = self.label_memory.to(labels.device, labels.dtype)
+        self.add_to_memory(embeddings, labels, len(labels))
+        length = self.queue_idx
+        if self.has_been_filled:
+            length = self.memory_size
+        if ids is not None:
+            self.id_memory[self.curr_batch_idx] = ids
+            self.has_ids = True
+        queue_ids = self.id_memory[:length].clone() if self.has_ids else None
+        return self.embedding_memory[:length].clone(), self.label_memory[:length].clone(), queue_ids
+
+    def reset_queue(self) -> None:
+        super().reset_queue()
+        self.register_buffer("id_memory", torch.full((self.memory_size,), NO_ID))
+        self.has_ids = False
+
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
+        self.id_memory = self.id_memory.to(labels.device)
         if batch_size > 0:
             super().add_to_memory(embeddings, labels, batch_size)
+            fill_at(self.id_memory, (self.curr_batch_idx,), NO_ID)
         else:  # the base class would take an empty queue for a full one
             self.curr_batch_idx = torch.zeros(0, dtype=torch.long, device=labels.device)
 
     def create_indices_tuple(self, *arguments: Any) -> tuple[Tensor, ...]:
-        *batch_and_queue, given, do_remove_self_comparisons = arguments
+        *batch_and_queue, indices_tuple, do_remove_self_comparisons = arguments
         is_easy = isinstance(self.miner, BatchEasyHardMiner) and self.miner.pos_strategy == BatchEasyHardMiner.EASY
         if is_easy and do_remove_self_comparisons:
             raise ValueError("pos_strategy='easy' would choose each embedding's own copy in the queue: choose another")
         own = self.curr_batch_idx
-        if given is not None:  # the base class takes the index in the batch for the index in the queue
-            anchors, positives, *negative_anchors, negatives = given
-            given = anchors, own[positives], *negative_anchors, own[negatives]
+        if indices_tuple is not None:  # the base class takes the index in the batch for the index in the queue
+            anchors, positives, *negative_anchors, negatives = indices_tuple
+            indices_tuple = anchors, own[positives], *negative_anchors, own[negatives]
         # The base class removes own copies too, but not those of a batch of one, and fails for an empty batch.
-        indices: tuple[Tensor, ...] = super().create_indices_tuple(*batch_and_queue, given, False)
+        indices: tuple[Tensor, ...] = super().create_indices_tuple(*batch_and_queue, indices_tuple, False)
         if not do_remove_self_comparisons:
             return indices
-        others = indices[1] != own[indices[0]]
-        kept = 3 if len(indices) == 3 else 2
-        return *(index[others] for index in indices[:kept]), *indices[kept:]
+        anchors, positives, *negatives_of_pairs = indices
+        is_other = positives != own[anchors]
+        if len(indices) == 3:
+            return anchors[is_other], positives[is_other], indices[2][is_other]
+        return anchors[is_other], positives[is_other], *negatives_of_pairs
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled}
+        return {"queue_idx": self.queue_idx, "has_been_filled": self.has_been_filled, "has_ids": self.has_ids}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.queue_idx, self.has_been_filled = state["queue_idx"], state["has_been_filled"]
+        self.has_ids = state.get("has_ids", False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(prefix + "id_memory", torch.full_like(self.id_memory, NO_ID))  # until version 0.3
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
@@ -116,9 +226,20 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
     """
 
     check_loss_support = CrossBatchMemory.check_loss_support
+    loss: Any
+
+    def gather_across_devices(self, group: Any) -> None:
+        """Compare the rows of all processes of a group from now on."""
+        self.loss = gathering(self.loss, group)
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
         if embeddings.shape != ref_emb.shape:
             shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
             raise ValueError(f"embeddings and ref_emb must have the same shape, got {shapes}")
-        return super().forward(embeddings, ref_emb)
+        if not gathers(self):
+            return super().forward(embeddings, ref_emb)
+        # The base class's labels would be the same in every process.
+        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(self.loss.processes.rank)
+        if self.symmetric:
+            return self.loss(torch.cat([embeddings, ref_emb]), torch.cat([labels, labels]))
+        return self.loss(embeddings, labels, ref_emb=ref_emb, ref_labels=labels.clone())

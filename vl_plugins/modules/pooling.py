@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vl_plugins.modules.positions import sinusoidal_positions
+from vl_plugins.modules.positions import kept_positions
 from vl_plugins.numerics import full_precision
 
 __all__ = ["POOLINGS", "GeneralizedPooling", "average_pooling", "max_pooling"]
@@ -75,7 +75,8 @@ class GeneralizedPooling(nn.Module):
     def coefficients(self, sizes: Tensor) -> Tensor:
         """Return theta for sets of the sizes (S,), int64, >= 1: (S, largest size), float32 at least, 0 past a size."""
         length = int(sizes.max())
-        positions = sinusoidal_positions(length, self.position_dim).to(self.to_score.weight).expand(len(sizes), -1, -1)
+        weight = self.to_score.weight
+        positions = kept_positions(weight.device, length, self.position_dim).to(weight.dtype).expand(len(sizes), -1, -1)
         packed = pack_padded_sequence(positions, sizes.cpu(), batch_first=True, enforce_sorted=False)
         states, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)  # (S, N, 2 * hidden_dim)
         (scores,) = full_precision(self.to_score(states.unflatten(2, (2, -1)).mean(dim=2)).squeeze(2))

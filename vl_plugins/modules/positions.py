@@ -1,11 +1,12 @@
 """Sinusoidal positions, for features that do not contain their positions."""
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["sinusoidal_positions", "sinusoidal_positions_2d"]
+__all__ = ["kept_positions", "sinusoidal_positions", "sinusoidal_positions_2d"]
 
 
 def sinusoidal_positions(length: int, dim: int) -> Tensor:
@@ -51,3 +52,15 @@ def sinusoidal_positions_2d(height: int, width: int, dim: int) -> Tensor:
     rows = sinusoidal_positions(height, dim - dim // 2)
     columns = sinusoidal_positions(width, dim // 2)
     return torch.cat([rows.repeat_interleave(width, dim=0), columns.repeat(height, 1)], dim=1)
+
+
+@lru_cache(maxsize=32)
+def kept_positions(device: torch.device, *sizes: int) -> Tensor:
+    """Return positions on a device, made once: copying them in each step would let the host wait.
+
+    Args:
+        sizes: arguments of :func:`sinusoidal_positions`, two, or of :func:`sinusoidal_positions_2d`, three.
+    """
+    make = sinusoidal_positions if len(sizes) == 2 else sinusoidal_positions_2d
+    with torch.inference_mode(False):  # they are used in training, too
+        return make(*sizes).to(device)

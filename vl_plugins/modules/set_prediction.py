@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vl_plugins.errors import number
-from vl_plugins.modules.positions import sinusoidal_positions_2d
+from vl_plugins.modules.positions import kept_positions
 from vl_plugins.numerics import full_precision
 
 __all__ = ["SetHead", "SetPrediction", "SetPredictionOutput", "TowerFeatures"]
@@ -176,7 +176,7 @@ class SetHead(nn.Module):
         local, pooled, padding_mask, grid, has_positions = features
         positions = None
         if grid is not None and not has_positions:
-            positions = sinusoidal_positions_2d(*grid, local.shape[-1]).to(local.device)
+            positions = kept_positions(local.device, *grid, local.shape[-1])
         return self.prediction(local, pooled, padding_mask=padding_mask, positions=positions)
 
     def forward(self, features: TowerFeatures) -> dict[str, Tensor]:

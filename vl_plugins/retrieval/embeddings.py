@@ -26,8 +26,8 @@ class Features:
         captions: (C, D) unit vectors, or sets (C, L, D).
         image_of_caption: (C,) int64, index of each caption's image; every image has a caption.
         image_ids, caption_ids: integers or strings, or None.
-        description: JSON values by name, such as ``model`` and ``checkpoint``, and for sets ``similarity`` and
-            ``similarity_kwargs``.
+        description: JSON values by name, such as ``model`` and ``checkpoint``, and for sets and order embeddings
+            ``similarity`` and ``similarity_kwargs``.
 
     Raises:
         UserError: a shape, index or type does not fit, an embedding is not a finite unit vector, or the description has
@@ -69,10 +69,11 @@ class Features:
         )
 
     def similarities(self, device: str | torch.device = "cpu") -> EmbeddingSimilarities:
-        """Return the similarities of all images and captions: cosines, or what ``description`` names for sets."""
+        """Return the similarities of all images and captions: cosines, or what ``description`` names."""
         compare = None
-        if self.images.ndim == 3:
-            name, options = self.description.get("similarity"), self.description.get("similarity_kwargs") or {}
+        name = self.description.get("similarity")
+        if self.images.ndim == 3 or name is not None:
+            options = self.description.get("similarity_kwargs") or {}
             compare = recorded_similarity(name, options).to(device).compute_mat
         return EmbeddingSimilarities(self.images.to(device), self.captions.to(device), compare)
 

@@ -24,7 +24,7 @@ CASES = {
     "sets": loss_options("smooth_chamfer", {"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set"),
     "match_probability": loss_options("unified", {"scale": 20}, head="set", distance="match_probability"),
 }
-OWN_ROWS = {"unified, learned", "vlc, learned", "one direction", "match_probability"}
+OWN_ROWS = {"unified, learned", "vlc, learned", "one direction", "warm-up"}
 # Images of each process, and their ids where some are the same.
 BATCHES = [((4, 4), (3, 1, 7, 5, 7, 9, 1, 7)), ((4, 2), None)]
 FOUR = ((1, 4, 0, 2), (1, 2, 3, 1, 1, 2, 6))

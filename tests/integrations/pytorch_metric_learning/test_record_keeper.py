@@ -70,11 +70,11 @@ def train_pairs(recorded, loss, miner=None):
     return recorded(CrossModalTrainer, models, dataset, loss_funcs={"metric_loss": loss}, mining_funcs=miners)
 
 
-GOAL = {"margin": 0.2, "tau": 5, "offset": 0.5, "alpha": 2, "beta": 10, "lam": 0.5, "eps": 0.1, "warmup_steps": 0}
+GOAL = {"margin": 0.2, "tau": 5, "offset": 0.5, "alpha": 2, "beta": 10, "lam": 0.5, "eps": 0.1}
 LOSSES = {
     "unified": ({"margin": 0.3, "scale": 20}, {"margin": 0.3, "scale": 20}),
     "vlc": ({"scale": 20}, {"scale": 20}),
-    "triplet_hn": ({"margin": 0.3, "warmup_steps": 2}, {"margin": 0.3, "warmup_steps": 2}),
+    "triplet_hn": ({"margin": 0.3}, {"margin": 0.3}),
     "triplet_sh": ({"margin": 0.3}, {"margin": 0.3}),
     "goal": ({"tau": 5}, GOAL),
     "smooth_chamfer": ({"mmd_weight": 0.2}, {"mmd_weight": 0.2, "diversity_weight": 0.01}),
@@ -90,6 +90,13 @@ def test_settings_of_each_loss(name, recorded):
     assert set(table) - {"id", "~iteration~"} == set(settings)
     assert settings_of(table) == settings
     assert len(tables["loss_histories"]["metric_loss"]) == STEPS
+
+
+def test_settings_of_a_warm_up(recorded):
+    tables = train_pairs(recorded, create_loss("triplet_hn", margin=0.3, warmup_steps=2))
+    assert settings_of(tables["metric_loss_Warmup"]) == {"steps": 2}
+    for part in ("first_TripletSHLoss", "then_TripletHNLoss"):
+        assert settings_of(tables[f"metric_loss_Warmup__modules_{part}"]) == {"margin": 0.3}
 
 
 def test_settings_of_the_parts_of_a_loss_and_of_a_miner(recorded):
@@ -124,3 +131,13 @@ def test_one_modality(recorded):
     (name,) = [name for name in tables if name.endswith("UnifiedLoss")]
     assert settings_of(tables[name]).items() >= {"margin": 0.2, "scale": 30}.items()
     assert settings_of(tables["tuple_miner_HardestNegativeMiner"])["k"] == 3
+
+
+def test_statistics_of_each_step(recorded):
+    """Those of a loss that compares; 0 in PML, or NaN, would say that nothing was computed."""
+    tables = train_pairs(recorded, create_loss("unified", collect_stats=True))
+    (table,) = [table for table in tables.values() if "mean_positive" in table]
+    for name in ("mean_positive", "mean_negative", "active_pairs", "scale_in_use"):
+        assert len(table[name]) == STEPS
+        assert all(value != 0 for value in table[name])
+    assert set(table["scale_in_use"]) == {50}

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from vl_plugins import create_loss
 from vl_plugins.data import CaptionSampler, ShardDataset, training_loader
-from vl_plugins.integrations.cross_modal import CrossModalLoss
 from vl_plugins.integrations.pytorch_metric_learning import CrossModalTrainer
+from vl_plugins.losses.cross_modal import CrossModalLoss
 
 BATCH, STEPS, CAPTIONS = 4, 3, 2
 

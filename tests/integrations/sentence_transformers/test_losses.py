@@ -7,6 +7,8 @@ from torch import nn
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss, list_losses
+from vl_plugins.distributed import DistributedLoss
+from vl_plugins.losses import CrossModalLoss, Warmup
 
 reason = "needs pip install 'vl_plugins[sentence-transformers]'"
 pytest.importorskip("sentence_transformers", minversion="6.0", reason=reason)
@@ -50,27 +52,27 @@ def make_batch(positives, negatives, images=REPEATED):
     return columns, [token for tokens in captions for token in tokens]
 
 
-def positive_mask(images, captions, positives, labels=None):
-    """Return which captions describe which rows by going through all of them."""
-    rows = len(images)
-    described = {}
-    for place, caption in enumerate(captions[: positives * rows]):
-        described.setdefault(caption, set()).add(images[place % rows])
-    mask = torch.zeros(rows, len(captions), dtype=torch.bool)
+def masks_of(images, captions, positives, labels=None):
+    """Return which captions are positives and which are negatives of which rows, by going through all of them.
+
+    A caption that equals a positive of the row is neither, unless it is one.
+    """
+    rows, labels = len(images), images if labels is None else labels
+    positive, negative = torch.zeros(2, rows, len(captions), dtype=torch.bool)
     for row in range(rows):
+        own = [place for place in range(positives * rows) if labels[place % rows] == labels[row]]
+        known = {captions[place] for place in own}
         for place, caption in enumerate(captions):
-            if labels is None:
-                mask[row, place] = images[row] in described.get(caption, ())
-            else:
-                mask[row, place] = place < positives * rows and labels[row] == labels[place % rows]
-    return mask
+            positive[row, place] = place in own
+            negative[row, place] = caption not in known
+    return positive, negative
 
 
-def expected(loss, model, images, captions, mask):
-    """Return value and gradient of a loss of the cosines and the mask."""
+def expected(loss, model, images, captions, masks):
+    """Return value and gradient of a loss of the cosines and the masks."""
     table = model.table.detach().clone().requires_grad_()
     unit = table / table.norm(dim=1, keepdim=True)
-    value = loss.from_similarities(unit[images] @ unit[captions].T, mask, ~mask)
+    value = loss.from_similarities(unit[images] @ unit[captions].T, *masks)
     return value.detach(), torch.autograd.grad(value, table)[0]
 
 
@@ -90,20 +92,20 @@ def test_value_and_gradient_are_those_of_the_similarity_matrix(name, positives, 
     options = {"mmd_weight": 0, "diversity_weight": 0} if name == "smooth_chamfer" else {}
     reference = create_loss("triplet_hn" if name == "smooth_chamfer" else name)
     model = Lookup()
-    mask = positive_mask(REPEATED, captions, positives, labels)
+    masks = masks_of(REPEATED, captions, positives, labels)
     options |= {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
     loss = kind(model, name, num_positives=positives, **options)
     found = value_and_gradient(loss, columns, None if labels is None else torch.tensor(labels))
     # sentence-transformers 6.0 embeds again with gradients in float32.
     tolerances = {"rtol": 1e-10, "atol": 1e-12} if kind is RetrievalLoss else {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(found, expected(reference, model, REPEATED, captions, mask), **tolerances)
+    torch.testing.assert_close(found, expected(reference, model, REPEATED, captions, masks), **tolerances)
 
 
 def test_one_direction_and_the_regularizers():
     """Which the losses have of their own, also where pairs are found by inputs."""
     columns, captions = make_batch(2, 0)
-    model, mask = Lookup(), positive_mask(REPEATED, captions, 2)
-    right = expected(create_loss("unified", symmetric=False), model, REPEATED, captions, mask)
+    model, masks = Lookup(), masks_of(REPEATED, captions, 2)
+    right = expected(create_loss("unified", symmetric=False), model, REPEATED, captions, masks)
     torch.testing.assert_close(
         value_and_gradient(RetrievalLoss(model, "unified", 2, symmetric=False), columns), right, rtol=1e-10, atol=1e-12
     )
@@ -125,6 +127,29 @@ def test_losses_of_pytorch_metric_learning():
         torch.testing.assert_close(RetrievalLoss(model, loss)(columns, labels), right, rtol=1e-12, atol=0)
 
 
+def test_losses_that_have_parts():
+    """A warm-up of the host's loss and ours, and the host's in both directions."""
+    columns, _ = make_batch(1, 0, images=[1, 2, 3, 4, 5, 6])
+    model = Lookup()
+    images, captions, labels = (
+        model.table[[1, 2, 3, 4, 5, 6]],
+        model.table[[row[0] for row in POSITIVES]],
+        torch.arange(6),
+    )
+    one_direction = MultiSimilarityLoss()(images, labels, ref_emb=captions, ref_labels=labels.clone())
+    both = one_direction + MultiSimilarityLoss()(captions, labels, ref_emb=images, ref_labels=labels.clone())
+    warm = Warmup(MultiSimilarityLoss(), create_loss("triplet_hn", symmetric=False), steps=1)
+    after = create_loss("triplet_hn", symmetric=False)(images, ref_emb=captions)
+    loss = RetrievalLoss(model, warm)
+    torch.testing.assert_close(loss(columns), one_direction)
+    torch.testing.assert_close(loss(columns), after)
+    torch.testing.assert_close(RetrievalLoss(model, CrossModalLoss(MultiSimilarityLoss()))(columns), both)
+    with pytest.raises(
+        ValueError, match="loss must be one of vl_plugins or of pytorch-metric-learning, got Distributed"
+    ):
+        RetrievalLoss(model, DistributedLoss(create_loss("unified")))
+
+
 class ByPixels(Lookup):
     def forward(self, features, **_):
         if "pixel_values" not in features:
@@ -138,7 +163,7 @@ def test_pixels_are_compared_too():
     pixels[1:3, 2, 3, 3] += 1e-6
     pixels[3:, 0, 0, :2] = pixels[3:, 0, 0, :2].flip(1)
     model, (columns, captions), images = ByPixels(), make_batch(1, 0), [1, 2, 2, 3, 3, 3]
-    right = expected(create_loss("unified"), model, images, captions, positive_mask(images, captions, 1))
+    right = expected(create_loss("unified"), model, images, captions, masks_of(images, captions, 1))
     found = value_and_gradient(RetrievalLoss(model), [{"pixel_values": pixels}, *columns[1:]])
     torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
@@ -183,8 +208,8 @@ def test_cached_gradients_with_dropout_are_those_of_the_same_chunks():
     chunks = [model(part)["sentence_embedding"] for part in parts]
     images, texts = torch.cat(chunks[:2]), torch.cat(chunks[2:])
     unit_images, unit_texts = (side / side.norm(dim=1, keepdim=True) for side in (images, texts))
-    mask = positive_mask(REPEATED, captions, 2)
-    value = create_loss("unified").from_similarities(unit_images @ unit_texts.T, mask, ~mask)
+    masks = masks_of(REPEATED, captions, 2)
+    value = create_loss("unified").from_similarities(unit_images @ unit_texts.T, *masks)
     torch.testing.assert_close(
         cached, (value.detach(), torch.autograd.grad(value, model.table)[0]), rtol=1e-6, atol=1e-7
     )

@@ -89,13 +89,13 @@ def test_it_is_a_scorer_of_the_library(clip_folder):
     assert retrieval(encoder)["smooth_chamfer_accuracy@1"] == 1
 
 
-def expected_gradients(encoder, columns, mask):
-    """Return value and gradients of the loss of the sets without padding."""
+def expected_gradients(encoder, columns, positives, known):
+    """Return value and gradients of the loss of the sets without padding; a known positive is no negative."""
     outputs = [encoder(dict(column), task=column["task"]) for column in columns]
     sets = [tokens[kept.bool()] for out in outputs for tokens, kept in zip(*(out[key] for key in KEYS), strict=True)]
     padded = torch.nn.utils.rnn.pad_sequence(sets, batch_first=True)
     similarities = create_loss("unified", distance="smooth_chamfer").distance(padded[:4], padded[4:])
-    value = create_loss("unified").from_similarities(similarities, mask, ~mask)
+    value = create_loss("unified").from_similarities(similarities, positives, ~known)
     encoder.zero_grad()
     value.backward()
     return [value.detach(), *(part.grad.clone() for part in encoder.parameters() if part.grad is not None)]
@@ -106,8 +106,9 @@ def test_losses_of_sets(kind, clip_folder):
     encoder = make_encoder(clip_folder).eval()
     columns = make_columns(encoder)
     texts = [*CAPTIONS, *SECOND, *CAPTIONS[::-1]]
-    mask = torch.tensor([[text in pair for text in texts] for pair in zip(CAPTIONS, SECOND, strict=True)])
-    right = expected_gradients(encoder, columns, mask)
+    known = torch.tensor([[text in pair for text in texts] for pair in zip(CAPTIONS, SECOND, strict=True)])
+    positives = torch.cat([torch.eye(4), torch.eye(4), torch.zeros(4, 4)], dim=1).bool()
+    right = expected_gradients(encoder, columns, positives, known)
     options = {"mini_batch_size": 3} if kind.startswith("Cached") else {}
     value = getattr(ours, kind)(encoder, "unified", 2, **options)(columns)
     encoder.zero_grad()

@@ -1,0 +1,239 @@
+"""Any pytorch-metric-learning loss on two modalities, in both directions."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
+from torch import Tensor, nn
+
+from vl_plugins.distances import SetDistance, captions_come_first, check_widths
+from vl_plugins.distributed import DistributedLoss, gathers
+from vl_plugins.losses.batch import Batch, ContentIds, joined_sets
+from vl_plugins.losses.warmup import Warmup
+from vl_plugins.numerics import as_labels, check_tensors, full_precision
+
+__all__ = ["CrossModalLoss", "known_positives"]
+
+
+class CrossModalLoss(nn.Module):
+    """Image to text plus text to image, by any loss; :class:`~vl_plugins.distributed.DistributedLoss` may wrap it.
+
+    A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
+    is called once. Other losses, and all losses with a miner, are called for each direction; both calls together are
+    one step of a warm-up. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
+    ``smooth_chamfer``, is added once for both directions.
+
+    Args:
+        loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
+        miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
+        one_set: compare images and texts as one set, for losses without ``ref_emb``.
+
+    Raises:
+        ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
+            image's own caption; or it is given with a warm-up of losses with a ``regularization``.
+    """
+
+    def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
+        super().__init__()
+        if not isinstance(loss, nn.Module):
+            raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
+        by_direction = miner is not None or hasattr(loss, "regularization")
+        if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
+            raise ValueError(
+                f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
+                "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"
+            )
+        if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
+            raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
+        has_sets = isinstance(loss, Warmup) and any(hasattr(step, "regularization") for step in (loss.first, loss.then))
+        if has_sets and miner is not None:  # which would add the regularization in each direction
+            raise ValueError(
+                "with a miner, the warm-up belongs to the base of SmoothChamferLoss: "
+                "base={'name': 'triplet_hn', 'warmup_steps': 1000}"
+            )
+        self.loss: Any = loss
+        self.miner, self.one_set = miner, one_set
+        self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the loss of the next call adds text to image."""
+        return getattr(self.pair_loss, "symmetric", True)
+
+    @property
+    def distance(self) -> Any:
+        """That of the loss, by which embeddings are compared; None for a loss without one."""
+        return getattr(self.pair_loss, "distance", None)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Any = None,
+        indices_tuple: None = None,
+        ref_emb: Any = None,
+        ref_labels: Any = None,
+        *,
+        slots: Tensor | None = None,
+        ref_slots: Tensor | None = None,
+        ref_ids: Tensor | None = None,
+        matching_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            embeddings, ref_emb: images (B, D) and texts (C, D), or sets (B, K, D) and (C, K, D) where the loss's
+                distance compares those.
+            labels, ref_labels: (B,) and (C,); a text belongs to the images of its label. A loss of this package
+                without a miner may do without them, see :class:`~vl_plugins.losses.PairLoss`.
+            indices_tuple: None, because the miner chooses the pairs.
+            slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
+            ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. Of
+                what a miner chose, and for losses of pytorch-metric-learning, known positives are left out here.
+            options: others of the loss's call, such as ``scale``.
+
+        Raises:
+            ValueError: no labels where they are needed.
+        """
+        self._check_call(indices_tuple, ref_ids, matching_ids)
+        check_tensors(embeddings=embeddings, ref_emb=ref_emb)
+        check_widths(self.distance, embeddings, ref_emb)
+        embeddings, ref_emb = full_precision(embeddings, ref_emb)
+        labels, ref_labels = self._checked_labels(embeddings, labels, ref_emb, ref_labels)
+        images, texts = (embeddings, labels), (ref_emb, ref_labels)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            if self.one_set:
+                if slots is not None and ref_slots is not None and hasattr(self.loss, "regularization"):
+                    options["slots"] = joined_sets([slots, ref_slots])
+                return self._loss_of_one_set(images, texts, options)
+            if self.miner is None and hasattr(self.pair_loss, "symmetric"):
+                ids = {"ref_ids": ref_ids, "matching_ids": matching_ids} if ref_ids is not None else {}
+                if isinstance(self.pair_loss, Warmup) and hasattr(self.pair_loss.loss, "regularization"):
+                    options |= {"slots": slots, "ref_slots": ref_slots}
+                value = self.pair_loss(*images, None, *texts, **ids, **options)
+            else:
+                is_known = None
+                if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
+                    is_known = known_positives(labels, ref_labels, ref_ids, matching_ids)
+                value = self._loss_by_direction(images, texts, is_known, options)
+            if self.pair_loss is not self.loss:
+                value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
+            return value
+
+    def _check_call(self, indices_tuple: Any, ref_ids: Any, matching_ids: Any) -> None:
+        if indices_tuple is not None:
+            raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
+        if ref_ids is None and matching_ids is not None:
+            raise ValueError("matching_ids need ref_ids, the ids of the texts")
+        if self.one_set and ref_ids is not None:
+            raise ValueError("ref_ids cannot be given with one_set=True")
+
+    def _checked_labels(self, images: Tensor, labels: Any, texts: Tensor, text_labels: Any) -> tuple[Any, Any]:
+        """Return the labels of both sides as tensors, where the call needs them."""
+        needs = ""
+        if self.miner is not None:
+            needs = "a miner"
+        elif self.one_set:
+            needs = "one_set=True"
+        elif not hasattr(self.pair_loss, "symmetric"):
+            needs = type(self.pair_loss).__name__
+        if not needs:
+            return labels, text_labels
+        if labels is None or text_labels is None:
+            raise ValueError(f"{needs} needs labels and ref_labels")
+        # A copy: for pytorch-metric-learning, one object with both names means one set.
+        return as_labels("labels", labels, images), as_labels("ref_labels", text_labels, texts).clone()
+
+    def _loss_of_one_set(self, images: tuple[Any, Any], texts: tuple[Any, Any], options: dict[str, Any]) -> Any:
+        embeddings, labels = joined_sets([images[0], texts[0]]), torch.cat([images[1], texts[1]])
+        pairs = None
+        if self.miner is not None:
+            pairs = self.miner(embeddings, labels)
+        return self.loss(embeddings, labels, pairs, **options)
+
+    def _loss_by_direction(
+        self, images: tuple[Any, Any], texts: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
+    ) -> Any:
+        """Return the loss of image to text, plus that of text to image.
+
+        Args:
+            images, texts: embeddings and labels.
+            is_known: (B, C), which texts are known positives of which images; None for none.
+            options: of the loss's call.
+        """
+        steps = {module: module.step for module in self.modules() if isinstance(module, Warmup)}
+        is_symmetric = options.pop("symmetric", None)
+        if is_symmetric is None:
+            is_symmetric = self.symmetric  # of this call: a warm-up may end with the first direction
+        if is_symmetric:
+            _check_directions(options)
+        if isinstance(self.distance, SetDistance) and images[0].shape[1] != texts[0].shape[1]:
+            # Packed sets of unequal sizes, of which set_size is that of the images.
+            unpacked = self.distance.unpack(images[0], texts[0])
+            images, texts = (unpacked[0], images[1]), (unpacked[1], texts[1])
+        value = self._loss_of_anchors(images, texts, is_known, options)
+        if is_symmetric and not isinstance(value, Tensor):
+            raise ValueError("DoNothingReducer gives no number that could be added up: symmetric=False")
+        if is_symmetric:
+            for module, step in steps.items():
+                module.step = step  # both directions are one step
+            if is_known is not None:
+                is_known = is_known.T
+            with captions_come_first(self):
+                value = value + self._loss_of_anchors(texts, images, is_known, options)
+        return value
+
+    def _loss_of_anchors(
+        self, anchors: tuple[Any, Any], candidates: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
+    ) -> Any:
+        """Return the loss of anchors with their labels, by the miner's pairs without known positives."""
+        pairs = None
+        if self.miner is not None:
+            pairs = self.miner(*anchors, *candidates)
+        if is_known is not None:
+            pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
+        return self.pair_loss(*anchors, pairs, *candidates, **options)
+
+
+def _check_directions(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for what belongs to the texts, which are the anchors of the second direction."""
+    for name, value in options.items():
+        if math.prod(np.shape(value)) > 1:
+            raise ValueError(
+                f"{name} cannot be given with a miner or a loss of pytorch-metric-learning, which is called for each "
+                "direction"
+            )
+
+
+def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:
+    """Return which texts share an id with a text of an image, (B, C) bool, see ``ref_ids`` of ``PairLoss.forward``."""
+    images, texts = labels[:, None].float(), text_labels[:, None].float()  # only their labels and ids count
+    batch = Batch.of(
+        images,
+        labels,
+        texts,
+        text_labels,
+        distance=None,
+        both=False,
+        is_mined=False,
+        ids=ContentIds(ref_ids, matching_ids),
+    )
+    return batch.known_positives()
+
+
+def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
+    is_positive = labels[:, None] == ref_labels
+    return *is_positive.nonzero(as_tuple=True), *(~is_positive).nonzero(as_tuple=True)
+
+
+def _without_known(indices: tuple[Tensor, ...], is_known: Tensor) -> tuple[Tensor, ...]:
+    """Return pairs or triplets without the negatives that are known positives."""
+    if len(indices) == 3:
+        anchors, positives, negatives = indices
+        is_negative = ~is_known[anchors, negatives]
+        return anchors[is_negative], positives[is_negative], negatives[is_negative]
+    anchors, positives, negative_anchors, negatives = indices
+    is_negative = ~is_known[negative_anchors, negatives]
+    return anchors, positives, negative_anchors[is_negative], negatives[is_negative]
