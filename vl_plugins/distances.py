@@ -1,4 +1,4 @@
-"""Similarities of sets of embeddings, and that of order embeddings, as pytorch-metric-learning distances."""
+"""Similarities of sets of embeddings and of order embeddings, as pytorch-metric-learning distances."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,10 +40,10 @@ class OrderSimilarity(BaseDistance):
 
     .. math:: s(i, c) = - \lVert \max(0, |c| - |i|) \rVert^2
 
-    with unit vectors i and c. A caption may leave out what an image shows, so the two sides are not alike: the first
-    argument of a call is the images, and :class:`~vl_plugins.losses.CrossModalLoss` takes care of it where captions are
-    the anchors. A miner needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``, and a queue of
-    images, whose anchors are captions, ``captions_first=True``. The margin belongs to this scale: the papers use 0.05.
+    with unit vectors i and c. A caption may leave out what an image shows, so the order matters: images are the first
+    argument. :class:`~vl_plugins.losses.CrossModalLoss` takes care of this where captions are the anchors. A miner
+    needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``. A queue of images, whose anchors are
+    captions, needs ``captions_first=True``. The margin is on the scale of this similarity: the papers use 0.05.
 
     Args:
         absolute: compare the absolute values of the elements, because order embeddings are not negative.
@@ -115,12 +115,12 @@ VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, OrderSim
 
 
 def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str = "ref_emb") -> None:
-    """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors that are of unequal widths.
+    """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors of unequal widths.
 
-    A :class:`SetDistance` checks its sets itself, and nothing is known of any other distance.
+    A :class:`SetDistance` checks its own sets. Nothing is known about other distances.
 
     Args:
-        name: of the second argument, for the message.
+        name: the name of the second argument, for the message.
     """
     if not isinstance(distance, VECTOR_DISTANCES):
         return
@@ -170,8 +170,8 @@ class SetDistance(BaseDistance):
         """Return the similarities of a sets to C sets, (a, C).
 
         Args:
-            cosines: (a, K1, K2, C), because reductions over a short last dimension are slow; of padding about -1e24.
-            weights, ref_weights: (a, K1, 1) and (K2, C), of each element 1 / size of its set, and 0 for padding.
+            cosines: (a, K1, K2, C), because reductions over a short last dimension are slow; about -1e24 for padding.
+            weights, ref_weights: (a, K1, 1) and (K2, C), 1 / size of its set for each element, and 0 for padding.
         """
         raise NotImplementedError
 

@@ -1,16 +1,16 @@
-"""Losses of a batch that W processes share, each with its own rows.
+"""Losses of a batch that is split over W processes, each with its own rows.
 
-Each direction of a pair is computed once, by the process of its anchor: image to text where the image is, text to image
-where the caption is. The candidates are the rows of all processes, which are gathered.
+Each direction of a pair is computed once, in the process that has the anchor: image to text where the image is, text to
+image where the caption is. The candidates are the gathered rows of all processes.
 
-- Value: process r returns W S_r / N, with S_r the sum over its own anchors and N the number of positive pairs of all.
-  The mean over the processes is the loss of the joined batch.
-- Gradient: that of an anchor arises where it lives. That of a candidate arises in each process that compares it; the
-  backward pass of the gather sums these and returns them to the process that has the row. So each process has W times
-  the gradient of the joined batch, and the mean over the processes, which DistributedDataParallel takes, is right.
+- Value: process r returns W S_r / N, where S_r is the sum over its own anchors, and N the number of positive pairs in
+  all processes. The mean over the processes is the loss of the joined batch.
+- Gradient: an anchor gets its gradient in its own process. A candidate gets gradients in each process that compares it;
+  the backward pass of the gather sums them and returns them to the process that has the row. So each process has W
+  times the gradient of the joined batch, and DistributedDataParallel's mean over the processes is correct.
 
-A process that cannot compute its share from its own rows, as with most reducers or a loss of pytorch-metric-learning,
-computes the loss of the joined batch. Then the gather sums W equal gradients, and the mean is right again.
+If a process cannot compute its share from its own rows, as with most reducers and losses of pytorch-metric-learning, it
+computes the loss of the joined batch. The gather then sums W equal gradients, and the mean is again correct.
 """
 
 import time
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 SECONDS_FOR_THREADS = 0.2
-ABSENT = -1  # in place of a number of rows
-MESSAGE = 256  # words that a process says about its call, more than any call needs
+ABSENT = -1  # the number of rows of a tensor that is not given
+MESSAGE = 256  # integers that each process sends about its call, more than any call needs
 
 
 def world_size(group: Any = None) -> int:
@@ -52,7 +52,7 @@ def world_size(group: Any = None) -> int:
 
 
 def _process_group() -> Any:
-    """Return the class of process groups; that of nothing where torch was built without them."""
+    """Return the class of process groups, or an empty tuple if torch was built without them."""
     return getattr(distributed, "ProcessGroup", ())
 
 
@@ -124,17 +124,17 @@ class Processes:
         settings: tuple[str, ...] = (),
         uses_all: bool = False,
     ) -> GatheredRows:
-        """Return the rows of all processes, in the order of their ranks; each may have another number of them.
+        """Return the rows of all processes in rank order; the number of rows may differ between processes.
 
-        The host waits once for the numbers of rows. Gradients of all processes are summed and sent back to where the
-        rows come from, so all processes have to run the backward pass together.
+        Synchronizes the GPU once, to read the numbers of rows. The gradients of all processes are summed and sent back
+        to the process that has the row, so all processes must run the backward pass together.
 
         Args:
-            tensors: (n, ...) by name, the same names in all processes; integers (n, M) may have another M in each.
+            tensors: (n, ...) by name, the same names in all processes; integers (n, M) may differ in M.
             learned: 0-D tensors by name that must be equal in all processes.
             settings: words that must be equal too.
-            uses_all: each process compares all with all, so what one of them does not use, none does. That has no
-                gradients then, which DistributedDataParallel finds; otherwise it has gradients of 0.
+            uses_all: each process compares all rows with all, so a tensor that one process does not use, none uses. It
+                then has no gradient, which DistributedDataParallel detects; otherwise it has a gradient of 0.
 
         Raises:
             ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, tensors of
@@ -168,10 +168,10 @@ class Processes:
     def _exchange(
         self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor], settings: tuple[str, ...]
     ) -> tuple[dict[str, list[Description]], list[dict[str, int]]]:
-        """Return what every process says about each tensor, and its learned numbers; the host waits once.
+        """Return each process's descriptions of its tensors, and its learned numbers; synchronizes the GPU once.
 
         Raises:
-            ValueError: in all processes, if they have other names.
+            ValueError: in all processes, if their names differ.
         """
         names = ", ".join([*tensors, *learned, *settings])
         words = [crc32(names.encode())]
@@ -234,10 +234,10 @@ class Processes:
 
 
 def _are_places(labels: Tensor) -> bool:
-    """Return whether labels are 0 to n - 1, once or several times in the same order; the host waits.
+    """Return whether labels are 0 to n - 1, once or repeated in the same order; synchronizes the GPU.
 
-    Labels look like this where each process numbers its own rows, also for two views of each: 0 1 2 0 1 2. Class
-    labels are in another order, or some classes occur more often.
+    Labels look like this if each process numbers its own rows, also with two views of each row: 0 1 2 0 1 2. Class
+    labels come in a different order, or some classes occur more often.
     """
     if len(labels) == 0:
         return True
@@ -283,7 +283,7 @@ class _Gather(torch.autograd.Function):
 
 
 def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ...]:
-    """Return the rows of all processes, see :meth:`Processes.gather_rows`; each may have another number of them.
+    """Return the rows of all processes, see :meth:`Processes.gather_rows`; the number of rows may differ.
 
     Args:
         tensors: (n, ...), of this process; None stays None.
@@ -297,12 +297,12 @@ def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ..
 
 
 class DistributedLoss(nn.Module):
-    """Any loss, computed of the joined batch of all processes in each of them.
+    """Wraps any loss: every process computes it on the joined batch of all processes.
 
-    For losses of pytorch-metric-learning, and for miners. Losses of this package have ``gather_across_devices``
-    instead; then each process compares only its own rows, if it can. After DistributedDataParallel has averaged
-    the gradients, they are those of one process with the whole batch. Each process may have another number of rows.
-    With one process it is the loss itself.
+    Use it for losses of pytorch-metric-learning, and for miners. Losses of this package have ``gather_across_devices``
+    instead, with which each process compares only its own rows if it can. After DistributedDataParallel has averaged
+    the gradients, they equal those of one process with the whole batch. The number of rows may differ between
+    processes. With one process, it is the loss itself.
 
     Args:
         loss: a loss of this package or of pytorch-metric-learning.
@@ -338,17 +338,18 @@ class DistributedLoss(nn.Module):
         Args:
             embeddings, ref_emb: (B, D) and (k B, D) of this process; or one set, with labels. ``ref_emb`` may be the
                 third argument and ``ref_labels`` the fourth.
-            labels, ref_labels: ids in the whole job, equal for what belongs together: tensors, numpy arrays or lists of
-                integers. Without ``ref_labels``, rows k i to k i + k - 1 of ``ref_emb`` belong to row i of the
-                embeddings; without labels too, to no other.
-            indices_tuple: None, as pytorch-metric-learning's losses have it here: the pairs would be of one process.
-            miner: of pytorch-metric-learning, called on the joined batch.
-            options: others of the loss's call, such as ``scale``. Those with rows, such as ``slots``, are gathered too.
+            labels, ref_labels: ids across all processes, equal for what belongs together: tensors, numpy arrays or
+                lists of integers. Without ``ref_labels``, rows k i to k i + k - 1 of ``ref_emb`` belong to row i of the
+                embeddings; without ``labels`` too, they belong to no other row.
+            indices_tuple: must be None: its pairs would be from one process. It is the third argument, as in the losses
+                of pytorch-metric-learning.
+            miner: a miner of pytorch-metric-learning, called on the joined batch.
+            options: further arguments of the loss, such as ``scale``. Those with rows, such as ``slots``, are gathered.
 
         Raises:
-            ValueError: embeddings of unequal widths; texts that are no multiple of the images; labels that are NaN, of
-                another type or length, or 0 to B - 1 in each of several processes, which would make unrelated rows
-                positives.
+            ValueError: embeddings of unequal widths; a number of texts that is not a multiple of the number of images;
+                labels that are NaN, of the wrong type or length, or 0 to B - 1 in each of several processes, which
+                would make unrelated rows positives.
         """
         if isinstance(indices_tuple, Tensor):  # the order until 0.3: ref_emb, ref_labels, miner
             if isinstance(ref_labels, nn.Module) and miner is None:
@@ -431,8 +432,8 @@ def joined_call(
 def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a call that have a row for each item; None where the call gives none.
 
-    A scale or a bias may be a tensor (1,), which has none. Any other tensor is taken to have rows, even of length 1,
-    because a process may have only one row.
+    A scale or a bias may be a tensor (1,), which has no rows. Any other tensor is assumed to have rows, even with
+    length 1, because a process may have only one row.
     """
     rows = {}
     for name, value in options.items():
@@ -464,7 +465,7 @@ def pair_labels(
 
 
 def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:
-    """Raise ``ValueError`` if places do not say which rows of ``ref_emb`` belong to a row of the embeddings."""
+    """Raise ``ValueError`` if the rows of ``ref_emb`` cannot be assigned to the embeddings by position."""
     if len(ref_emb) != len(ref_emb) // max(1, len(embeddings)) * len(embeddings):
         raise ValueError(
             "without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: "
@@ -473,7 +474,7 @@ def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:
 
 
 def first_label(rank: int) -> int:
-    """Return the label of a process's first row where labels follow from places: of a range that no other uses."""
+    """Return the label of a process's first row, if labels follow from positions; each process has its own range."""
     return rank * 2**32
 
 

@@ -1,22 +1,22 @@
-r"""What a loss must know of the negatives of each anchor: their maximum, or a soft maximum, in both directions.
+r"""What a loss needs from each anchor's negatives: their maximum or soft maximum, in both directions.
 
-Let :math:`S = X Y^\top` be the similarities of A rows and C columns, of unit vectors for the cosine, and let E be the
-pairs that are no negatives: the positive ones, and others that a caller excludes. Most losses of this package need the
-similarities of the positive pairs and, for each row i and for each column j, one number of the negatives:
+Let :math:`S = X Y^\top` be the similarities of A rows and C columns, of unit vectors for the cosine. Let E be the
+pairs that are not negatives: the positive pairs, and others that the caller excludes. Most losses of this package need
+the similarities of the positive pairs and, for each row i and each column j, one number that summarizes the negatives:
 
 .. math::
     \text{maximum:} \quad \max_{j : (i, j) \notin E} S_{ij}
     \qquad \text{soft maximum:} \quad L_i = \frac{1}{\gamma} \log \sum_{j : (i, j) \notin E} e^{\gamma S_{ij}}
 
-A gradient :math:`g` of these numbers becomes one of S, which has an entry for each pair:
+A gradient :math:`g` of these numbers becomes a gradient W of S, with an entry for each pair:
 
 .. math::
     W_{ij} = g^\text{row}_i e^{\gamma (S_{ij} - L_i)} + g^\text{column}_j e^{\gamma (S_{ij} - L_j)}
     \quad \text{for negatives}, \qquad W_{ij} = g^\text{pair}_{ij} \quad \text{for positives}
 
-and one of the vectors, :math:`\partial X = W Y` and :math:`\partial Y = W^\top X`. The maximum has the same with one
-entry for each row and each column. S is computed by blocks of rows. For the gradient of a soft maximum, the matrix is
-kept, or computed again in tiles.
+and then gradients of the vectors, :math:`\partial X = W Y` and :math:`\partial Y = W^\top X`. For the maximum, W has
+one entry for the negatives of each row and of each column. S is computed in blocks of rows. For the gradient of a soft
+maximum, the matrix is kept, or recomputed in tiles.
 """
 
 import functools
@@ -50,8 +50,8 @@ __all__ = [
 # Similarities of a block: on the CPU they should stay in the cache; elsewhere fewer, larger steps are faster.
 CPU_BLOCK = 2**20
 DEVICE_BLOCK = 2**24
-FEW = 2**16  # pairs that are compared at once
-MANY = 2**22  # pairs that are listed; of more, masks are made block by block
+FEW = 2**16  # up to this many pairs are compared at once
+MANY = 2**22  # up to this many pairs are listed; beyond that, each block of rows gets a mask
 MATRIX_BYTES = 2**30  # a larger matrix is computed twice rather than kept
 LEAST_NORM = 1e-12  # as in torch's normalize; here a shorter vector has no gradient, and in a set it is padding
 
@@ -70,7 +70,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> "Pairs":
-        """Return the places where a matrix is True. The host waits for the device."""
+        """Return the positions where a matrix is True. Synchronizes the GPU."""
         rows, columns = mask.nonzero(as_tuple=True)
         return cls(rows, columns)
 
@@ -81,17 +81,17 @@ class Pairs(NamedTuple):
         return mask
 
     def transposed(self) -> tuple["Pairs", Tensor]:
-        """Return the pairs of the transposed matrix, sorted again, and which of these pairs each of them is."""
+        """Return the pairs of the transposed matrix, sorted by row, and the index of each in the original pairs."""
         order = self.columns.argsort(stable=True)
         return Pairs(self.columns[order], self.rows[order]), order
 
     def of_blocks(self, starts: list[int]) -> Iterator["Pairs"]:
-        """Yield the pairs of each block of rows, with rows counted from its start.
+        """Yield the pairs of each block of rows, with rows counted from the start of the block.
 
-        The host waits for the device, unless there is one block or ``per_row`` is known.
+        Synchronizes the GPU, unless there is only one block or ``per_row`` is known.
 
         Args:
-            starts: first rows of the blocks, and the number of all rows.
+            starts: the first row of each block, then the total number of rows.
         """
         if len(starts) == 2:
             yield self
@@ -106,7 +106,7 @@ class Pairs(NamedTuple):
 
 
 def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
-    """Return all pairs of equal labels, sorted by row, then by column. The host waits for the device.
+    """Return all pairs of equal labels, sorted by row, then by column. Synchronizes the GPU.
 
     Args:
         labels, ref_labels: (A,) and (C,), on one device.
@@ -119,11 +119,11 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
 
 
 class _Join(NamedTuple):
-    """Equal numbers on two sides, without a matrix of comparisons: for each row a range of the sorted other side."""
+    """Matches equal numbers of two sides without comparing all pairs: each row has a range of the sorted other side."""
 
-    order: Tensor  # (C,), that sorts the other side
+    order: Tensor  # (C,), sorts the other side
     first: Tensor  # (A,), where the range of a row begins
-    counts: Tensor  # (A,), and how long it is
+    counts: Tensor  # (A,), how long the range is
 
     @classmethod
     def of(cls, numbers: Tensor, others: Tensor) -> "_Join":
@@ -148,12 +148,12 @@ class Ids(NamedTuple):
 
 @dataclass(eq=False)
 class Excluded:
-    """Pairs that are no negatives, although they are not positive either, in one of two forms.
+    """Pairs that are neither positive nor negative, in one of two forms.
 
     Attributes:
-        listed: the pairs themselves; or None, if there are so many that a mask is made of each block of rows.
-        many, one: for masks: the ids of the items of one side, which may have several, and the id of each item of the
-            other side, both from 0 to ``number_of_ids`` - 1. A pair that shares an id is excluded.
+        listed: the pairs themselves; None if there are too many, and each block of rows gets a mask instead.
+        many, one: for masks: the ids of the items on one side, which may have several each, and the single id of each
+            item on the other side, both from 0 to ``number_of_ids`` - 1. A pair that shares an id is excluded.
         rows_have_one: whether ``one`` belongs to the rows.
         are_copies: whether they are pairs of an item and its own copy.
     """
@@ -173,12 +173,12 @@ class Excluded:
 
     @classmethod
     def by_ids(cls, many: Ids, one: Tensor, rows_have_one: bool) -> "Excluded":
-        """Exclude the pairs that share an id. The host waits for the device.
+        """Exclude the pairs that share an id. Synchronizes the GPU.
 
         Args:
-            many: of the items of one side. Negative numbers are no ids.
-            one: (N,), the id of each item of the other side.
-            rows_have_one: whether the latter are the rows.
+            many: the ids of the items on one side. Negative numbers are not ids.
+            one: (N,), the id of each item on the other side.
+            rows_have_one: whether ``one`` belongs to the rows.
         """
         if len(many.ids) * len(one) <= FEW:
             entries, entries_of_one = ((many.ids[:, None] == one) & (one >= 0)).nonzero(as_tuple=True)
@@ -220,7 +220,7 @@ class Excluded:
         # Items of one id stand for each other: the mask is made for one of them, and copied to the others.
         representative = self.one.new_full((self.number_of_ids,), len(self.one))
         representative[self.one] = torch.arange(len(self.one), device=self.one.device)
-        of_entries = representative[self.many.ids]  # that of no item is one more, whose mask is not read
+        of_entries = representative[self.many.ids]  # an id without an item points past the end, to an unread mask
         extra = 1, 0
         places = of_entries, self.many.items
         if not self.rows_have_one:
@@ -304,16 +304,16 @@ def _sizes(x: Tensor, positives: Pairs, anchor_columns: int) -> list[int]:
 def maxima(
     x: Tensor, y: Tensor, positives: Pairs, excluded: list[Excluded], *, normalize: bool, anchor_columns: int
 ) -> Maxima:
-    """Return the similarities of positive pairs, and the maxima of those of the negatives.
+    """Return the similarities of the positive pairs, and the maximum similarity of each anchor's negatives.
 
-    No matrix is kept. Of equal maxima, one has the gradient. The result can be differentiated once.
+    No matrix is kept. Among equal maxima, only one gets the gradient. The result can be differentiated only once.
 
     Args:
-        x, y: (A, D) and (C, D), of one type, float32 or float64.
-        positives: which are no negatives.
-        excluded: further pairs that are no negatives.
+        x, y: (A, D) and (C, D), of the same type, float32 or float64.
+        positives: the positive pairs, which are not negatives.
+        excluded: further pairs that are not negatives.
         normalize: compare by cosine; otherwise by dot product.
-        anchor_columns: the first so many columns are anchors too, 0 for none.
+        anchor_columns: how many of the first columns are anchors too; 0 for none.
     """
     of_positives, of_rows, row_places = [], [], []
     columns = _ColumnMaxima()
@@ -350,7 +350,7 @@ def soft_maxima(
     tiled: bool,
     anchor_columns: int,
 ) -> Maxima:
-    """Return the similarities of positive pairs, and the soft maxima of those of the negatives.
+    """Return the similarities of the positive pairs, and the soft maximum of each anchor's negatives.
 
     Args:
         x, y, positives, excluded, normalize, anchor_columns: see :func:`maxima`.
@@ -431,9 +431,9 @@ class _ColumnMaxima:
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward pass of a function that can be differentiated once, in full precision.
+    """Wrap a backward pass: it runs in full precision, and raises an error if it would be differentiated again.
 
-    Without the latter, a backward pass that the caller runs under autocast would multiply in half precision.
+    Otherwise, a backward pass that the caller runs under autocast would multiply in half precision.
     """
 
     @functools.wraps(backward)
@@ -514,7 +514,7 @@ def _exponents(vectors: _Vectors, rows: slice, scale: float | Tensor) -> Tensor:
 
 
 def _soft_weights(exponents: Tensor, rows: slice, sums: Maxima, grads: Maxima) -> Tensor:
-    """Return the gradient of a block of similarities that is not yet that of the positives; changes ``exponents``."""
+    """Return the gradient of a block of similarities, still without the positives; changes ``exponents``."""
     weights = (exponents - sums.of_rows[rows, None]).exp_().mul_(grads.of_rows[rows, None])
     if sums.of_columns is not None and grads.of_columns is not None:
         anchors = slice(0, sums.of_columns.shape[0])
@@ -526,8 +526,8 @@ def _soft_weights(exponents: Tensor, rows: slice, sums: Maxima, grads: Maxima) -
 class _SoftGradient:
     """The gradients of vectors and scale, added up over blocks of the gradient W of their similarities.
 
-    With unit vectors u = x / |x| and v = y / |y|, the gradient of u is W v, and that of x is its part across u, divided
-    by the length of x. Only what is needed is computed.
+    With unit vectors u = x / |x| and v = y / |y|, the gradient of u is W v. The gradient of x is the part of it
+    orthogonal to u, divided by the length of x. Only what is needed is computed.
 
     Attributes:
         x: (A, D), or None.
@@ -573,7 +573,7 @@ class _SoftGradient:
 
 
 class _PairSimilarities(torch.autograd.Function):
-    """Known similarities of M pairs, with a gradient that takes no copy of the vectors of each pair."""
+    """Known similarities of M pairs, whose gradient does not copy the vectors of each pair."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

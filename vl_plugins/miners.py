@@ -18,10 +18,10 @@ __all__ = ["HardestNegativeMiner"]
 class HardestNegativeMiner(BaseMiner):
     """Pairs every positive pair with the k hardest negatives of its anchor, the mining of VSE++.
 
-    ``BatchHardMiner`` keeps one positive of each anchor; here all captions of an image count. Called as
-    ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors; in one set,
-    ``miner(embeddings, labels)``, an item is not its own positive. An anchor with fewer than k negatives gives all.
-    Ties are broken arbitrarily.
+    ``BatchHardMiner`` keeps one positive per anchor; here all captions of an image count. In a call
+    ``miner(image_embeddings, labels, text_embeddings, text_labels)``, images are the anchors. In one set,
+    ``miner(embeddings, labels)``, an item is not its own positive. If an anchor has fewer than k negatives, all are
+    used. Ties are broken arbitrarily.
 
     Args:
         k: number of negatives for each positive pair, >= 1.

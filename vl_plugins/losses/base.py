@@ -40,7 +40,7 @@ HOOKS = {"of_negatives": 2, "of_pairs": 2, "matrix_losses": 3, "triplet_losses":
 class PairLoss(BaseMetricLossFunction):
     """A loss of each positive pair, given its similarity and a summary of its anchor's negatives.
 
-    A subclass says what :attr:`of_negatives` is, and gives a formula::
+    A subclass sets :attr:`of_negatives` and defines a formula::
 
         class SquaredHinge(ScaledLoss):
             of_negatives = soft_maximum
@@ -52,9 +52,9 @@ class PairLoss(BaseMetricLossFunction):
             def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
                 return (self.margin + negative - positive).relu() ** 2
 
-    The base class handles the rest: several positives, one set or two, labels or positions or a miner's choice, known
+    The base class handles the rest: several positives, one set or two, labels, positions or a miner's choice, known
     positives, any distance and reducer, large batches in tiles, several processes (:mod:`vl_plugins.distributed`).
-    Where one number cannot summarize the negatives, a loss overrides :meth:`matrix_losses` instead. It is called as
+    If one number cannot summarize the negatives, a loss overrides :meth:`matrix_losses` instead. Call a loss as
 
     - ``loss(image_embeddings, ref_emb=text_embeddings)``: positive by position. With k texts per image, rows k * i to
       k * i + k - 1 of the texts belong to image i.
@@ -63,9 +63,9 @@ class PairLoss(BaseMetricLossFunction):
     - ``loss(embeddings, labels)``: one set, where an item is not its own positive. Every item is already an anchor, so
       no second direction is added.
     - ``loss(embeddings, labels, indices_tuple)``, with or without ``ref_emb``: a miner's pairs or triplets instead of
-      the labels' pairs, in the direction that it mined. A loss with :meth:`of_pairs` of the hardest negative takes
-      each triplet by its own negative; any other loss takes the triplets' pairs.
-    - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, of a model that compares pairs itself.
+      the pairs by labels, in the mined direction. A loss that defines :meth:`of_pairs` with the hardest negative
+      compares each triplet with its own negative; any other loss treats triplets as pairs.
+    - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, for a model that compares pairs itself.
 
     The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
     least, also under autocast. Nothing to compare gives 0, with a warning if labels are the reason. NaN or infinity in
@@ -76,11 +76,11 @@ class PairLoss(BaseMetricLossFunction):
         symmetric: add text to image where two sets are compared by labels or positions; otherwise image to text only.
         tiled: compute similarities in tiles, twice, instead of keeping one matrix. By default beyond 1 GiB of them.
         gather_across_devices: True, or a ``ProcessGroup``: each process calls the loss with its own rows, and compares
-            them with those of all. Each process returns its share; the mean over the processes, which
-            DistributedDataParallel takes of the gradients, is the loss of one process with all rows. Where its own rows
-            do not suffice, as with a different reducer, each process computes the loss over all rows.
-        known_positives: False ignores ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call, to compare with a
-            training without them.
+            them with the rows of all processes. Each process returns its share; the mean over the processes is the loss
+            of one process with all rows, and DistributedDataParallel takes the same mean of the gradients. If its own
+            rows are not enough, as with a different reducer, each process computes the loss over all rows.
+        known_positives: False ignores ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call, for a comparison
+            with training without them.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
             ``embedding_regularizer`` (given ``ref_emb`` too if it has an attribute ``takes_ref_emb``),
             ``embedding_reg_weight`` and ``collect_stats`` of pytorch-metric-learning. With the latter, each call by
@@ -92,10 +92,10 @@ class PairLoss(BaseMetricLossFunction):
     of_negatives: Any = hardest
     """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
 
-    It summarizes each anchor's negatives in one number, (A,), given similarities and a mask (A, C). The number of an
-    anchor depends on its own row only, because large batches come in blocks of rows. An anchor without negatives, whose
-    pairs have loss 0 anyway, comes with all candidates. The method receives the numbers that a call gives for all
-    pairs, not those for each caption. It belongs to the class, so two kinds of it are two classes."""
+    It summarizes each anchor's negatives in one number, (A,), given similarities and a mask (A, C). The number may
+    depend only on the anchor's own row, because large batches come in blocks of rows. For an anchor without negatives,
+    whose pairs have loss 0 anyway, the mask selects all candidates. The method receives the numbers that a call gives
+    for all pairs, not those for each caption. It belongs to the class, so two variants need two classes."""
 
     numbers: tuple[str, ...] = ()
     """Names of hyper-parameters that a call may give, such as ``("scale", "margin")``; the hooks receive them by name.
@@ -160,8 +160,8 @@ class PairLoss(BaseMetricLossFunction):
     ) -> Tensor:
         """Return the losses of the positive pairs, (M,), in the order of ``positive_mask.nonzero()``.
 
-        Rows are anchors. A loss that overrides this, and whose pairs depend on their own row only, says so by
-        ``by_row = True``: then it is computed in blocks of rows, and each process computes its own rows.
+        Rows are anchors. If the loss of a pair depends only on its own row, set ``by_row = True`` in the class that
+        overrides this: the loss may then come in blocks of rows, and each process computes its own rows.
 
         Args:
             similarities: (A, C), larger is closer; the transposed matrix for the other direction.
@@ -198,7 +198,7 @@ class PairLoss(BaseMetricLossFunction):
 
     @property
     def takes_triplets(self) -> bool:
-        """True if each given triplet counts by its own negative; otherwise triplets are taken for pairs."""
+        """True if each given triplet is compared with its own negative; otherwise triplets are treated as pairs."""
         has_formula = type(self).of_pairs is not PairLoss.of_pairs
         return has_formula and type(self).of_negatives is hardest
 
@@ -313,7 +313,7 @@ class PairLoss(BaseMetricLossFunction):
             if mask.shape != similarities.shape or mask.dtype != torch.bool:
                 shape, shape_of_mask = tuple(similarities.shape), tuple(mask.shape)
                 raise ValueError(f"{name} must be torch.bool {shape}, got {mask.dtype} {shape_of_mask}")
-        if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # elsewhere the host would wait
+        if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # would synchronize a GPU
             raise ValueError("a pair is in both positive_mask and negative_mask")
         scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS_OF_MATRIX)
         with torch.autocast(similarities.device.type, enabled=False):
@@ -331,7 +331,7 @@ class PairLoss(BaseMetricLossFunction):
             return reduced(self, losses, None, [similarities], scalars)
 
     def _is_mined(self, indices_tuple: Any, labels: Any) -> bool:
-        """Return whether a miner says what the pairs are; raise ``ValueError`` for what cannot say it."""
+        """Return whether a miner chose the pairs; raise ``ValueError`` for arguments that do not fit."""
         if labels is None and isinstance(self.reducer, ClassWeightedReducer):
             raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
         if indices_tuple is None:
@@ -427,7 +427,7 @@ class PairLoss(BaseMetricLossFunction):
     def _numbers_of_call(
         self, given: dict[str, Any], arguments: tuple[str, ...], confidence: Tensor | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the numbers of a call, its own or else the loss's: those of all pairs, and those of each caption."""
+        """Return the numbers of a call, with the loss's own as defaults: those for all pairs, and those per caption."""
         for name, value in given.items():
             if name not in self.numbers:
                 raise ValueError(_unknown_argument(self, name, value, arguments))

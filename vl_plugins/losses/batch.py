@@ -36,9 +36,9 @@ class Side:
 
     Attributes:
         embeddings: (N, D), or what the distance compares.
-        labels: (N,), or None where the places of both sides say what belongs together.
-        ids: (N,) of its contents, or (N, M) of contents that match it; None for none. Negative numbers are no ids.
-        numbers: (N,) by name, such as the ``confidence`` in the pairs of each.
+        labels: (N,), or None if positions say what belongs together.
+        ids: of each item's content, (N,), or of contents that match it, (N, M); or None. Negative numbers are not ids.
+        numbers: (N,) by name, such as the ``confidence`` of each item.
     """
 
     embeddings: Any
@@ -58,7 +58,7 @@ class ContentIds(NamedTuple):
     negative_ids: Any = None
 
     def check(self, has_negatives: bool) -> None:
-        """Raise ``ValueError`` for ids that belong to nothing, or that nothing is compared with."""
+        """Raise ``ValueError`` for ids without the embeddings or the other ids that they need."""
         if self.negative_ids is not None and not has_negatives:
             raise ValueError("negative_ids need negatives")
         if self.ref_ids is None and not (self.matching_ids is None and self.negative_ids is None):
@@ -190,12 +190,12 @@ class Batch:
         """Return the batch with the candidates of all processes.
 
         Args:
-            processes: that share the batch.
-            own_rows: compare only the rows and columns of this process, where there are two sides; one set has both
-                directions in one matrix.
-            numbers: names of those of captions that a call may give.
-            learned: numbers of the loss that are trained, which must be equal in all processes.
-            settings: of the call, in words, which must be equal too.
+            processes: the processes that share the batch.
+            own_rows: with two sides, compare only the rows and columns of this process; one set has both directions in
+                one matrix.
+            numbers: names of the numbers that a call may give for each caption.
+            learned: learned numbers of the loss, which must be equal in all processes.
+            settings: settings of the call, as strings, which must be equal too.
         """
         if processes.size == 1:
             return self
@@ -220,15 +220,15 @@ class Batch:
         )
 
     def _labelled_by_place(self, rank: int) -> "Batch":
-        """Return the batch with labels that say what the places say, other ones in each process."""
+        """Return the batch with labels made from positions, different ones in each process."""
         places = torch.arange(len(self.rows), device=self.rows.embeddings.device) + first_label(rank)
         of_columns = places.repeat_interleave(self.captions, output_size=len(self.columns))
         return replace(self, rows=replace(self.rows, labels=places), columns=replace(self.columns, labels=of_columns))
 
     def _tensors(self, numbers: tuple[str, ...]) -> dict[str, Tensor | None]:
-        """Return what has rows, by the name of the call's argument; None for what is not given.
+        """Return the tensors that have rows, by argument name; None for an argument that is not given.
 
-        The names are those of every process, so that what only some of them are given is found.
+        All processes have the same names, so that an argument given in only some of them is detected.
         """
         tensors = {"embeddings": self.rows.embeddings, "labels": self.rows.labels, "matching_ids": self.rows.ids}
         if not self.one_set:
@@ -366,8 +366,8 @@ class Batch:
     def known_positives(self, mined: Pairs | None = None) -> Tensor:
         """Return which pairs of rows and columns share an id, as a mask (A, C).
 
-        The positives, whose ids those of a row are, are those of the labels if both sides have them; otherwise those
-        that a miner chose, because it may have left out some.
+        A row has the ids of its positives. If both sides have labels, these define the positives, because a miner may
+        have left out some; otherwise the positives are those that the miner chose.
         """
         if self.rows.labels is not None and self.columns.labels is not None:
             positives = _pairs_by_label(self.rows, self.columns)
@@ -417,12 +417,12 @@ def joined_sets(sides: list[Tensor]) -> Tensor:
 
 
 def is_one_of_each(number: Any) -> bool:
-    """Return whether a number of a call is one of each caption or pair."""
+    """Return whether a call gives a number for each caption or pair, not one for all."""
     return isinstance(number, Tensor) and number.ndim > 0
 
 
 def as_number(value: Any) -> Any:
-    """Return a list or an array of numbers as a tensor, an array of one number as it, and anything else as it is."""
+    """Return a list or an array of numbers as a tensor, a 0-D array as a number, and anything else unchanged."""
     is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
     if is_array and value.ndim == 0:
         return value.item()
@@ -480,7 +480,7 @@ def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, ne
 
 
 def _check_negatives(negatives: Tensor, candidates: Tensor) -> None:
-    """Raise ``ValueError`` for negatives that do not stand below the other candidates, such as vectors below sets."""
+    """Raise ``ValueError`` for negatives that cannot be appended to the candidates, such as vectors to sets."""
     expected = "(N, K, D), as the candidates" if candidates.ndim == 3 else f"(N, {candidates.shape[-1]})"
     if negatives.ndim != candidates.ndim or negatives.shape[-1] != candidates.shape[-1]:
         advice = "; those of each row become those of all by negatives.flatten(0, 1)" if negatives.ndim == 3 else ""

@@ -21,9 +21,9 @@ class CrossModalLoss(nn.Module):
     """Image to text plus text to image, by any loss; :class:`~vl_plugins.distributed.DistributedLoss` may wrap it.
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
-    is called once. Other losses, and all losses with a miner, are called for each direction; both calls together are
-    one step of a warm-up. With ``symmetric`` False it is image to text only. The ``regularization`` of a loss, as of
-    ``smooth_chamfer``, is added once for both directions.
+    is called once. Other losses, and all losses with a miner, are called once per direction; the two calls count as one
+    step of a warm-up. With ``symmetric`` False, only image to text is computed. The ``regularization`` of a loss, such
+    as ``smooth_chamfer``, is added once for both directions.
 
     Args:
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
@@ -64,7 +64,7 @@ class CrossModalLoss(nn.Module):
 
     @property
     def distance(self) -> Any:
-        """That of the loss, by which embeddings are compared; None for a loss without one."""
+        """The loss's distance, which compares embeddings; None for a loss without one."""
         return getattr(self.pair_loss, "distance", None)
 
     def forward(
@@ -90,9 +90,9 @@ class CrossModalLoss(nn.Module):
                 without a miner may do without them, see :class:`~vl_plugins.losses.PairLoss`.
             indices_tuple: None, because the miner chooses the pairs.
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
-            ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. Of
-                what a miner chose, and for losses of pytorch-metric-learning, known positives are left out here.
-            options: others of the loss's call, such as ``scale``.
+            ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. With a
+                miner, and for losses of pytorch-metric-learning, this class removes known positives from the negatives.
+            options: further arguments of the loss, such as ``scale``.
 
         Raises:
             ValueError: no labels where they are needed.

@@ -1,6 +1,6 @@
-"""The ways to the losses of positive pairs: from vectors, from a matrix or blocks of it, and of a miner's choice.
+"""Ways to compute the losses of positive pairs: from vectors, from a matrix or its blocks, or from a miner's choice.
 
-All give the same numbers; :func:`losses_of_direction` chooses.
+All give the same values; :func:`losses_of_direction` chooses.
 """
 
 import inspect
@@ -154,7 +154,7 @@ def _losses_of_rows(
 def losses_of_hooks(
     loss: Any, similarities: Tensor, negative_mask: Tensor, positives: Pairs, numbers: Numbers
 ) -> Tensor:
-    """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without a wait for the device."""
+    """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without synchronizing the GPU."""
     scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
     _check_numbers_of_negatives(loss, numbers.keys() - scalars.keys())
     negative = numbers_of_negatives(loss, similarities, negative_mask, scalars)
@@ -172,8 +172,8 @@ def _check_numbers_of_negatives(loss: Any, names: set[str]) -> None:
 def numbers_of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
     """Return one number of each anchor's negatives, (A,); -inf for an anchor without any.
 
-    A formula of one's own is given such an anchor with all candidates instead: of no numbers it may be infinite, with a
-    gradient of NaN.
+    For such an anchor, a custom ``of_negatives`` gets all candidates instead: given none, it might return infinity,
+    with a gradient of NaN.
     """
     if type(loss).of_negatives in (hardest, soft_maximum):
         of_negatives: Tensor = loss.of_negatives(similarities, negative_mask, **numbers)

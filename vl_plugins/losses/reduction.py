@@ -1,9 +1,9 @@
-"""What pytorch-metric-learning's reducers make of the losses of pairs.
+"""Applies pytorch-metric-learning's reducers to the losses of pairs.
 
-Three things are ours at this border. Nothing to compare is a loss of 0, which gives embeddings and parameters gradients
-of 0 and not none, because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN,
-although a reducer may drop the pairs that have it, or no pair has it. And the mean over the pairs of one process
-becomes its share of the mean over the pairs of all.
+This module adds three things. With nothing to compare, the loss is 0, and embeddings and parameters get gradients of 0
+rather than none, because DistributedDataParallel waits for all of them. NaN in any embedding makes the loss NaN, even
+if a reducer drops the pairs that have it, or no pair has it. And the mean over the pairs of one process becomes its
+share of the mean over the pairs of all processes.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ class SigLIPLoss(ScaledLoss):
     no bias, and starts far from what this loss expects; there use :class:`~vl_plugins.losses.UnifiedLoss`.
 
     Args:
-        scale: gamma, > 0, that of the paper's first step.
+        scale: gamma, > 0; the default is the paper's initial value.
         bias: b. A call may give another one, such as ``model.logit_bias``.
         learn_bias: learn the bias, starting from ``bias``.
         symmetric: add the same with texts as anchors.

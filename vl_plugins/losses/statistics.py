@@ -1,6 +1,6 @@
 """What a loss records of each call with ``collect_stats=True``, for pytorch-metric-learning's record keeper.
 
-All are 0-D tensors on the device, of the anchors' direction, and are computed without gradients and without a wait:
+All are 0-D tensors on the device, for the anchors' direction, computed without gradients and without synchronizing:
 
 - ``mean_positive``: the mean similarity of the positive pairs.
 - ``mean_negative``: the mean of what they are compared with, the hardest negative or the soft maximum.

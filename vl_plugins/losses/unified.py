@@ -45,8 +45,8 @@ class UnifiedLoss(ScaledLoss):
             element. A call may give another one, or one for each caption, (C,).
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
             belongs to the call, ``loss(..., scale=model.logit_scale.exp())``, or to the loss, ``learn_scale=True``.
-        weights: w, two elementwise functions of similarities, for those of positives and of negatives. Here and in
-            ``relative`` numbers stand for the :class:`Polynomial` with these coefficients.
+        weights: w, two elementwise functions of similarities, one for positives and one for negatives. Here and in
+            ``relative``, a list of numbers means the :class:`Polynomial` with these coefficients.
         relative: G, an elementwise function of differences of similarities.
         kwargs: see :class:`~vl_plugins.losses.ScaledLoss`; for how to call it, see
             :class:`~vl_plugins.losses.PairLoss`.
@@ -163,7 +163,7 @@ def soft_margin(confidence: Any, margin: float = 0.2, base: float = 10.0) -> Ten
 
     Args:
         confidence: y, that a pair matches, [0, 1], which is not checked; a tensor of any shape, an array or a list.
-        margin: m, that of a pair which matches for certain.
+        margin: m, the margin of a pair that certainly matches.
         base: b > 1; with a larger base, the margin grows only at higher confidence.
 
     Returns:

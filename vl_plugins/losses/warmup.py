@@ -15,7 +15,7 @@ from vl_plugins.numerics import eager
 
 __all__ = ["Warmup"]
 
-# Attributes that are those of the loss after the warm-up, and those of the loss of the next call.
+# Attributes taken from the loss after the warm-up, and attributes taken from the loss of the next call.
 OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "processes", "scale"])
 OF_CALL = frozenset(["symmetric", "known_positives"])
 
@@ -125,7 +125,7 @@ class Warmup(BaseMetricLossFunction):
         self.first, self.then = gathering(self.first, group), gathering(self.then, group)
 
     def _options_of_call(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what the loss of this call takes: one of the two may have no scale, and the other one."""
+        """Return the options that the loss of this call takes: one of the two may have a scale, the other none."""
         own = getattr(self.loss, "numbers", ())
         options_of_loss = {}
         for name, value in options.items():

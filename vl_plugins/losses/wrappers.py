@@ -17,7 +17,7 @@ from vl_plugins.numerics import as_labels, check_tensors, fill_at, full_precisio
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
 
-# What a call of a loss takes, and one of a queue does not.
+# Arguments that a call of a loss takes, but a call of a queue does not.
 REFUSED = ("negatives", "negative_ids", "confidence", "symmetric", "copies", "ref_emb", "ref_labels")
 
 
