@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision, labels_of_one_set
+from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision, labels_of_one_set
 
 __all__ = [
     "DistributedLoss",
@@ -460,8 +460,7 @@ def pair_labels(
     if ref_labels is None:
         check_multiple(embeddings, ref_emb)
         ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
-    # A copy: for pytorch-metric-learning, one object with both names means one set.
-    return labels, as_labels("ref_labels", ref_labels, ref_emb).clone()
+    return labels, as_ref_labels(ref_labels, ref_emb)
 
 
 def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:

@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_labels", "check_tensors", "eager", "fill_at", "full_precision", "labels_of_one_set"]
+__all__ = [
+    "as_labels",
+    "as_ref_labels",
+    "check_not_negative",
+    "check_tensors",
+    "eager",
+    "fill_at",
+    "full_precision",
+    "labels_of_one_set",
+]
 
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
@@ -64,6 +73,20 @@ def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:
     if labels.dtype not in LABEL_TYPES:
         labels = labels.double() if labels.is_floating_point() else labels.long()
     return labels.to(embeddings.device)
+
+
+def as_ref_labels(labels: Any, embeddings: Tensor) -> Tensor:
+    """Return the labels of the second side as :func:`as_labels` does, but as a copy.
+
+    For pytorch-metric-learning, one object as ``labels`` and ``ref_labels`` means one set.
+    """
+    return as_labels("ref_labels", labels, embeddings).clone()
+
+
+def check_not_negative(name: str, values: Tensor) -> None:
+    """Raise ``ValueError`` if a number on the CPU is below 0; the check would synchronize a GPU."""
+    if values.device.type == "cpu" and (values < 0).any():
+        raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")
 
 
 def labels_of_one_set(labels: Any, ref_labels: Any, embeddings: Tensor) -> Tensor | None:

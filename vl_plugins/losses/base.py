@@ -504,8 +504,9 @@ def _check_options(kind: type, options: dict[str, Any]) -> None:
             f"{kind.__name__} has no warmup_steps: Warmup(first, then, steps), or "
             "create_loss(..., warmup_steps=...), begins with another loss"
         )
+    options_of_base = options_of(PairLoss)
     for option in options:
-        if option not in options_of(PairLoss):
+        if option not in options_of_base:
             raise TypeError(f"{kind.__name__}: {unknown_name('option', option, options_of(kind))}")
     for option in ("distance", "reducer", "embedding_regularizer"):
         value = options.get(option)

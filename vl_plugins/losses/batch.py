@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from vl_plugins.distances import check_widths
 from vl_plugins.distributed import Processes, check_multiple, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
-from vl_plugins.numerics import as_labels, check_tensors, full_precision, labels_of_one_set
+from vl_plugins.numerics import as_labels, check_not_negative, check_tensors, full_precision, labels_of_one_set
 
 __all__ = [
     "Batch",
@@ -521,6 +521,6 @@ def number_of_each(name: str, values: Any, columns: Tensor) -> Tensor:
         expected = "one number" if name == "confidence" else "a number, or one"
         shape = tuple(values.shape)
         raise ValueError(f"{name} must be {expected} for each caption, ({len(columns)},); got the shape {shape}")
-    if name == "confidence" and values.device.type == "cpu" and (values < 0).any():  # elsewhere the host would wait
-        raise ValueError(f"confidence must be >= 0, got {values.min().item():g}")
+    if name == "confidence":
+        check_not_negative(name, values)
     return values.to(columns.device, torch.promote_types(columns.dtype, values.dtype))

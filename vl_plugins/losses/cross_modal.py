@@ -12,7 +12,7 @@ from vl_plugins.distances import SetDistance, captions_come_first, check_widths
 from vl_plugins.distributed import DistributedLoss, gathers
 from vl_plugins.losses.batch import Batch, ContentIds, joined_sets
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import as_labels, check_tensors, full_precision
+from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, full_precision
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
@@ -143,8 +143,7 @@ class CrossModalLoss(nn.Module):
             return labels, text_labels
         if labels is None or text_labels is None:
             raise ValueError(f"{needs} needs labels and ref_labels")
-        # A copy: for pytorch-metric-learning, one object with both names means one set.
-        return as_labels("labels", labels, images), as_labels("ref_labels", text_labels, texts).clone()
+        return as_labels("labels", labels, images), as_ref_labels(text_labels, texts)
 
     def _loss_of_one_set(self, images: tuple[Any, Any], texts: tuple[Any, Any], options: dict[str, Any]) -> Any:
         embeddings, labels = joined_sets([images[0], texts[0]]), torch.cat([images[1], texts[1]])

@@ -156,7 +156,8 @@ def losses_of_hooks(
 ) -> Tensor:
     """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without synchronizing the GPU."""
     scalars = {name: value for name, value in numbers.items() if not is_one_of_each(value)}
-    _check_numbers_of_negatives(loss, numbers.keys() - scalars.keys())
+    if len(scalars) < len(numbers):
+        _check_numbers_of_negatives(loss, numbers.keys() - scalars.keys())
     negative = numbers_of_negatives(loss, similarities, negative_mask, scalars)
     positive = similarities[positives.rows, positives.columns]
     losses: Tensor = loss.losses_of_pairs(positive, negative[positives.rows], numbers)
@@ -180,23 +181,19 @@ def numbers_of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor,
         return of_negatives
     has_negatives = negative_mask.any(dim=1)
     of_negatives = loss.of_negatives(similarities, negative_mask | ~has_negatives[:, None], **numbers)
-    if not isinstance(of_negatives, Tensor) or of_negatives.shape != has_negatives.shape:
-        shape = tuple(of_negatives.shape) if isinstance(of_negatives, Tensor) else type(of_negatives).__name__
-        raise ValueError(
-            f"of_negatives of {type(loss).__name__} must return one number for each anchor, ({len(has_negatives)},), "
-            f"got {shape}"
-        )
+    _check_result(loss, "of_negatives", of_negatives, "one number for each anchor", len(has_negatives))
     return of_negatives.masked_fill(~has_negatives, -torch.inf)
 
 
 def check_losses(loss: Any, hook: str, losses: Any, pairs: int) -> None:
     """Raise ``ValueError`` for what a hook returns if it is not a loss of each pair, such as a mean."""
-    if not isinstance(losses, Tensor) or losses.shape != (pairs,):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(
-            f"{hook} of {type(loss).__name__} must return one loss of each positive pair or triplet, ({pairs},), "
-            f"got {shape}"
-        )
+    _check_result(loss, hook, losses, "one loss of each positive pair or triplet", pairs)
+
+
+def _check_result(loss: Any, hook: str, result: Any, expected: str, number: int) -> None:
+    if not isinstance(result, Tensor) or result.shape != (number,):
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"{hook} of {type(loss).__name__} must return {expected}, ({number},), got {shape}")
 
 
 def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
 from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers, settings_of
 from vl_plugins.errors import number
-from vl_plugins.numerics import as_labels, check_tensors, eager, full_precision
+from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
 from vl_plugins.regularizers import JoinedSets
 
@@ -144,8 +144,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if labels is not None:
             labels = as_labels("labels", labels, embeddings)
         if ref_emb is not None and ref_labels is not None:
-            # A copy: for pytorch-metric-learning, one object with both names means one set.
-            ref_labels = as_labels("ref_labels", ref_labels, ref_emb).clone()
+            ref_labels = as_ref_labels(ref_labels, ref_emb)
         sides = embeddings, labels, ref_emb, ref_labels
         if self.processes.size > 1:
             sides, slots, ref_slots, options = self._of_all_rows(sides, slots, ref_slots, indices_tuple, options)

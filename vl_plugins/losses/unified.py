@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from vl_plugins.engine import matrix_maximum
 from vl_plugins.errors import number
 from vl_plugins.losses.scaled import ScaledLoss
-from vl_plugins.numerics import full_precision
+from vl_plugins.numerics import check_not_negative, full_precision
 
 __all__ = ["Polynomial", "UnifiedLoss", "VLCLoss", "soft_margin"]
 
@@ -90,8 +90,7 @@ class UnifiedLoss(ScaledLoss):
             return super().check_number(name, value)
         if not isinstance(value, Tensor):
             return number("margin", value, least=0)
-        if value.device.type == "cpu" and (value < 0).any():  # elsewhere the host would wait
-            raise ValueError(f"margin must be >= 0, got {value.min().item():g}")
+        check_not_negative("margin", value)
         return value
 
     def of_pairs(self, positive: Tensor, negative: Tensor, scale: Any, margin: Any) -> Tensor:
