@@ -66,12 +66,18 @@ format: $(BIN)/ruff
 # Gigabytes are downloaded, so a broken connection gets two more attempts, which begin with pip's cache. The file is
 # written last, so that an interrupted installation is done again. An environment that is there already, such as one
 # with a torch of one's choice, is added to.
+#
+# pip takes a package that was interrupted halfway, such as by a full disk, for an installed one. INSTALLER is written
+# last, so a package without it is installed again.
 $(INSTALLED) $(DEMO) $(LOWEST)/installed: pyproject.toml
 	@echo "Installing vl_plugins[$(EXTRAS)] into $(@D). With CUDA's libraries, which torch brings on Linux, an empty"
 	@echo "environment takes about 3 GB of downloads, 6 GB on the disk and several minutes. README has a smaller torch."
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	for attempt in 1 2 3; do \
+		for package in $(@D)/lib/python*/site-packages/*.dist-info; do \
+			test ! -d "$$package" || test -e "$$package/INSTALLER" || rm -r "$$package"; \
+		done; \
 		$(@D)/bin/python -m pip install --progress-bar on --resume-retries 20 $(CONSTRAINTS) --editable '.[$(EXTRAS)]' \
 		&& exit 0; sleep 30; \
 	done; exit 1
