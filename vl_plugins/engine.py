@@ -281,24 +281,35 @@ class Maxima(NamedTuple):
 
     Attributes:
         positive: (M,), the similarities of the positive pairs.
-        of_rows: (A,), the (soft) maximum of each row's negatives; -inf for a row without any.
-        of_columns: the same of the columns, (C,), or None if only rows are anchors.
+        of_anchors: the (soft) maximum of each anchor's negatives, first of the A rows, (A,), then of the columns that
+            are anchors too; -inf for an anchor without negatives.
+        rows: A.
     """
 
     positive: Tensor
-    of_rows: Tensor
-    of_columns: Tensor | None
+    of_anchors: Tensor
+    rows: int
 
     @classmethod
-    def of(cls, values: Tensor, sizes: list[int]) -> "Maxima":
-        """Take the three from one tensor, given how long each part is."""
-        positive, of_rows, of_columns = values.split_with_sizes(sizes)
-        return cls(positive, of_rows, of_columns if sizes[2] > 0 else None)
+    def of(cls, values: Tensor, pairs: int, rows: int) -> "Maxima":
+        """Cut one tensor into the similarities of so many pairs, and the maxima."""
+        positive, of_anchors = values.split_with_sizes([pairs, values.shape[0] - pairs])
+        return cls(positive, of_anchors, rows)
 
+    @property
+    def of_rows(self) -> Tensor:
+        return self.of_anchors[: self.rows]
 
-def _sizes(x: Tensor, positives: Pairs, anchor_columns: int) -> list[int]:
-    """Return the lengths of the parts of :class:`Maxima`."""
-    return [positives.rows.shape[0], x.shape[0], anchor_columns]
+    @property
+    def of_columns(self) -> Tensor:
+        """Those of the columns; empty if only rows are anchors."""
+        return self.of_anchors[self.rows :]
+
+    def of_pairs(self, pairs: Pairs) -> Tensor:
+        """Return the maximum of each pair's row, (M,), and then those of its column, (2 M,), if columns are anchors."""
+        if self.of_anchors.shape[0] == self.rows:
+            return self.of_anchors[pairs.rows]
+        return self.of_anchors[torch.cat([pairs.rows, pairs.columns + self.rows])]
 
 
 def maxima(
@@ -318,25 +329,26 @@ def maxima(
     of_positives, of_rows, row_places = [], [], []
     columns = _ColumnMaxima()
     with torch.no_grad():
-        vectors = _Vectors.of(x, y, normalize)
-        y_units = vectors.units(vectors.y, vectors.y_norms)
+        units = _Vectors.of(x, y, normalize).to_units()
         for block in _blocks(positives, excluded, len(x), len(y)):
-            products = vectors.x_units(block.rows) @ y_units.T
+            products = units.x[block.rows] @ units.y.T
             of_positives.append(block.take_out(products))
             values, places = products.max(dim=1)
             of_rows.append(values)
             row_places.append(places)
             if anchor_columns > 0:
                 columns.add(products[:, :anchor_columns], block.rows.start)
-        numbers = torch.arange(max(len(x), anchor_columns), device=x.device)
-        rows, of_columns = [positives.rows, numbers[: len(x)]], [positives.columns, *row_places]
+        # The pairs whose similarities are returned: the positive ones, and each anchor with its hardest negative.
+        numbers = torch.arange(max(len(x), len(y)), device=x.device)
+        pair_rows, pair_columns = [positives.rows, numbers[: len(x)]], [positives.columns, *row_places]
         values = [*of_positives, *of_rows]
         if anchor_columns > 0:
-            rows.append(columns.places)
-            of_columns.append(numbers[:anchor_columns])
+            pair_rows.append(columns.places)
+            pair_columns.append(numbers[:anchor_columns])
             values.append(columns.values)
-    similarities = _PairSimilarities.apply(x, y, vectors, torch.cat(rows), torch.cat(of_columns), torch.cat(values))
-    return Maxima.of(similarities, _sizes(x, positives, anchor_columns))
+        pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
+    similarities = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(values))
+    return Maxima.of(similarities, len(positives.rows), len(x))
 
 
 def soft_maxima(
@@ -358,7 +370,7 @@ def soft_maxima(
         tiled: compute each block again for the gradients, instead of keeping the matrix (A, C).
     """
     values = _SoftMaxima.apply(x, y, scale, positives, excluded, normalize, tiled, anchor_columns)
-    return Maxima.of(values, _sizes(x, positives, anchor_columns))
+    return Maxima.of(values, len(positives.rows), len(x))
 
 
 class _Vectors(NamedTuple):
@@ -376,11 +388,13 @@ class _Vectors(NamedTuple):
         return cls(x, y, _norms(x), _norms(y))
 
     def x_units(self, rows: slice) -> Tensor:
-        return self.units(self.x[rows], None if self.x_norms is None else self.x_norms[rows])
+        return self.x[rows] if self.x_norms is None else self.x[rows] / self.x_norms[rows]
 
-    @staticmethod
-    def units(vectors: Tensor, norms: Tensor | None) -> Tensor:
-        return vectors if norms is None else vectors / norms
+    def to_units(self) -> "_Vectors":
+        """Return all vectors divided by their norms."""
+        if self.x_norms is None or self.y_norms is None:
+            return self
+        return self._replace(x=self.x / self.x_norms, y=self.y / self.y_norms)
 
 
 class _Block(NamedTuple):
@@ -474,7 +488,7 @@ class _SoftMaxima(torch.autograd.Function):
         values = torch.cat([*of_positives, *row_sums])
         norms = [tensor for tensor in (vectors.x_norms, vectors.y_norms) if tensor is not None]
         ctx.save_for_backward(x, y, values, *norms)
-        ctx.pairs, ctx.matrix, ctx.scale, ctx.anchor_columns = (positives, excluded), matrix, scale, anchor_columns
+        ctx.pairs, ctx.matrix, ctx.scale = (positives, excluded), matrix, scale
         return values / scale
 
     @staticmethod
@@ -486,10 +500,10 @@ class _SoftMaxima(torch.autograd.Function):
         matrix, ctx.matrix = ctx.matrix, None  # overwritten here; a second backward pass computes it again
         gradient = _SoftGradient(vectors, ctx.needs_input_grad, ctx.scale)
         positives, excluded = ctx.pairs
-        sizes = _sizes(x, positives, ctx.anchor_columns)
-        of_pairs = Maxima.of(grad, sizes)
+        sizes = positives.rows.shape[0], x.shape[0]
+        grads = Maxima.of(grad, *sizes)
         finite = values.clamp(min=torch.finfo(x.dtype).min)  # not -inf, which minus itself is NaN
-        sums = Maxima.of(finite, sizes)
+        sums = Maxima.of(finite, *sizes)
         done = 0
         for block in _blocks(positives, excluded, x.shape[0], y.shape[0]):
             exponents = weights = None  # frees those of the last block
@@ -498,9 +512,9 @@ class _SoftMaxima(torch.autograd.Function):
                 block.take_out(exponents)
             else:
                 exponents = matrix[block.rows]
-            weights = _soft_weights(exponents, block.rows, sums, of_pairs)
+            weights = _soft_weights(exponents, block.rows, sums, grads)
             number = block.positives.rows.shape[0]
-            weights[block.positives.rows, block.positives.columns] = of_pairs.positive[done : done + number]
+            weights[block.positives.rows, block.positives.columns] = grads.positive[done : done + number]
             done += number
             gradient.add(block.rows, weights)
         matrix = exponents = weights = None  # before more is allocated
@@ -516,7 +530,7 @@ def _exponents(vectors: _Vectors, rows: slice, scale: float | Tensor) -> Tensor:
 def _soft_weights(exponents: Tensor, rows: slice, sums: Maxima, grads: Maxima) -> Tensor:
     """Return the gradient of a block of similarities, still without the positives; changes ``exponents``."""
     weights = (exponents - sums.of_rows[rows, None]).exp_().mul_(grads.of_rows[rows, None])
-    if sums.of_columns is not None and grads.of_columns is not None:
+    if sums.of_columns.shape[0] > 0:
         anchors = slice(0, sums.of_columns.shape[0])
         by_column = exponents[:, anchors].sub_(sums.of_columns).exp_()
         weights[:, anchors].addcmul_(by_column, grads.of_columns)
@@ -577,30 +591,37 @@ class _PairSimilarities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, y, vectors, rows, columns, values = arguments
-        norms = [tensor for tensor in vectors[2:] if tensor is not None]
-        ctx.save_for_backward(x, y, rows, columns, *norms)
+        _, _, units, pairs, numbers, values = arguments
+        vectors_and_norms = [tensor for tensor in units if tensor is not None]
+        ctx.save_for_backward(pairs.rows, pairs.columns, numbers, *vectors_and_norms)
         return values
 
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        x, y, rows, columns, *norms = ctx.saved_tensors
+        rows, columns, numbers, x_units, y_units, *norms = ctx.saved_tensors
         x_norms, y_norms = norms or (None, None)
-        x_units, y_units = _Vectors.units(x, x_norms), _Vectors.units(y, y_norms)
         x_grad = y_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = _across(_weighted_sums(rows, len(x), columns, y_units, grad), x_units, x_norms)
+            x_grad = _weighted_sums(numbers[: len(x_units)], rows, columns, y_units, grad)
+            _across(x_grad, x_units, x_norms)
         if ctx.needs_input_grad[1]:
-            y_grad = _across(_weighted_sums(columns, len(y), rows, x_units, grad), y_units, y_norms)
+            y_grad = _weighted_sums(numbers[: len(y_units)], columns, rows, x_units, grad)
+            _across(y_grad, y_units, y_norms)
         return x_grad, y_grad, None, None, None, None
 
 
-def _weighted_sums(owners: Tensor, number: int, others: Tensor, vectors: Tensor, weights: Tensor) -> Tensor:
-    """Return for each of ``number`` owners the weighted sum of the vectors of its pairs, (number, D)."""
+def _weighted_sums(items: Tensor, owners: Tensor, others: Tensor, vectors: Tensor, weights: Tensor) -> Tensor:
+    """Return for each of N items the weighted sum of the vectors of its pairs, (N, D).
+
+    Args:
+        items: 0 to N - 1.
+        owners, others: (M,), the item of each pair, and the place of the other one in ``vectors``.
+        vectors, weights: (C, D) and (M,).
+    """
     owners, order = owners.sort(stable=True)
-    starts = torch.searchsorted(owners, torch.arange(number, device=owners.device))
+    starts = torch.searchsorted(owners, items)
     return embedding_bag(others[order], vectors, starts, mode="sum", per_sample_weights=weights[order])
 
 

@@ -92,12 +92,11 @@ def _losses_of_vectors(loss: Any, direction: Direction, numbers: Numbers, tiled:
         maxima = engine.maxima(x, y, positives, excluded, **options)
     else:
         maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=tiled, **options)
-    positive, negative = maxima.positive, maxima.of_rows[positives.rows]
-    if maxima.of_columns is None:
+    positive, negative = maxima.positive, maxima.of_pairs(positives)
+    if anchor_columns == 0:
         return loss.losses_of_pairs(positive, negative, numbers | pair_numbers)
     # Apply the formula once, to the pairs of both directions.
     positive = torch.cat([positive, positive])
-    negative = torch.cat([negative, maxima.of_columns[positives.columns]])
     pair_numbers = {name: torch.cat([values, values]) for name, values in pair_numbers.items()}
     from_rows, from_columns = loss.losses_of_pairs(positive, negative, numbers | pair_numbers).chunk(2)
     losses: Tensor = from_rows + from_columns
