@@ -10,6 +10,7 @@ import struct
 import sys
 import tarfile
 import traceback
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ __all__ = [
     "require",
     "unknown_name",
     "user_errors",
+    "warn_of_input",
 ]
 
 TRACEBACK = "VL_PLUGINS_TRACEBACK"
@@ -70,6 +72,17 @@ class MissingExtraError(UserError, ImportError):
 
 class InputWarning(UserWarning):
     """Input that can be read, but may not be as its user means it; command lines print the message as one line."""
+
+
+def warn_of_input(message: str) -> None:
+    """Issue an ``InputWarning`` that names the line of the user that led here, not one of this package or of torch."""
+    level = 1
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if package not in ("vl_plugins", "torch"):
+            break
+        level += 1
+    warnings.warn(message, InputWarning, stacklevel=level)
 
 
 def exit_status(program: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:

@@ -428,6 +428,7 @@ def test_labels_without_anything_to_learn_warn_once(labels, number_of_pairs):
     with pytest.warns(InputWarning, match=message) as caught:
         assert loss(x, labels[0], **sides) + loss(x, labels[0], **sides) == 0
     assert len(caught) == 1
+    assert caught[0].filename == __file__  # of the caller
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         UnifiedLoss()(x, [0, 0, 1])

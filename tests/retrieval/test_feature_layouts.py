@@ -43,7 +43,7 @@ def warnings_of(file, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_features(file, **options)
-    assert all(warning.category is InputWarning for warning in caught)
+    assert all(warning.category is InputWarning and warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
 

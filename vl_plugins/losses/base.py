@@ -1,7 +1,6 @@
 """A loss of positive pairs and their negatives as a pytorch-metric-learning loss."""
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from vl_plugins.distributed import Processes, learned_numbers
 from vl_plugins.engine import Pairs
-from vl_plugins.errors import InputWarning, number, unknown_name
+from vl_plugins.errors import number, unknown_name, warn_of_input
 from vl_plugins.losses.batch import Batch, ContentIds, Direction, as_number, by_pair, is_one_of_each, number_of_each
 from vl_plugins.losses.paths import (
     PairLosses,
@@ -382,11 +381,9 @@ class PairLoss(BaseMetricLossFunction):
         if positive == 0 or has_no_negatives:
             self._has_warned = True
             number_of_pairs = "no pair" if positive == 0 else "every pair"
-            warnings.warn(
+            warn_of_input(
                 f"{number_of_pairs} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
-                "belongs together, and for nothing else",
-                InputWarning,
-                stacklevel=2,
+                "belongs together, and for nothing else"
             )
 
     def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:

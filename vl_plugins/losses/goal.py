@@ -57,11 +57,11 @@ class GOALLoss(PairLoss):
     paper's gain of 1 to 3 points of R@1 on COCO came after 130,000 steps. In small experiments on frozen features, no
     combination was shown to be better than Triplet-HN; (con, sig_ms) was the best of four. With pair weights other than
     con, repulsion begins at a twentieth of the attraction, so all embeddings first move together. When a small CLIP was
-    fine-tuned for some hundred steps, (nca, con) and (con, sig_ms) scored below the contrastive loss, most of all from
+    fine-tuned for a few hundred steps, (nca, con) and (con, sig_ms) scored below the contrastive loss, most of all from
     a model of another domain; there a warm-up helped but was not enough.
 
     Use tau from 1 to 10 with (nca, con). With cir, and with any pair weight but con, use ``tau=1, offset=0.5``: with
-    ``tau=10, offset=0`` the gradient is some hundred times smaller.
+    ``tau=10, offset=0`` the gradient is hundreds of times smaller.
 
     The paper has its best results with (cir, sig_ms). Its text and its authors' code
     (https://github.com/microsoft/VSE_Gradient) differ: the offset o is 0 in the text (Eq. 8), so that a triplet with

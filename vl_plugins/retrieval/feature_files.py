@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data.files import write_file
-from vl_plugins.errors import InputWarning, MissingExtraError, UserError, require, user_errors
+from vl_plugins.errors import MissingExtraError, UserError, require, user_errors, warn_of_input
 from vl_plugins.retrieval.embeddings import Features
 from vl_plugins.retrieval.feature_arrays import (
     ARRAYS,
@@ -129,7 +128,7 @@ def load_features(file: str | os.PathLike, *, normalize: bool = False, image_per
         content = _read(file)
         features, note = _features(content, normalize, image_per_caption)
     if note:
-        warnings.warn(f"features {file}: {note}", InputWarning, stacklevel=2)
+        warn_of_input(f"features {file}: {note}")
     return features
 
 
