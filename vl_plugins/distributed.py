@@ -4,10 +4,11 @@ Each direction of a pair is computed once, in the process that has the anchor: i
 image where the caption is. The candidates are the gathered rows of all processes.
 
 - Value: process r returns W S_r / N, where S_r is the sum over its own anchors, and N the number of positive pairs in
-  all processes. The mean over the processes is the loss of the joined batch.
+  all processes (in :mod:`vl_plugins.losses.reduction`). The mean over the processes is the loss of the joined batch.
 - Gradient: an anchor gets its gradient in its own process. A candidate gets gradients in each process that compares it;
-  the backward pass of the gather sums them and returns them to the process that has the row. So each process has W
-  times the gradient of the joined batch, and DistributedDataParallel's mean over the processes is correct.
+  the backward pass of the gather sums them and returns them to the process that has the row, which alone sends them
+  into its model. So a process has, for its own rows, W times the gradient of the joined batch, and
+  DistributedDataParallel's mean over the processes divides by W.
 
 If a process cannot compute its share from its own rows, as with most reducers and losses of pytorch-metric-learning, it
 computes the loss of the joined batch. The gather then sums W equal gradients, and the mean is again correct.
@@ -27,6 +28,7 @@ from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, 
 
 __all__ = [
     "DistributedLoss",
+    "GathersAcrossDevices",
     "Processes",
     "all_gather_rows",
     "first_label",
@@ -229,7 +231,7 @@ class Processes:
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
                 "other: give ids of the whole job, or no labels where row i belongs to row i. Only if equal labels do "
-                "mean the same in all processes, as classes do, add 1 to them"
+                "mean the same in all processes, as classes do, number them from 1"
             )
 
 
@@ -282,6 +284,23 @@ class _Gather(torch.autograd.Function):
         return None, None, *own
 
 
+class GathersAcrossDevices:
+    """Gives a loss the attribute :attr:`gather_across_devices`."""
+
+    processes: Processes
+
+    @property
+    def gather_across_devices(self) -> Any:
+        """False; True for all processes; or a ``ProcessGroup``. It may be set between calls."""
+        if self.processes.is_alone:
+            return False
+        return True if self.processes.group is None else self.processes.group
+
+    @gather_across_devices.setter
+    def gather_across_devices(self, group: Any) -> None:
+        self.processes = Processes(group)
+
+
 def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ...]:
     """Return the rows of all processes, see :meth:`Processes.gather_rows`; the number of rows may differ.
 
@@ -296,7 +315,7 @@ def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ..
     return tuple(processes.gather_rows(by_name).tensors.values())
 
 
-class DistributedLoss(nn.Module):
+class DistributedLoss(GathersAcrossDevices, nn.Module):
     """Wraps any loss: every process computes it on the joined batch of all processes.
 
     Use it for losses of pytorch-metric-learning, and for miners. Losses of this package have ``gather_across_devices``
@@ -320,7 +339,8 @@ class DistributedLoss(nn.Module):
         super().__init__()
         if gathers(loss):
             raise ValueError("the loss gathers by itself: create it without gather_across_devices")
-        self.loss, self.processes = loss, Processes(group)
+        self.loss = loss
+        self.gather_across_devices = group
 
     @eager
     def forward(
@@ -382,7 +402,7 @@ def gathering(loss: Any, group: Any = True) -> Any:
     """Return a loss that compares the rows of all processes of a group: the loss itself, or a ``DistributedLoss``."""
     if not hasattr(loss, "gather_across_devices"):
         return DistributedLoss(loss, group)
-    loss.gather_across_devices(group)
+    loss.gather_across_devices = group
     return loss
 
 

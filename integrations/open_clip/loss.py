@@ -61,7 +61,7 @@ class TwoTowerLoss(nn.Module):
         self.compares_own_rows = local_loss and miner is None and getattr(loss, "compares_own_rows", False)
         self.compare: nn.Module = CrossModalLoss(loss, miner)
         if self.compares_own_rows:
-            self.loss.gather_across_devices(True)
+            self.loss.gather_across_devices = True
         else:
             self.compare = DistributedLoss(self.compare)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.distributed import DistributedLoss, all_gather_rows, gathering, stop_processes
+from vl_plugins.distributed import DistributedLoss, all_gather_rows, gathering, gathers, stop_processes
 from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, Warmup
 
 WORLD_SIZE = 2
@@ -152,7 +152,7 @@ def in_one_process(rank):
         (create_loss("unified", gather_across_devices=True), {"copies": labels}),
     ):
         if options.pop("gathers", False):
-            compare.gather_across_devices(True)
+            compare.gather_across_devices = True
         try:
             compare(x, labels, ref_emb=x + 1, ref_labels=labels, **options)
         except ValueError as error:
@@ -198,7 +198,7 @@ def train_warm_up(rank):
     """Train for three steps, of which the last one alone learns a scale; return its gradients."""
     torch.manual_seed(0)
     warm = Warmup(create_loss("triplet_sh"), create_loss("unified", learn_scale=True), steps=2)
-    warm.gather_across_devices(True)
+    warm.gather_across_devices = True
     model, gradients = DistributedDataParallel(TowerAndLoss(warm)), []
     for step in range(3):
         images, texts = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -289,6 +289,23 @@ def test_a_loss_that_gathers_is_not_gathered_again():
         DistributedLoss(ours)
     with pytest.raises(ValueError, match="give gather_across_devices to SmoothChamferLoss alone"):
         SmoothChamferLoss(ours)
+
+
+def test_a_loss_can_be_told_later_to_gather():
+    losses = (
+        create_loss("unified"),
+        create_loss("smooth_chamfer"),
+        create_loss("triplet_hn", warmup_steps=1),
+        Warmup(host.NTXentLoss(), create_loss("vlc"), steps=1),
+        SelfSupervisedLoss(create_loss("unified")),
+        DistributedLoss(host.NTXentLoss()),
+    )
+    for loss in losses:
+        for is_on in (True, False, True):
+            loss.gather_across_devices = is_on
+            assert gathers(loss) is loss.gather_across_devices is is_on
+        with pytest.raises(ValueError, match="must be True, False or a ProcessGroup"):
+            loss.gather_across_devices = "yes"
 
 
 def test_processes_leave_at_once(tmp_path):

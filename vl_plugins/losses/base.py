@@ -10,7 +10,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
 from torch import Tensor, nn
 
-from vl_plugins.distributed import Processes, learned_numbers
+from vl_plugins.distributed import GathersAcrossDevices, learned_numbers
 from vl_plugins.engine import Pairs
 from vl_plugins.errors import number, unknown_name, warn_of_input
 from vl_plugins.losses.batch import Batch, ContentIds, Direction, as_number, by_pair, is_one_of_each, number_of_each
@@ -36,7 +36,7 @@ CONFIDENCE = "confidence"
 HOOKS = {"of_negatives": 2, "of_pairs": 2, "matrix_losses": 3, "triplet_losses": 4}
 
 
-class PairLoss(BaseMetricLossFunction):
+class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     """A loss of each positive pair, given its similarity and a summary of its anchor's negatives.
 
     A subclass sets :attr:`of_negatives` and defines a formula::
@@ -48,7 +48,7 @@ class PairLoss(BaseMetricLossFunction):
                 super().__init__(scale=scale, **kwargs)
                 self.margin = margin
 
-            def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the numbers of the loss
+            def of_pairs(self, positive, negative, scale):  # (M,), (M,), and the number of a ScaledLoss
                 return (self.margin + negative - positive).relu() ** 2
 
     The base class handles the rest: several positives, one set or two, labels, positions or a miner's choice, known
@@ -92,9 +92,10 @@ class PairLoss(BaseMetricLossFunction):
     """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
 
     It summarizes each anchor's negatives in one number, (A,), given similarities and a mask (A, C). The number may
-    depend only on the anchor's own row, because large batches come in blocks of rows. For an anchor without negatives,
-    whose pairs have loss 0 anyway, the mask selects all candidates. The method receives the numbers that a call gives
-    for all pairs, not those for each caption. It belongs to the class, so two variants need two classes."""
+    depend only on the anchor's own row, because large batches come in blocks of rows. A method need not care for an
+    anchor without negatives: its pairs have loss 0 anyway, and its row of the mask is True everywhere, so that the
+    method has something to compute. The method receives the numbers that a call gives for all pairs, not those for each
+    caption. It belongs to the class, so two variants need two classes."""
 
     numbers: tuple[str, ...] = ()
     """Names of hyper-parameters that a call may give, such as ``("scale", "margin")``; the hooks receive them by name.
@@ -115,7 +116,7 @@ class PairLoss(BaseMetricLossFunction):
             raise TypeError(f"{type(self).__name__} defines neither of_pairs nor matrix_losses")
         super().__init__(**kwargs)
         self.symmetric, self.tiled, self.known_positives = symmetric, tiled, known_positives
-        self.processes = Processes(gather_across_devices)
+        self.gather_across_devices = gather_across_devices
         self.add_to_recordable_attributes(list_of_names=list(STATISTICS), is_stat=True)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -159,8 +160,9 @@ class PairLoss(BaseMetricLossFunction):
     ) -> Tensor:
         """Return the losses of the positive pairs, (M,), in the order of ``positive_mask.nonzero()``.
 
-        Rows are anchors. If the loss of a pair depends only on its own row, set ``by_row = True`` in the class that
-        overrides this: the loss may then come in blocks of rows, and each process computes its own rows.
+        Rows are anchors, and a row may have no negatives. If the loss of a pair depends only on its own row, set
+        ``by_row = True`` in the class that overrides this: the loss may then come in blocks of rows, and each process
+        computes its own rows.
 
         Args:
             similarities: (A, C), larger is closer; the transposed matrix for the other direction.
@@ -380,9 +382,9 @@ class PairLoss(BaseMetricLossFunction):
         has_no_negatives = positive == possible and not self.has_matrix_losses  # which may be losses of positives alone
         if positive == 0 or has_no_negatives:
             self._has_warned = True
-            number_of_pairs = "no pair" if positive == 0 else "every pair"
+            which = "no pair" if positive == 0 else "every pair"
             warn_of_input(
-                f"{number_of_pairs} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
+                f"{which} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
                 "belongs together, and for nothing else"
             )
 
@@ -446,10 +448,6 @@ class PairLoss(BaseMetricLossFunction):
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
-
-    def gather_across_devices(self, group: Any) -> None:
-        """Compare the rows of all processes of a group from now on, see the argument of the constructor."""
-        self.processes = Processes(group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The step of a warm-up, which each loss had until version 0.3.

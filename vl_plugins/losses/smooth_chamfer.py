@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import Processes, gathers, joined_call, learned_numbers, settings_of
+from vl_plugins.distributed import GathersAcrossDevices, gathers, joined_call, learned_numbers, settings_of
 from vl_plugins.errors import number
 from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision
 from vl_plugins.registry import create
@@ -24,7 +24,7 @@ OF_BASE = frozenset(
 )
 
 
-class SmoothChamferLoss(BaseMetricLossFunction):
+class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
     """A pair loss, its base, on smooth-Chamfer similarity of sets, plus MMD and diversity: the objective of DivE.
 
     The value is that of ``base``, by default the triplet loss with the hardest negative, plus ``mmd_weight`` times the
@@ -91,7 +91,7 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if gathers(base):
             raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
         self.base = base
-        self.processes = Processes(gather_across_devices)
+        self.gather_across_devices = gather_across_devices
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
@@ -105,10 +105,6 @@ class SmoothChamferLoss(BaseMetricLossFunction):
         if name in OF_BASE:
             raise AttributeError(f"{name} belongs to the base of SmoothChamferLoss: set that of loss.base")
         super().__setattr__(name, value)
-
-    def gather_across_devices(self, group: Any) -> None:
-        """Compute the loss of all rows of the processes of a group from now on."""
-        self.processes = Processes(group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if type(self).get_extra_state is nn.Module.get_extra_state:

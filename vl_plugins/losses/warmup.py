@@ -120,8 +120,13 @@ class Warmup(BaseMetricLossFunction):
                 value = value + 0 * parameter.sum()
         return value
 
+    @property
+    def gather_across_devices(self) -> Any:
+        """That of both losses, see :class:`~vl_plugins.losses.PairLoss`."""
+        return getattr(self.then, "gather_across_devices", False)
+
+    @gather_across_devices.setter
     def gather_across_devices(self, group: Any) -> None:
-        """Compare the rows of all processes of a group from now on, in both losses."""
         self.first, self.then = gathering(self.first, group), gathering(self.then, group)
 
     def _options_of_call(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -228,8 +228,13 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
     check_loss_support = CrossBatchMemory.check_loss_support
     loss: Any
 
+    @property
+    def gather_across_devices(self) -> Any:
+        """That of the loss, see :class:`~vl_plugins.losses.PairLoss`."""
+        return getattr(self.loss, "gather_across_devices", False)
+
+    @gather_across_devices.setter
     def gather_across_devices(self, group: Any) -> None:
-        """Compare the rows of all processes of a group from now on."""
         self.loss = gathering(self.loss, group)
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
