@@ -126,7 +126,11 @@ def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str =
         return
     for side_name, side in (("embeddings", embeddings), (name, ref_emb)):
         if side.ndim != 2:
-            raise ValueError(f"{side_name} must be (B, D) for {type(distance).__name__}, got {tuple(side.shape)}")
+            advice = ""
+            if side is ref_emb and (side.ndim, embeddings.ndim) == (3, 2):
+                advice = "; .flatten(0, 1) makes rows of the captions of each image"
+            shape = tuple(side.shape)
+            raise ValueError(f"{side_name} must be (B, D) for {type(distance).__name__}, got {shape}{advice}")
     widths = embeddings.shape[1], ref_emb.shape[1]
     if widths[0] != widths[1]:
         raise ValueError(f"embeddings and {name} must have the same width, got {widths[0]} and {widths[1]}")

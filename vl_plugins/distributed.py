@@ -24,7 +24,15 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
-from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision, labels_of_one_set
+from vl_plugins.numerics import (
+    as_labels,
+    as_ref_labels,
+    check_loss,
+    check_tensors,
+    eager,
+    full_precision,
+    labels_of_one_set,
+)
 
 __all__ = [
     "DistributedLoss",
@@ -337,6 +345,7 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
 
     def __init__(self, loss: nn.Module, group: Any = True):
         super().__init__()
+        check_loss(loss)
         if gathers(loss):
             raise ValueError("the loss gathers by itself: create it without gather_across_devices")
         self.loss = loss
@@ -488,7 +497,7 @@ def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:
     if len(ref_emb) != len(ref_emb) // max(1, len(embeddings)) * len(embeddings):
         raise ValueError(
             "without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: "
-            f"{len(ref_emb)} rows are no multiple of {len(embeddings)}"
+            f"{len(ref_emb)} is not a multiple of {len(embeddings)}"
         )
 
 

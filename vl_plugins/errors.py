@@ -232,9 +232,21 @@ def one_of(kind: str, name: Any, known: Iterable[str]) -> Any:
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name, with the nearest match and the known names."""
     known = sorted(known, key=lambda name: (str(name)[:1].isupper(), name))  # classes of hosts come last
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    nearest = _nearest(str(name), known)
+    hint = "" if nearest is None else f" (did you mean {nearest!r}?)"
     return UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """Return the name that was probably meant: ``scale`` for ``logit_scale``, ``CosineSimilarity`` for ``cosine``."""
+    name = name.casefold()
+    by_folded = {str(known_name).casefold(): known_name for known_name in reversed(known)}
+    endings = [folded for folded in by_folded if name.endswith("_" + folded)]
+    similar = difflib.get_close_matches(name, by_folded, n=1)
+    beginnings = sorted((folded for folded in by_folded if len(name) > 2 and folded.startswith(name)), key=len)
+    for folded in [*endings, *similar, *beginnings]:
+        return by_folded[folded]
+    return None
 
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:
@@ -244,7 +256,10 @@ def number(name: str, value: Any, least: float = -math.inf, above: float = -math
     if not is_number or value < least or value <= above:
         bound = f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
         what = "a finite number" if kind is float else "an integer"
-        raise ValueError(f"{name} must be {what}{bound}, got {value!r}")
+        got = repr(value)
+        if hasattr(value, "shape") and not isinstance(value, Real):
+            got = f"{type(value).__name__} of the shape {tuple(value.shape)}"
+        raise ValueError(f"{name} must be {what}{bound}, got {got}")
     return kind(value)
 
 

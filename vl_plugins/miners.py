@@ -57,6 +57,8 @@ class HardestNegativeMiner(BaseMiner):
         labels = as_labels("labels", labels, embeddings)
         if ref_emb is not None:
             check_widths(self.distance, embeddings, ref_emb)
+            if ref_labels is None:
+                raise ValueError("ref_labels must be given with ref_emb: a miner finds pairs by their labels")
             ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
         triplets: tuple[Tensor, Tensor, Tensor] = super().forward(embeddings, labels, ref_emb, ref_labels)
         return triplets

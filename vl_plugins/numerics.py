@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "as_labels",
     "as_ref_labels",
+    "check_loss",
     "check_not_negative",
     "check_tensors",
     "eager",
@@ -31,6 +32,12 @@ def check_tensors(**arguments: Any) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ``TypeError`` for something else than a loss, such as its name."""
+    if not isinstance(loss, nn.Module):
+        raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:

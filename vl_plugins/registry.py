@@ -50,7 +50,8 @@ SHORT_NAMES = {
 }
 # What some call a loss of this package.
 OTHER_NAMES = dict.fromkeys(["clip", "cliploss", "clip_loss", "contrastive", "info_nce", "infonce"], "vlc")
-OTHER_NAMES |= {"sigliploss": "siglip", "vse++": "triplet_hn", "vse0": "triplet_sh", "dive": "smooth_chamfer"}
+OTHER_NAMES |= {"sigliploss": "siglip", "dive": "smooth_chamfer"}
+OTHER_NAMES |= {"vse": "triplet_hn", "vse++": "triplet_hn", "vse0": "triplet_sh"}
 KIND_OF_OPTION = {kind: kind for kind in PACKAGES}
 KIND_OF_OPTION |= {"embedding_regularizer": "regularizer", "weight_regularizer": "regularizer"}
 
@@ -200,11 +201,15 @@ def find(kind: str, name: str, imports: bool = False) -> Callable[..., Any]:
         with user_errors(f"loss {name!r}", ImportError, AttributeError):
             return provider.load()
     known = names(kind)
-    if kind == "loss" and name not in known and name in vars(importlib.import_module("vl_plugins.losses")):
+    if kind == "loss" and name not in known and inspect.isclass(_of_losses(name)):
         raise UserError(f"loss {name!r} is not made by name: import it from vl_plugins.losses")
     if kind == "loss" and name not in known and name.casefold() in OTHER_NAMES:
         raise UserError(f"unknown loss {name!r}; here it is called {OTHER_NAMES[name.casefold()]!r}")
     return _classes(kind)[one_of(kind, name, known)]
+
+
+def _of_losses(name: str) -> Any:
+    return getattr(importlib.import_module("vl_plugins.losses"), name, None)
 
 
 def check_registered(loss: Any) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
@@ -83,11 +83,22 @@ def content_ids(captions: Iterable[str]) -> list[int]:
 
     Differences of case and white space do not count. Python's own ``hash`` differs from process to process.
 
+    Raises:
+        ValueError: ``captions`` are not strings.
+
     >>> dog, cat, same_dog = content_ids(["A dog.", "A cat.", "a dog."])
     >>> dog == same_dog, dog == cat
     (True, False)
     """
-    return [caption_hash(caption) & LARGEST_ID for caption in captions]
+    if isinstance(captions, (str, Mapping)):
+        raise ValueError(f"captions must be a list of strings, got {type(captions).__name__}")
+    ids = []
+    for place, caption in enumerate(captions):
+        if not isinstance(caption, str):
+            advice = "; join the captions of all images in one list" if isinstance(caption, (list, tuple)) else ""
+            raise ValueError(f"captions must be strings, got {type(caption).__name__} at place {place}{advice}")
+        ids.append(caption_hash(caption) & LARGEST_ID)
+    return ids
 
 
 def hash64(data: bytes) -> int:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vl_plugins.errors import number
+
 __all__ = ["encode_in_chunks"]
 
 
@@ -36,6 +38,9 @@ def encode_in_chunks(encoder: nn.Module, inputs: Tensor, chunk_size: int | None)
 
     if chunk_size is None:
         return encoder(inputs)
+    if not isinstance(inputs, Tensor):
+        raise ValueError(f"inputs must be a tensor, got {type(inputs).__name__}: wrap an encoder that takes others")
+    chunk_size = number("chunk_size", chunk_size, least=1, kind=int)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), _fixed_statistics(encoder)

@@ -111,7 +111,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         known_positives: bool = True,
         **kwargs: Any,
     ):
-        _check_options(type(self), kwargs)
+        switches = {"symmetric": symmetric, "tiled": tiled, "known_positives": known_positives}
+        _check_options(type(self), kwargs, switches)
         if type(self).of_pairs is PairLoss.of_pairs and not self.has_matrix_losses:
             raise TypeError(f"{type(self).__name__} defines neither of_pairs nor matrix_losses")
         super().__init__(**kwargs)
@@ -142,6 +143,15 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         if name in STATISTICS:
             raise AttributeError(f"{type(self).__name__} records {name} only with collect_stats=True")
         return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        parts = []
+        for name in getattr(self, "_record_these", ()):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = float(f"{value.item():.6g}")
+            parts.append(f"{name}={value}")
+        return ", ".join(parts)
 
     # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
 
@@ -337,6 +347,10 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
         if indices_tuple is None:
             return False
+        if callable(indices_tuple):
+            raise ValueError(
+                "indices_tuple must be pairs or triplets, miner(embeddings, labels, ref_emb, ref_labels), not the miner"
+            )
         if isinstance(indices_tuple, Tensor):
             raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
         if len(indices_tuple) not in (3, 4):
@@ -468,6 +482,11 @@ ARGUMENTS_OF_MATRIX = _arguments(PairLoss.from_similarities)
 
 
 def _own_number(loss: PairLoss, name: str) -> Any:
+    if not hasattr(loss, name):
+        raise ValueError(
+            f"{type(loss).__name__} has no {name}, one of its numbers: set self.{name} in the constructor, or call "
+            f"loss(..., {name}=...)"
+        )
     value = getattr(loss, name)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
@@ -489,8 +508,11 @@ def _unknown_argument(loss: PairLoss, name: str, value: Any, arguments: tuple[st
     return f"{kind}: {unknown_name('argument', name, [*arguments, *loss.numbers])}"
 
 
-def _check_options(kind: type, options: dict[str, Any]) -> None:
-    """Raise ``TypeError`` for an option that belongs elsewhere, with what to do instead."""
+def _check_options(kind: type, options: dict[str, Any], switches: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for an option that belongs elsewhere, with what to do instead, or a switch that is none."""
+    for name, value in switches.items():
+        if value not in (True, False) and not (name == "tiled" and value is None):
+            raise TypeError(f"{kind.__name__}: {name} must be True or False, got {value!r}")
     for option in {"scale", "temperature"} & options.keys():
         if advice := scale_advice(option, options[option], options_of(kind)):
             raise TypeError(f"{kind.__name__}: {advice}")
@@ -563,9 +585,10 @@ def _check_numbers_of_hook(kind: Any, hook: str) -> None:
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             names.add(parameter.name)
             if parameter.default is parameter.empty and parameter.name not in kind.numbers:
-                raise TypeError(
-                    f"{kind.__name__}: {hook} takes {parameter.name}, which is not in numbers, {kind.numbers}: add it"
-                )
+                advice = f"add it to numbers, {kind.numbers}, or rename it"
+                if parameter.name == "scale":
+                    advice = "derive the class from ScaledLoss, which has one"
+                raise TypeError(f"{kind.__name__}: {hook} takes {parameter.name}, which is no number of it: {advice}")
     missing = [name for name in kind.numbers if name not in names]
     if missing and not takes_others:
-        raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, by the names in numbers")
+        raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, its numbers by name, or **numbers")

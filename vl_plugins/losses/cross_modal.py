@@ -9,10 +9,10 @@ from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, captions_come_first, check_widths
-from vl_plugins.distributed import DistributedLoss, gathers
+from vl_plugins.distributed import DistributedLoss, gathers, pair_labels
 from vl_plugins.losses.batch import Batch, ContentIds, joined_sets
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, full_precision
+from vl_plugins.numerics import check_loss, check_tensors, full_precision
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
@@ -37,8 +37,7 @@ class CrossModalLoss(nn.Module):
 
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
-        if not isinstance(loss, nn.Module):
-            raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
+        check_loss(loss)
         by_direction = miner is not None or hasattr(loss, "regularization")
         if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
             raise ValueError(
@@ -86,8 +85,8 @@ class CrossModalLoss(nn.Module):
         Args:
             embeddings, ref_emb: images (B, D) and texts (C, D), or sets (B, K, D) and (C, K, D) where the loss's
                 distance compares those.
-            labels, ref_labels: (B,) and (C,); a text belongs to the images of its label. A loss of this package
-                without a miner may do without them, see :class:`~vl_plugins.losses.PairLoss`.
+            labels, ref_labels: (B,) and (C,); a text belongs to the images of its label. Those that are not given
+                follow from the order of the rows, see :class:`~vl_plugins.losses.PairLoss`.
             indices_tuple: None, because the miner chooses the pairs.
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
             ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. With a
@@ -95,7 +94,7 @@ class CrossModalLoss(nn.Module):
             options: further arguments of the loss, such as ``scale``.
 
         Raises:
-            ValueError: no labels where they are needed.
+            ValueError: ``ref_labels`` without ``labels``, or embeddings and labels that do not fit.
         """
         self._check_call(indices_tuple, ref_ids, matching_ids)
         check_tensors(embeddings=embeddings, ref_emb=ref_emb)
@@ -122,6 +121,11 @@ class CrossModalLoss(nn.Module):
                 value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
             return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gather_across_devices":
+            raise AttributeError("CrossModalLoss gathers in a wrapper: DistributedLoss(CrossModalLoss(loss, miner))")
+        super().__setattr__(name, value)
+
     def _check_call(self, indices_tuple: Any, ref_ids: Any, matching_ids: Any) -> None:
         if indices_tuple is not None:
             raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
@@ -132,18 +136,10 @@ class CrossModalLoss(nn.Module):
 
     def _checked_labels(self, images: Tensor, labels: Any, texts: Tensor, text_labels: Any) -> tuple[Any, Any]:
         """Return the labels of both sides as tensors, where the call needs them."""
-        needs = ""
-        if self.miner is not None:
-            needs = "a miner"
-        elif self.one_set:
-            needs = "one_set=True"
-        elif not hasattr(self.pair_loss, "symmetric"):
-            needs = type(self.pair_loss).__name__
-        if not needs:
+        needs_labels = self.miner is not None or self.one_set or not hasattr(self.pair_loss, "symmetric")
+        if not needs_labels:
             return labels, text_labels
-        if labels is None or text_labels is None:
-            raise ValueError(f"{needs} needs labels and ref_labels")
-        return as_labels("labels", labels, images), as_ref_labels(text_labels, texts)
+        return pair_labels(images, labels, texts, text_labels)
 
     def _loss_of_one_set(self, images: tuple[Any, Any], texts: tuple[Any, Any], options: dict[str, Any]) -> Any:
         embeddings, labels = joined_sets([images[0], texts[0]]), torch.cat([images[1], texts[1]])

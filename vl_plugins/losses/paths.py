@@ -193,6 +193,8 @@ def _check_result(loss: Any, hook: str, result: Any, expected: str, number: int)
     if not isinstance(result, Tensor) or result.shape != (number,):
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"{hook} of {type(loss).__name__} must return {expected}, ({number},), got {shape}")
+    if not result.is_floating_point():
+        raise ValueError(f"{hook} of {type(loss).__name__} must return floating-point numbers, got {result.dtype}")
 
 
 def _losses_in_blocks(loss: Any, direction: Direction, numbers: Numbers) -> Tensor:

@@ -9,7 +9,7 @@ share of the mean over the pairs of all processes.
 from typing import Any
 
 import torch
-from pytorch_metric_learning.reducers import MeanReducer
+from pytorch_metric_learning.reducers import MeanReducer, PerAnchorReducer
 from torch import Tensor
 
 from vl_plugins.losses.batch import Batch
@@ -30,6 +30,9 @@ def reduced(
         inputs: the embeddings, or the matrix.
         numbers: of the call, which may have gradients.
     """
+    rows, columns = inputs[0].shape[:2] if batch is None else (len(batch.all_rows), len(batch.all_columns))
+    if isinstance(loss.reducer, PerAnchorReducer) and columns > rows:  # it fills a square matrix
+        raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
     has_pairs = all(len(of_direction.values) > 0 for of_direction in losses)
     pairs = losses[0]
     if batch is not None and not batch.is_whole:

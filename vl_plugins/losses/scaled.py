@@ -43,8 +43,12 @@ class ScaledLoss(PairLoss):
 
     @property
     def scale(self) -> Any:
-        """The number of the constructor, or the learned one, a 0-D tensor."""
-        return self.own_scale if self.log_scale is None else self.log_scale.exp()
+        """The number of the constructor, or the learned one, a 0-D tensor, which is at most ``max_scale``."""
+        if self.log_scale is None:
+            return self.own_scale
+        with torch.no_grad():  # in place, so that the gradient does not die at the limit
+            self.log_scale.clamp_(max=math.log(self.max_scale))
+        return self.log_scale.exp()
 
     @scale.setter
     def scale(self, value: float) -> None:
@@ -84,9 +88,3 @@ class ScaledLoss(PairLoss):
             self._has_checked_scale = not is_on_cpu
             return value
         return torch.where(value > 0, value, torch.nan)
-
-    def _numbers_of_call(self, *arguments: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        if self.log_scale is not None:
-            with torch.no_grad():  # in place and before the call, so that the gradient does not die at the limit
-                self.log_scale.clamp_(max=math.log(self.max_scale))
-        return super()._numbers_of_call(*arguments)

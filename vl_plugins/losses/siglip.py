@@ -60,6 +60,8 @@ class SigLIPLoss(ScaledLoss):
         self.add_to_recordable_attributes(name="bias")
 
     def check_number(self, name: str, value: Any) -> Any:
+        if name == "bias" and isinstance(self.bias, nn.Parameter):
+            raise ValueError("bias is the loss's own parameter (learn_bias=True); a call cannot give another one")
         if name == "bias" and isinstance(value, Tensor):
             if value.numel() != 1:
                 shape = tuple(value.shape)

@@ -1,5 +1,6 @@
 """Objective of diverse embedding sets: any pair loss on smooth-Chamfer similarity, and two regularizers."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,16 +12,26 @@ from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
 from vl_plugins.distributed import GathersAcrossDevices, gathers, joined_call, learned_numbers, settings_of
-from vl_plugins.errors import number
+from vl_plugins.errors import UserError, number, unknown_name
 from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision
-from vl_plugins.registry import create
+from vl_plugins.registry import create, find, options_of, scale_advice
 from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
 
 # Attributes that are those of the base.
 OF_BASE = frozenset(
-    ["check_number", "distance", "embedding_regularizer", "known_positives", "numbers", "reducer", "scale", "symmetric"]
+    [
+        "check_number",
+        "distance",
+        "embedding_regularizer",
+        "known_positives",
+        "margin",
+        "numbers",
+        "reducer",
+        "scale",
+        "symmetric",
+    ]
 )
 
 
@@ -85,6 +96,7 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
             if distance is not None and (alpha, set_size) != (16.0, 1):
                 raise ValueError(f"{type(distance).__name__} as distance has its own alpha and set_size")
             distance = distance or SmoothChamferSimilarity(alpha, set_size=set_size)
+            _check_base_options(base, base_options)
             base = create("loss", base, distance=distance, **base_options)
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
@@ -97,6 +109,8 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
 
     def __getattr__(self, name: str) -> Any:
+        if name == "from_similarities":
+            raise AttributeError("SmoothChamferLoss needs embeddings: loss.base.from_similarities(...) takes a matrix")
         if name in OF_BASE:
             return getattr(self.base, name)
         return super().__getattr__(name)
@@ -214,3 +228,18 @@ def _slots_of_sets(sets: list[Tensor], slots: Tensor | None, ref_slots: Tensor |
     if len(widths) > 1:
         raise ValueError(f"slots and ref_slots must have the same width, got {sorted(widths)}: give both, or neither")
     return of_sides
+
+
+def _check_base_options(base: Any, options: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for an option that neither the loss of sets has nor its base."""
+    name = base.get("name") if isinstance(base, Mapping) else base
+    if isinstance(name, str):
+        name = find("loss", name)
+    if not inspect.isclass(name):
+        return  # which is refused next
+    known = options_of(name)
+    for option, value in options.items():
+        if option not in known:
+            all_known = {*options_of(SmoothChamferLoss), *known}
+            advice = scale_advice(option, value, known) or unknown_name("option", option, all_known)
+            raise UserError(f"loss 'smooth_chamfer', base {name.__name__!r}: {advice}")

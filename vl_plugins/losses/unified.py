@@ -42,7 +42,7 @@ class UnifiedLoss(ScaledLoss):
 
     Args:
         margin: m, by how much the positive should be closer than the negatives, >= 0: a number, or a parameter of one
-            element. A call may give another one, or one for each caption, (C,).
+            element, which is not kept above 0. A call may give another one, or one for each caption, (C,).
         scale: gamma, the inverse temperature, > 0. 50 is the paper's value for CLIP, 60 for VSE++. A learned one
             belongs to the call, ``loss(..., scale=model.logit_scale.exp())``, or to the loss, ``learn_scale=True``.
         weights: w, two elementwise functions of similarities, one for positives and one for negatives. Here and in
@@ -180,4 +180,8 @@ def soft_margin(confidence: Any, margin: float = 0.2, base: float = 10.0) -> Ten
 
 
 def _function(value: Function | None) -> Any:
-    return value if value is None or callable(value) else Polynomial(value)
+    if value is None or callable(value):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"weights and relative must be functions or lists of coefficients, got {value!r}")
+    return Polynomial(value)

@@ -7,7 +7,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor
 
-from vl_plugins.distributed import gathering
+from vl_plugins.distributed import gathering, gathers
 from vl_plugins.errors import number
 from vl_plugins.losses.batch import as_number
 from vl_plugins.losses.statistics import forget_statistics
@@ -46,6 +46,11 @@ class Warmup(BaseMetricLossFunction):
         for loss in (first, then):
             if not isinstance(loss, BaseMetricLossFunction):
                 raise TypeError(f"Warmup takes two losses, got {loss!r}; create_loss makes one by its name")
+        if gathers(first) != gathers(then):
+            raise ValueError(
+                "gather_across_devices is given to one loss of the warm-up only: give it to both, or set "
+                "Warmup(...).gather_across_devices"
+            )
         # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
         ModuleWithRecords.__init__(self, then.collect_stats)
         self.first, self.then = first, then

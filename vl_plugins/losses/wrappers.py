@@ -12,7 +12,7 @@ from torch import Tensor
 from vl_plugins.distributed import first_label, gathering, gathers
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.batch import NO_ID, as_ids
-from vl_plugins.numerics import as_labels, check_tensors, fill_at, full_precision
+from vl_plugins.numerics import as_labels, check_loss, check_tensors, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
@@ -66,9 +66,15 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         """Take any loss, where pytorch-metric-learning takes its own only."""
 
     def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
+        check_loss(loss)
         super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
         if gathers(self):
             raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gather_across_devices":
+            raise AttributeError("the queue of CrossBatchMemory is that of one process: it cannot gather")
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -95,12 +101,13 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         for name, value in numbers.items():
             is_of_candidates = name != "matching_ids" and math.prod(np.shape(value)) > 1
             if name in REFUSED or is_of_candidates:
-                raise ValueError(f"{name} cannot be given with a queue, whose embeddings are the candidates")
+                raise ValueError(f"CrossBatchMemory takes no {name}: the embeddings in its queue are the candidates")
         labels = as_labels("labels", labels, embeddings)
         if enqueue_mask is not None:
             check_tensors(enqueue_mask=enqueue_mask)
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
-            raise ValueError(f"enqueue_mask must be bool {tuple(labels.shape)}, got {enqueue_mask.dtype}")
+            shapes = tuple(labels.shape), tuple(enqueue_mask.shape)
+            raise ValueError(f"enqueue_mask must be torch.bool {shapes[0]}, got {enqueue_mask.dtype} {shapes[1]}")
         queued = len(labels)
         if enqueue_mask is not None:
             queued = int(enqueue_mask.sum())
@@ -227,6 +234,10 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
 
     check_loss_support = CrossBatchMemory.check_loss_support
     loss: Any
+
+    def __init__(self, loss: Any, symmetric: bool = True, **kwargs: Any):
+        check_loss(loss)
+        super().__init__(loss, symmetric, **kwargs)
 
     @property
     def gather_across_devices(self) -> Any:
