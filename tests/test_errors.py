@@ -178,6 +178,20 @@ def test_names():
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("logit_scale", "scale"),
+        ("cosine", "CosineSimilarity"),
+        ("lpdistance", "LpDistance"),
+        ("learn_scal", "learn_scale"),
+    ],
+)
+def test_the_name_that_was_meant(name, meant):
+    with pytest.raises(UserError, match=rf"\(did you mean '{meant}'\?\)"):
+        one_of("name", name, ["learn_scale", "scale", "CosineSimilarity", "LpDistance"])
+
+
+@pytest.mark.parametrize(
     ("value", "options", "expected"),
     [
         *((value, {}, "a finite number") for value in (float("nan"), float("inf"), "0.2", None, True)),

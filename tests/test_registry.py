@@ -140,7 +140,12 @@ def test_specifications():
         ),
         ("loss", "unified", {"temperature": "x"}, f"loss 'unified': {TEMPERATURE}"),
         ("loss", "triplet_hn", {"temperature": 0.07}, "loss 'triplet_hn': unknown option 'temperature'"),
-        ("loss", "smooth_chamfer", {"base": "vlc", "temperature": 0.1}, f"loss 'vlc': {TEMPERATURE} = 10"),
+        (
+            "loss",
+            "smooth_chamfer",
+            {"base": "vlc", "temperature": 0.1},
+            f"loss 'smooth_chamfer', base 'vlc': {TEMPERATURE} = 10",
+        ),
         ("loss", "goal", {"scale": 5}, "loss 'goal': it has no scale; losses that have one: siglip, unified, vlc"),
         ("loss", "triplet_sh", {"scale": "learned"}, "loss 'triplet_sh': it has no scale; losses that have one: "),
         (

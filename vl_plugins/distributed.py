@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from vl_plugins.distances import check_widths
 from vl_plugins.numerics import (
+    as_ids,
     as_labels,
     as_ref_labels,
     check_loss,
@@ -112,6 +113,14 @@ class Processes:
 
     def __deepcopy__(self, memo: Any) -> "Processes":
         return self  # a copy of a loss is in the same group
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                "a loss with a ProcessGroup cannot be saved: save loss.state_dict(), or set loss.gather_across_devices "
+                "to False before"
+            )
+        return self.__dict__
 
     @property
     def size(self) -> int:
@@ -346,10 +355,13 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
     def __init__(self, loss: nn.Module, group: Any = True):
         super().__init__()
         check_loss(loss)
-        if gathers(loss):
-            raise ValueError("the loss gathers by itself: create it without gather_across_devices")
         self.loss = loss
+        self._check_gathering()
         self.gather_across_devices = group
+
+    def _check_gathering(self) -> None:
+        if gathers(self.loss):
+            raise ValueError("the loss gathers by itself: create it without gather_across_devices")
 
     @eager
     def forward(
@@ -380,6 +392,7 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
                 labels that are NaN, of the wrong type or length, or 0 to B - 1 in each of several processes, which
                 would make unrelated rows positives.
         """
+        self._check_gathering()
         if isinstance(indices_tuple, Tensor):  # the order until 0.3: ref_emb, ref_labels, miner
             if isinstance(ref_labels, nn.Module) and miner is None:
                 ref_labels, miner = None, ref_labels
@@ -458,16 +471,22 @@ def joined_call(
     return call | processes.gather_rows(options_with_rows(call), learned, settings, uses_all=True).tensors
 
 
-def options_with_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call that have a row for each item; None where the call gives none.
+def options_with_rows(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that have a row for each item; None where the call gives none.
 
     A scale or a bias may be a tensor (1,), which has no rows. Any other tensor is assumed to have rows, even with
     length 1, because a process may have only one row.
     """
+    embeddings, negatives = call["embeddings"], call.get("negatives")
+    candidates = embeddings if call["ref_emb"] is None else call["ref_emb"]
+    items_of_ids = {"ref_ids": candidates, "matching_ids": embeddings, "negative_ids": negatives}
     rows = {}
-    for name, value in options.items():
-        if isinstance(value, (list, tuple, np.ndarray)):
-            value = torch.as_tensor(value)
+    for name, value in call.items():
+        items = items_of_ids.get(name)
+        if items is not None:
+            value = as_ids(name, value, items, dimensions=2 if name == "matching_ids" else 1)
+        elif isinstance(value, (list, tuple, np.ndarray)):
+            value = torch.as_tensor(value, device=embeddings.device)
         is_tensor = isinstance(value, Tensor) and value.ndim > 0 and name not in ("scale", "bias")
         if value is None or is_tensor:
             rows[name] = value

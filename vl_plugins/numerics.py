@@ -1,4 +1,4 @@
-"""Labels and embeddings as the losses compute with them, and functions that ``torch.compile`` does not trace."""
+"""Labels, ids and embeddings as the losses compute with them, and functions that ``torch.compile`` does not trace."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "NO_ID",
+    "as_ids",
     "as_labels",
     "as_ref_labels",
     "check_loss",
@@ -20,6 +22,8 @@ __all__ = [
     "labels_of_one_set",
 ]
 
+NO_ID = -1
+UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
 
@@ -94,6 +98,40 @@ def check_not_negative(name: str, values: Tensor) -> None:
     """Raise ``ValueError`` if a number on the CPU is below 0; the check would synchronize a GPU."""
     if values.device.type == "cpu" and (values < 0).any():
         raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")
+
+
+def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor | None:
+    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...); None stays None."""
+    if ids is None:
+        return None
+    expected = f"{name} must be integers that fit into int64"
+    if not isinstance(ids, Tensor):
+        if dimensions == 2 and isinstance(ids, (list, tuple)):
+            ids = _filled_up(ids)
+        try:
+            ids = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
+            raise ValueError(f"{expected}, such as vl_plugins.data.content_ids(captions): {error}") from error
+        if dimensions == 2 and len(ids) == 0:  # lists for no rows
+            ids = ids.reshape(0, 0)
+    if ids.ndim != dimensions or len(ids) != len(embeddings):
+        shape = f"({len(embeddings)},)"
+        if dimensions == 2:
+            shape = f"({len(embeddings)}, M)"
+        raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
+    if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == UNSIGNED):
+        advice = "; shift them right by 1" if ids.dtype == UNSIGNED else ""
+        raise ValueError(f"{expected}, got {ids.dtype}{advice}")
+    return ids.to(embeddings.device, torch.int64)
+
+
+def _filled_up(rows: Any) -> Any:
+    """Return lists of ids with one length, the shorter ones filled up with ``NO_ID``."""
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays and tensors
+    if not all(isinstance(row, (list, tuple)) for row in rows):
+        return rows
+    longest = max(map(len, rows), default=0)
+    return [[*row, *[NO_ID] * (longest - len(row))] for row in rows]
 
 
 def labels_of_one_set(labels: Any, ref_labels: Any, embeddings: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 import pytest
 
-from vl_plugins.data.captions import CaptionedImage, caption_hash, normalize_caption
+from vl_plugins.data.captions import CaptionedImage, caption_hash, content_ids, normalize_caption
 from vl_plugins.errors import UserError
 
 
@@ -41,3 +41,17 @@ def test_an_image_that_shards_cannot_hold_cannot_be_made(field, value, message):
     assert CaptionedImage(**VALID, group=" ").group is None
     with pytest.raises(UserError, match=f"^{message}"):
         CaptionedImage(**{**VALID, field: value})
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ("a dog", "captions must be a list of strings, got str"),
+        ({"a dog": 1}, "captions must be a list of strings, got dict"),
+        (["a dog", None], "captions must be strings, got NoneType at place 1"),
+        ([["a dog", "a cat"]], "got list at place 0; join the captions of all images in one list"),
+    ],
+)
+def test_ids_of_what_are_no_captions(captions, message):
+    with pytest.raises(ValueError, match=message):
+        content_ids(captions)

@@ -59,3 +59,15 @@ def test_activations_are_not_kept_for_the_backward_pass():
 
     assert kept(with_graph) > 2 * 36
     assert kept(in_chunks) == 36, "the inputs"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "chunk_size", "message"),
+    [
+        (torch.ones(4, 4), 0, "chunk_size must be an integer >= 1, got 0"),
+        ({"input_ids": torch.ones(4, 4)}, 2, "inputs must be a tensor, got dict: wrap an encoder that takes others"),
+    ],
+)
+def test_what_cannot_be_cut_into_chunks(inputs, chunk_size, message):
+    with pytest.raises(ValueError, match=message):
+        encode_in_chunks(Encoder(), inputs, chunk_size)

@@ -1,5 +1,7 @@
 """Two processes: losses of the joined batch, whose value and gradients are those of one process with all rows."""
 
+import pickle
+
 import pytest
 import torch
 from pytorch_metric_learning import losses as host
@@ -11,7 +13,8 @@ from tests.helpers.loops import embeddings_of, make_loss
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.distributed import DistributedLoss, all_gather_rows, gathering, gathers, stop_processes
-from vl_plugins.losses import CrossBatchMemory, SelfSupervisedLoss, SmoothChamferLoss, Warmup
+from vl_plugins.losses import CrossBatchMemory, CrossModalLoss, SelfSupervisedLoss, SmoothChamferLoss, Warmup
+from vl_plugins.miners import HardestNegativeMiner
 
 WORLD_SIZE = 2
 # Images and texts of each process: unequal numbers, and labels that both have.
@@ -163,8 +166,11 @@ def in_one_process(rank):
     found["gradient of the scale"] = train_warm_up(rank)
     found["nan"] = find_nan(rank)
     found["one row"] = create_loss("unified", gather_across_devices=True)(x[:1], [0], ref_emb=x[1:2], ref_labels=[0])
-    found["ids"] = ids_of_each_kind(x, labels)
+    found["ids"] = ids_of_each_kind(rank, x, labels)
     found["empty"] = create_loss("unified", gather_across_devices=True)(x[:rank], list(range(rank)), ref_emb=x[:rank])
+    found["no lists"] = create_loss("unified", gather_across_devices=True)(
+        x[:rank], ref_emb=x[:rank], ref_ids=[1, 2][:rank], matching_ids=[[1], [2]][:rank]
+    )
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
     return found
 
@@ -180,10 +186,23 @@ def find_nan(rank):
     return [loss(x, ref_emb=torch.eye(3)).isnan().item() for loss in losses]
 
 
-def ids_of_each_kind(x, labels):
-    """Return the loss with ids as a list and as a tuple."""
-    loss = DistributedLoss(create_loss("unified"))
-    return [loss(x, labels, ref_emb=x + 1, ref_ids=kind(labels.tolist())).item() for kind in (list, tuple)]
+def ids_of_each_kind(rank, x, labels):
+    """Return for three losses the mean over the processes with ids of each kind, whose lists are of unequal lengths."""
+    lists = [[0, 1], [], [2], [5]][: len(x)] if rank == 0 else [[3]] * len(x)
+    padded = torch.tensor([(*row, *[-1] * (2 - len(row))) for row in lists])
+    found = []
+    for loss in (
+        create_loss("unified", gather_across_devices=True),
+        DistributedLoss(create_loss("unified")),
+        DistributedLoss(CrossModalLoss(create_loss("unified"))),
+    ):
+        for kind in (list, tuple, torch.tensor):
+            for matching_ids in (lists, padded, [torch.tensor(row) for row in lists]):
+                ids = {"ref_ids": kind(labels.tolist()), "matching_ids": matching_ids}
+                value = loss(x, labels, ref_emb=x + 1, ref_labels=labels.clone(), **ids)
+                distributed.all_reduce(value)
+                found.append(value.item() / WORLD_SIZE)
+    return found
 
 
 def run_backward_without_rows(rank):
@@ -273,7 +292,8 @@ def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(res
         assert found["one class"] == 0
         assert found["nan"] == [True] * 3
         assert found["one row"] == 0
-        assert found["ids"][0] == found["ids"][1]
+        assert found["ids"] == pytest.approx([found["ids"][0]] * 27)
+        assert found["no lists"] == 0
         assert found["backward without rows"]
         *warming_up, after = found["gradient of the scale"]
         assert warming_up == [0, 0]
@@ -289,6 +309,37 @@ def test_a_loss_that_gathers_is_not_gathered_again():
         DistributedLoss(ours)
     with pytest.raises(ValueError, match="give gather_across_devices to SmoothChamferLoss alone"):
         SmoothChamferLoss(ours)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "part", "message"),
+    [
+        (DistributedLoss, "loss", "the loss gathers by itself"),
+        (SmoothChamferLoss, "base", "give gather_across_devices to SmoothChamferLoss alone"),
+        (lambda loss: CrossModalLoss(loss, HardestNegativeMiner()), "loss", "UnifiedLoss would gather by itself"),
+        (lambda loss: CrossBatchMemory(loss, 3), "loss", "the queue is that of one process"),
+        (lambda loss: Warmup(loss, create_loss("vlc"), 1), "first", "is given to one loss of the warm-up only"),
+    ],
+)
+def test_nor_is_one_that_is_told_later(wrap, part, message):
+    loss, x, labels = wrap(create_loss("unified")), torch.eye(3), torch.arange(3)
+    getattr(loss, part).gather_across_devices = True
+    sides = {} if isinstance(loss, CrossBatchMemory) else {"ref_emb": x, "ref_labels": labels.clone()}
+    with pytest.raises(ValueError, match=message):
+        loss(x, labels, **sides)
+
+
+def test_a_loss_of_a_process_group_cannot_be_saved(tmp_path):
+    stop_processes()
+    distributed.init_process_group("gloo", init_method=f"{tmp_path.as_uri()}/store", rank=0, world_size=1)
+    try:
+        loss = create_loss("unified", gather_across_devices=distributed.new_group([0]))
+        with pytest.raises(TypeError, match=r"save loss.state_dict\(\), or set loss.gather_across_devices to False"):
+            pickle.dumps(loss)
+        loss.gather_across_devices = True
+        assert pickle.loads(pickle.dumps(loss)).gather_across_devices is True
+    finally:
+        stop_processes()
 
 
 def test_a_loss_can_be_told_later_to_gather():
@@ -337,7 +388,7 @@ def test_one_process_calls_the_loss(expected):
     ("options", "message"),
     [
         ({}, "labels must be given with one set"),
-        ({"ref_emb": torch.ones(4, 2)}, "4 rows are no multiple of 3"),
+        ({"ref_emb": torch.ones(4, 2)}, "4 is not a multiple of 3"),
         ({"ref_emb": torch.ones(3, 2), "ref_labels": torch.arange(3)}, "labels must be given with ref_labels"),
         ({"labels": torch.arange(2)}, "labels must have the length 3, got 2"),
         ({"labels": torch.arange(3), "ref_emb": torch.ones(6, 2), "ref_labels": torch.arange(3)}, "length 6, got 3"),

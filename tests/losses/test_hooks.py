@@ -13,6 +13,7 @@ from tests.helpers.seeds import seeded
 from tests.reference import losses as reference
 from vl_plugins import create_loss, engine
 from vl_plugins.distributed import Processes
+from vl_plugins.errors import InputWarning
 from vl_plugins.losses import GOALLoss, SigLIPLoss, TripletSHLoss, UnifiedLoss
 
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
@@ -234,3 +235,13 @@ def test_triplets_of_known_positives_only(name):
     value = create_loss(name, **options)(x, None, triplet, y, ref_ids=[5, 5, 6])
     assert value == 0
     assert not torch.autograd.grad(value, x)[0].any()
+
+
+@pytest.mark.parametrize("name", ["margin", "confidence"])
+def test_numbers_of_captions_have_gradients_without_pairs(name):
+    """DistributedDataParallel waits for those of all parameters."""
+    numbers = torch.ones(3, requires_grad=True)
+    call = {"ref_emb": torch.eye(3), "ref_labels": [4, 5, 6], name: numbers}
+    with pytest.warns(InputWarning, match="no pair"):
+        create_loss("unified")(torch.eye(3), [0, 1, 2], **call).backward()
+    assert (numbers.grad == 0).all()

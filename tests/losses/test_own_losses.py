@@ -149,11 +149,15 @@ def of_pairs_and_scale(self, positive, negative, scale):
 WRONG_CLASSES = {
     "a hook without the number of its loss": (
         wrong_class(ScaledLoss, of_pairs=of_pairs),
-        r"of_pairs must take scale, by the names in numbers",
+        r"of_pairs must take scale, its numbers by name, or \*\*numbers",
     ),
     "a hook with a number that its loss does not have": (
         wrong_class(of_pairs=of_pairs_and_scale),
-        r"of_pairs takes scale, which is not in numbers, \(\): add it",
+        "of_pairs takes scale, which is no number of it: derive the class from ScaledLoss, which has one",
+    ),
+    "a hook with another name of its number": (
+        wrong_class(ScaledLoss, of_pairs=lambda self, positive, negative, gamma: positive),
+        r"of_pairs takes gamma, which is no number of it: add it to numbers, \('scale',\), or rename it",
     ),
     "a number that an inherited hook does not take": (
         wrong_class(UnifiedLoss, numbers=("scale", "margin", "bias")),
@@ -225,6 +229,29 @@ def test_a_number_of_each_caption_for_negatives_of_an_anchor():
     assert Own()(IMAGES, **PAIRS, margin=0.5) > Own()(IMAGES, **PAIRS)
     with pytest.raises(ValueError, match="margin must be one number in a call of Own, whose of_negatives takes it"):
         Own()(IMAGES, **PAIRS, margin=torch.ones(4))
+
+
+def test_a_number_without_a_value():
+    class Own(PairLoss):
+        numbers = ("margin",)
+
+        def of_pairs(self, positive, negative, margin):
+            return margin + negative - positive
+
+    assert Own()(IMAGES, **PAIRS, margin=0.5) == Own()(IMAGES, **PAIRS, margin=0) + 0.5
+    with pytest.raises(
+        ValueError, match=r"Own has no margin, one of its numbers: set self.margin .* loss\(..., margin="
+    ):
+        Own()(IMAGES, **PAIRS)
+
+
+def test_losses_that_are_true_or_false():
+    class Own(PairLoss):
+        def of_pairs(self, positive, negative):
+            return negative > positive
+
+    with pytest.raises(ValueError, match=r"of_pairs of Own must return floating-point numbers, got torch\.bool"):
+        Own()(IMAGES, **PAIRS)
 
 
 def test_a_mean_of_triplets():

@@ -36,6 +36,7 @@ def test_a_learned_scale_stays_at_its_limit_and_can_leave_it():
     loss, call = make_loss("unified", learn_scale=True, max_scale=30.0), call_with(2)
     with torch.no_grad():
         loss.log_scale.fill_(10.0)
+    assert loss.scale.item() == pytest.approx(30.0), "after a step of the optimizer, too"
     value = loss(**call)
     assert loss.scale.item() == pytest.approx(30.0)
     assert torch.autograd.grad(value, loss.log_scale)[0] != 0

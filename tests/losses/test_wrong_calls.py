@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.losses import NTXentLoss
-from pytorch_metric_learning.reducers import ClassWeightedReducer
+from pytorch_metric_learning.reducers import ClassWeightedReducer, PerAnchorReducer
 
 from vl_plugins import create_loss, list_losses
 from vl_plugins.distances import ChamferSimilarity, MatchProbability, MILSimilarity, SmoothChamferSimilarity
@@ -147,7 +147,7 @@ def test_missing_labels(name):
     with pytest.raises(ValueError, match="ref_labels must be the labels, because ref_emb is the embeddings or missing"):
         loss(**call | {"labels": None, "ref_emb": None})
     for labels in (None, LABELS):
-        with pytest.raises(ValueError, match=r"row i of the embeddings: 4 rows are no multiple of 3$"):
+        with pytest.raises(ValueError, match=r"row i of the embeddings: 4 is not a multiple of 3$"):
             loss(call["embeddings"], labels, ref_emb=torch.ones(4, 4))
 
 
@@ -352,9 +352,68 @@ WRONG = {
         lambda: CrossModalLoss(UnifiedLoss())(**call_of(indices_tuple=PAIRS)),
         r"indices_tuple must be None: CrossModalLoss\(loss, miner\) calls the miner",
     ),
-    "two modalities of a host's loss by place": (
-        lambda: CrossModalLoss(NTXentLoss())(**call_of(labels=None, ref_labels=None)),
-        "NTXentLoss needs labels and ref_labels",
+    "labels of the captions only": (
+        lambda: CrossModalLoss(NTXentLoss())(**call_of(labels=None)),
+        "labels must be given with one set of embeddings, and with ref_labels",
+    ),
+    "a name for the loss of a queue": (lambda: CrossBatchMemory("unified", 3), "loss must be a loss, got 'unified'"),
+    "a name for a loss of processes": (lambda: DistributedLoss("unified"), "loss must be a loss, got 'unified'"),
+    "a name for the loss of views": (lambda: SelfSupervisedLoss("unified"), "loss must be a loss, got 'unified'"),
+    "a queue that gathers": (
+        lambda: setattr(CrossBatchMemory(UnifiedLoss(), 3), "gather_across_devices", True),
+        "the queue of CrossBatchMemory is that of one process: it cannot gather",
+    ),
+    "both directions that gather": (
+        lambda: setattr(CrossModalLoss(UnifiedLoss()), "gather_across_devices", True),
+        r"CrossModalLoss gathers in a wrapper: DistributedLoss\(CrossModalLoss\(loss, miner\)\)",
+    ),
+    "a margin of sets": (
+        lambda: setattr(create_loss("smooth_chamfer"), "margin", 0.3),
+        "margin belongs to the base of SmoothChamferLoss: set that of loss.base",
+    ),
+    "a matrix for sets": (
+        lambda: create_loss("smooth_chamfer").from_similarities(torch.eye(3)),
+        r"SmoothChamferLoss needs embeddings: loss.base.from_similarities\(...\) takes a matrix",
+    ),
+    "a switch that is a word": (
+        lambda: UnifiedLoss(symmetric="no"),
+        "UnifiedLoss: symmetric must be True or False, got 'no'",
+    ),
+    "a margin with a gradient": (
+        lambda: create_loss("triplet_hn", margin=torch.nn.Parameter(torch.tensor(0.2))),
+        r"margin must be a finite number >= 0, got Parameter of the shape \(\)$",
+    ),
+    "a list of margins for the loss": (
+        lambda: setattr(UnifiedLoss(), "margin", [0.1, 0.2]),
+        "margin of UnifiedLoss must be one number; one for each caption belongs to the call",
+    ),
+    "a miner instead of its pairs": (
+        lambda: UnifiedLoss()(torch.eye(3), LABELS, HardestNegativeMiner(), torch.eye(3), LABELS),
+        r"indices_tuple must be pairs or triplets, miner\(embeddings, labels, ref_emb, ref_labels\), not the miner",
+    ),
+    "captions of each image as one tensor": (
+        lambda: UnifiedLoss()(torch.eye(3), ref_emb=torch.ones(3, 5, 3)),
+        r"ref_emb must be \(B, D\) .* got \(3, 5, 3\); .flatten\(0, 1\) makes rows of the captions of each image",
+    ),
+    "anchors for a reducer of a square": (
+        lambda: UnifiedLoss(reducer=PerAnchorReducer())(torch.eye(3), ref_emb=torch.ones(6, 3)),
+        "PerAnchorReducer needs at least as many images as captions, got 3 and 6",
+    ),
+    "a second bias": (
+        lambda: create_loss("siglip", learn_bias=True)(torch.eye(3), ref_emb=torch.eye(3), bias=-3.0),
+        r"bias is the loss's own parameter \(learn_bias=True\); a call cannot give another one",
+    ),
+    "weights that are numbers": (
+        lambda: UnifiedLoss(weights=[0.5, 0.3]),
+        "weights and relative must be functions or lists of coefficients, got 0.5",
+    ),
+    "half of a warm-up gathers": (
+        lambda: Warmup(UnifiedLoss(gather_across_devices=True), UnifiedLoss(), 1),
+        "gather_across_devices is given to one loss of the warm-up only: give it to both, or set",
+    ),
+    "labels of one side for a miner": (
+        lambda: HardestNegativeMiner()(torch.eye(3), LABELS, torch.eye(3)),
+        "ref_labels must be given with ref_emb: a miner finds pairs by their labels",
     ),
     "a miner for a loss that gathers": (
         lambda: CrossModalLoss(UnifiedLoss(gather_across_devices=True), HardestNegativeMiner()),
@@ -400,7 +459,7 @@ WRONG = {
     ),
     "texts that are no multiple": (
         lambda: DistributedLoss(UnifiedLoss())(torch.ones(4, 2), ref_emb=torch.ones(9, 2)),
-        "9 rows are no multiple of 4",
+        "9 is not a multiple of 4",
     ),
     "a scale that is set": (lambda: setattr(UnifiedLoss(), "scale", -5), "scale must be a finite number > 0, got -5"),
     "weights of classes by place": (
@@ -461,6 +520,17 @@ def test_lists_of_labels_for_two_modalities():
     loss = CrossModalLoss(create_loss("triplet_hn"), HardestNegativeMiner())
     value = loss(images, [0, 1, 2], None, texts, np.arange(3), ref_ids=[5, 6, 5])
     assert value == loss(images, LABELS, None, texts, LABELS.clone(), ref_ids=torch.tensor([5, 6, 5]))
+
+
+def test_a_loss_of_the_host_takes_captions_by_place():
+    images, texts, loss = torch.randn(3, 4), torch.randn(6, 4), CrossModalLoss(NTXentLoss())
+    expected = loss(images, LABELS, ref_emb=texts, ref_labels=LABELS.repeat_interleave(2))
+    assert loss(images, ref_emb=texts) == loss(images, LABELS, ref_emb=texts) == expected
+
+
+def test_a_loss_shows_its_numbers():
+    shown = repr(create_loss("unified", margin=torch.nn.Parameter(torch.tensor(0.1)), scale=20))
+    assert shown.splitlines()[1].strip() == "scale=20.0, margin=0.1"
 
 
 @LOSSES

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
@@ -132,7 +133,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         kind = type(self).__name__
         if name == "of_negatives":
             raise AttributeError(f"of_negatives belongs to the class: write it into the body of {kind}")
-        if name == "margin" and is_one_of_each(value) and value.numel() > 1:
+        is_list = isinstance(value, (list, tuple, np.ndarray))
+        if name == "margin" and (is_list or (is_one_of_each(value) and value.numel() > 1)):
             advice = "UnifiedLoss takes one for each caption"
             if name in self.numbers:
                 advice = "one for each caption belongs to the call"
@@ -306,7 +308,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         """Return the reduced loss of a matrix.
 
         Args:
-            similarities: (A, C), anchors x candidates, larger is closer.
+            similarities: (A, C), anchors x candidates, larger is closer; finite also where a pair is in no mask.
             positive_mask, negative_mask: (A, C), bool; no pair is in both, which is checked on the CPU.
             symmetric: instead of the loss's own; False for the matrix of one set, which has both directions already.
             numbers: see :meth:`forward`.

@@ -11,23 +11,27 @@ from torch.nn.functional import pad
 from vl_plugins.distances import check_widths
 from vl_plugins.distributed import Processes, check_multiple, first_label
 from vl_plugins.engine import Excluded, Ids, Pairs, label_pairs
-from vl_plugins.numerics import as_labels, check_not_negative, check_tensors, full_precision, labels_of_one_set
+from vl_plugins.numerics import (
+    NO_ID,
+    as_ids,
+    as_labels,
+    check_not_negative,
+    check_tensors,
+    full_precision,
+    labels_of_one_set,
+)
 
 __all__ = [
     "Batch",
     "ContentIds",
     "Direction",
     "Side",
-    "as_ids",
     "as_number",
     "by_pair",
     "is_one_of_each",
     "joined_sets",
     "number_of_each",
 ]
-
-NO_ID = -1
-UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 
 @dataclass(eq=False)
@@ -429,37 +433,6 @@ def as_number(value: Any) -> Any:
     if is_array or isinstance(value, (list, tuple)):
         return torch.as_tensor(value, dtype=torch.float32)
     return value
-
-
-def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor | None:
-    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...); None stays None."""
-    if ids is None:
-        return None
-    expected = f"{name} must be integers that fit into int64"
-    if not isinstance(ids, Tensor):
-        if dimensions == 2 and isinstance(ids, (list, tuple)):
-            ids = _filled_up(ids)
-        try:
-            ids = torch.as_tensor(ids)
-        except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
-            raise ValueError(f"{expected}, such as vl_plugins.data.content_ids(captions): {error}") from error
-    if ids.ndim != dimensions or len(ids) != len(embeddings):
-        shape = f"({len(embeddings)},)"
-        if dimensions == 2:
-            shape = f"({len(embeddings)}, M)"
-        raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
-    if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == UNSIGNED):
-        advice = "; shift them right by 1" if ids.dtype == UNSIGNED else ""
-        raise ValueError(f"{expected}, got {ids.dtype}{advice}")
-    return ids.to(embeddings.device, torch.int64)
-
-
-def _filled_up(rows: Any) -> Any:
-    """Return lists of ids with one length, the shorter ones filled up with ``NO_ID``."""
-    if not all(isinstance(row, (list, tuple)) for row in rows):
-        return rows
-    longest = max(map(len, rows), default=0)
-    return [[*row, *[NO_ID] * (longest - len(row))] for row in rows]
 
 
 def _checked_sides(distance: Any, embeddings: Tensor, ref_emb: Tensor | None, negatives: Any) -> tuple[Any, Any, Any]:

@@ -38,12 +38,7 @@ class CrossModalLoss(nn.Module):
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
         check_loss(loss)
-        by_direction = miner is not None or hasattr(loss, "regularization")
-        if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
-            raise ValueError(
-                f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
-                "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"
-            )
+        _check_gathering(loss, miner)
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
         has_sets = isinstance(loss, Warmup) and any(hasattr(step, "regularization") for step in (loss.first, loss.then))
@@ -96,6 +91,7 @@ class CrossModalLoss(nn.Module):
         Raises:
             ValueError: ``ref_labels`` without ``labels``, or embeddings and labels that do not fit.
         """
+        _check_gathering(self.loss, self.miner)
         self._check_call(indices_tuple, ref_ids, matching_ids)
         check_tensors(embeddings=embeddings, ref_emb=ref_emb)
         check_widths(self.distance, embeddings, ref_emb)
@@ -190,6 +186,16 @@ class CrossModalLoss(nn.Module):
         if is_known is not None:
             pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
         return self.pair_loss(*anchors, pairs, *candidates, **options)
+
+
+def _check_gathering(loss: Any, miner: Any) -> None:
+    """Raise ``ValueError`` for a loss that gathers where both directions, or the regularization, are added here."""
+    by_direction = miner is not None or hasattr(loss, "regularization")
+    if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
+        raise ValueError(
+            f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
+            "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"
+        )
 
 
 def _check_directions(options: dict[str, Any]) -> None:

@@ -52,6 +52,8 @@ def reduced(
             return result
         return _in_graph_of(result, [values.detach() for values in inputs])
     sources = [*inputs, pairs.values, *numbers.values()]
+    if batch is not None:
+        sources += batch.columns.numbers.values()
     if not has_pairs:  # or parameters, as of a distance, have no gradients
         sources += [parameter for parameter in loss.parameters() if parameter.requires_grad]
     return _in_graph_of(result, sources)

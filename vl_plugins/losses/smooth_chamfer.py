@@ -100,13 +100,16 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
             base = create("loss", base, distance=distance, **base_options)
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
-        if gathers(base):
-            raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
         self.base = base
+        self._check_gathering()
         self.gather_across_devices = gather_across_devices
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
+
+    def _check_gathering(self) -> None:
+        if gathers(self.base):
+            raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
 
     def __getattr__(self, name: str) -> Any:
         if name == "from_similarities":
@@ -144,6 +147,7 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
+        self._check_gathering()
         if ref_emb is embeddings:
             ref_emb = None
         check_tensors(embeddings=embeddings)
@@ -233,13 +237,11 @@ def _slots_of_sets(sets: list[Tensor], slots: Tensor | None, ref_slots: Tensor |
 def _check_base_options(base: Any, options: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for an option that neither the loss of sets has nor its base."""
     name = base.get("name") if isinstance(base, Mapping) else base
-    if isinstance(name, str):
-        name = find("loss", name)
-    if not inspect.isclass(name):
+    if not isinstance(name, str) and not inspect.isclass(name):
         return  # which is refused next
-    known = options_of(name)
+    known = options_of(find("loss", name) if isinstance(name, str) else name)
     for option, value in options.items():
         if option not in known:
             all_known = {*options_of(SmoothChamferLoss), *known}
             advice = scale_advice(option, value, known) or unknown_name("option", option, all_known)
-            raise UserError(f"loss 'smooth_chamfer', base {name.__name__!r}: {advice}")
+            raise UserError(f"loss 'smooth_chamfer', base {name!r}: {advice}")

@@ -33,7 +33,8 @@ class Warmup(BaseMetricLossFunction):
 
     Attributes:
         step: number of steps so far, part of ``state_dict``. Each call in training mode with gradients adds 1; a
-            trainer that calls the loss several times in a step sets it before each call.
+            trainer that calls the loss several times in a step sets it before each call. Keep the loss outside of
+            ``torch.utils.checkpoint``, which calls it twice.
 
     >>> from vl_plugins.losses import TripletHNLoss, TripletSHLoss
     >>> loss = Warmup(TripletSHLoss(), TripletHNLoss(), steps=1)
@@ -46,17 +47,20 @@ class Warmup(BaseMetricLossFunction):
         for loss in (first, then):
             if not isinstance(loss, BaseMetricLossFunction):
                 raise TypeError(f"Warmup takes two losses, got {loss!r}; create_loss makes one by its name")
-        if gathers(first) != gathers(then):
+        # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
+        ModuleWithRecords.__init__(self, then.collect_stats)
+        self.first, self.then = first, then
+        self._check_gathering()
+        self.steps = number("steps", steps, least=0, kind=int)
+        self.step = 0
+        self.add_to_recordable_attributes(name="steps")
+
+    def _check_gathering(self) -> None:
+        if gathers(self.first) != gathers(self.then):
             raise ValueError(
                 "gather_across_devices is given to one loss of the warm-up only: give it to both, or set "
                 "Warmup(...).gather_across_devices"
             )
-        # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
-        ModuleWithRecords.__init__(self, then.collect_stats)
-        self.first, self.then = first, then
-        self.steps = number("steps", steps, least=0, kind=int)
-        self.step = 0
-        self.add_to_recordable_attributes(name="steps")
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_THEN:
@@ -100,6 +104,7 @@ class Warmup(BaseMetricLossFunction):
         ref_labels: Any = None,
         **options: Any,
     ) -> Any:
+        self._check_gathering()
         if ref_labels is labels and isinstance(labels, Tensor) and ref_emb is not None and ref_emb is not embeddings:
             ref_labels = labels.clone()  # for pytorch-metric-learning, one object with both names means one set
         sides = embeddings, labels, indices_tuple, ref_emb, ref_labels

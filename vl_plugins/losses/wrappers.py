@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vl_plugins.distributed import first_label, gathering, gathers
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.losses.batch import NO_ID, as_ids
-from vl_plugins.numerics import as_labels, check_loss, check_tensors, fill_at, full_precision
+from vl_plugins.numerics import NO_ID, as_ids, as_labels, check_loss, check_tensors, fill_at, full_precision
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
@@ -68,6 +67,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
         check_loss(loss)
         super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
+        self._check_gathering()
+
+    def _check_gathering(self) -> None:
         if gathers(self):
             raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
 
@@ -95,6 +97,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 queue keeps them.
             numbers: others of the loss's call, such as ``scale``.
         """
+        self._check_gathering()
         check_tensors(embeddings=embeddings)
         if embeddings.shape[1:] != (self.embedding_size,):
             raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
