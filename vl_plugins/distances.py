@@ -42,8 +42,9 @@ class OrderSimilarity(BaseDistance):
 
     with unit vectors i and c. A caption may leave out what an image shows, so the order matters: images are the first
     argument. :class:`~vl_plugins.losses.CrossModalLoss` takes care of this where captions are the anchors. A miner
-    needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``. A queue of images, whose anchors are
-    captions, needs ``captions_first=True``. The margin is on the scale of this similarity: the papers use 0.05.
+    needs this distance too, ``HardestNegativeMiner(distance=OrderSimilarity())``. Where captions are the first
+    argument, as with a ``CrossBatchMemory`` of images, set ``captions_first=True``. The margin is on the scale of this
+    similarity: the papers use 0.05.
 
     Args:
         absolute: compare the absolute values of the elements, because order embeddings are not negative.

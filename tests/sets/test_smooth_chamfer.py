@@ -131,7 +131,10 @@ def test_plain_embeddings_are_sets_of_one(base):
         ({"base": TripletHNLoss(), "distance": MILSimilarity()}, "TripletHNLoss as base has its own options and"),
         ({"distance": MILSimilarity(), "alpha": 8}, "MILSimilarity as distance has its own alpha"),
         ({"scale": 3}, "loss 'smooth_chamfer', base 'triplet_hn': it has no scale"),
-        ({"margn": 3}, r"loss 'smooth_chamfer', base 'triplet_hn': unknown option 'margn' \(did you mean 'margin'\?\); known: alpha, base"),
+        (
+            {"margn": 3},
+            r"loss 'smooth_chamfer', base 'triplet_hn': unknown option 'margn' \(did you mean 'margin'\?\); known: alpha",
+        ),
     ],
 )
 def test_wrong_options(options, message):

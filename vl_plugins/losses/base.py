@@ -68,9 +68,10 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, for a model that compares pairs itself.
 
     The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
-    least, also under autocast. Nothing to compare gives 0, with a warning if labels are the reason. NaN or infinity in
-    any embedding gives NaN, whatever the reducer. Where embeddings are compared in blocks, there are no second
-    derivatives: with :func:`hardest` or :func:`soft_maximum`, by labels, with cosine or dot product.
+    least, also under autocast. Without positive pairs or negatives the loss is 0, with a warning if the labels are the
+    reason. NaN or infinity in any embedding gives NaN, whatever the reducer. Where embeddings are compared in blocks,
+    there are no second derivatives: with :func:`hardest` or :func:`soft_maximum`, by labels, with cosine or dot
+    product.
 
     Args:
         symmetric: add text to image where two sets are compared by labels or positions; otherwise image to text only.
@@ -249,7 +250,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             embeddings, ref_emb: (A, D) and (C, D), or what the distance compares.
             labels, ref_labels: (A,) and (C,), integers: tensors, numpy arrays or lists. Without ``ref_labels``, rows
                 k * i to k * i + k - 1 of ``ref_emb`` have the label of row i; without ``labels`` too, they belong to
-                row i only, and the GPU is not synchronized.
+                row i only. That is the fastest form, because it does not synchronize the GPU.
             indices_tuple: (anchors, positives, negatives) or (anchors, positives, anchors, negatives), index tensors.
             symmetric: instead of the loss's own; True adds text to image to the pairs of an ``indices_tuple`` too.
             confidence: (C,), >= 0, how much to trust each caption: it multiplies the losses of the caption's pairs, and
@@ -257,9 +258,9 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
                 the candidate's.
             negatives: (N, D), extra candidates for every row. They are never positives or anchors.
             ref_ids: (C,), integer ids of the candidates' contents, such as those of
-                :func:`vl_plugins.data.content_ids`. A candidate with the same id as one of an anchor's positives (in
-                one set, or as the anchor) is not a negative of that anchor, in both directions and in all processes.
-                Negative numbers mean "no id".
+                :func:`vl_plugins.data.content_ids`. A candidate with the same id as one of an anchor's positives is
+                not a negative of that anchor, in both directions and in all processes; with one set, the anchor's own
+                id counts, too. Negative numbers mean "no id".
             matching_ids: (A, M), ids of further contents that match a row, such as captions that are not shown. Pad
                 shorter rows with -1; lists may have unequal lengths.
             negative_ids: (N,), ids of ``negatives``.
